@@ -120,7 +120,7 @@ if not TYPE_CHECKING:
 
 
 @atexit.register
-def _tell_of_no_hook() -> None:
+def _warn_of_no_hook() -> None:
     """Warn at exit if a model of transformers shows that `enable()` was forgotten."""
     if "transformers.modeling_utils" in sys.modules:
         import_module(".loading.forgotten", __name__).tell_of_no_hook()

@@ -20,21 +20,21 @@ def copied_only(owner: object, subject: str, got: str, shared: tuple[object, ...
         shared: objects that a deep copy shares with the original.
     """
     state: Any = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)  # object's own: Python 3.11
-    return _new, (_Refused(subject, got, shared), type(owner)), state
+    return _new, (_NoPickle(subject, got, shared), type(owner)), state
 
 
-def _new(_: _Refused, cls: Any) -> Any:
+def _new(_: _NoPickle, cls: Any) -> Any:
     return cls.__new__(cls)
 
 
-class _Refused:
+class _NoPickle:
     """First argument of the reconstruction: supports deep copies, and raises in pickle."""
 
     def __init__(self, subject: str, got: str, shared: tuple[object, ...]) -> None:
         self.subject, self.got, self.shared = subject, got, shared
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Refused:
-        memo.update({id(each): each for each in self.shared})
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoPickle:
+        memo.update({id(item): item for item in self.shared})
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -21,12 +21,12 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module; adds the rank to its records."""
     logger = logging.getLogger(name)
-    if _say_rank not in logger.filters:
-        logger.addFilter(_say_rank)
+    if _add_rank not in logger.filters:
+        logger.addFilter(_add_rank)
     return logger
 
 
-def _say_rank(record: logging.LogRecord) -> bool:
+def _add_rank(record: logging.LogRecord) -> bool:
     """A filter that adds the rank and passes every record; on loggers, so that all handlers see the additions."""
     dist = sys.modules.get("torch.distributed")  # not initialised if it was not imported
     rank, size = 0, 1
@@ -49,14 +49,14 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 def read_environment() -> None:
     """Set the level from the environment variable; no-op without it."""
-    asked = os.environ.get(VARIABLE, "").lower()
-    if not asked:
+    level = os.environ.get(VARIABLE, "").lower()
+    if not level:
         return
     package = get_logger(PACKAGE)
-    if asked not in _LEVELS:
-        package.warning("%s: got %s, expected one of %s; ignored", VARIABLE, asked, ", ".join(_LEVELS))
+    if level not in _LEVELS:
+        package.warning("%s: got %s, expected one of %s; ignored", VARIABLE, level, ", ".join(_LEVELS))
         return
-    package.setLevel(asked.upper())
+    package.setLevel(level.upper())
     if not package.handlers:
         handler = _Stderr()
         handler.setFormatter(logging.Formatter(f"{PACKAGE}: %(message)s"))

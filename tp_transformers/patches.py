@@ -203,8 +203,8 @@ class _Waiting(MetaPathFinder):
         if name != self._name:
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # all others: two of these would call each other
-        others = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next((spec for spec in others if spec is not None), None)
+        specs = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

@@ -18,10 +18,11 @@ def size(nbytes: int) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Format integers, with consecutive ones as a range: 0-3, 7."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    groups = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
     ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
 PIPED = 120
@@ -62,8 +63,8 @@ def columns(rows: Sequence[Sequence[str]], *, right: bool = False, width: int | 
     lines = []
     for row in rows:
         texts = [_cell(cell, most) for cell, most in zip(row, widths, strict=True)]
-        for parts in zip_longest(*texts, fillvalue=""):
-            line = "  ".join(f"{part:{side}{most}}" for part, side, most in zip(parts, sides, widths, strict=True))
+        for row_lines in zip_longest(*texts, fillvalue=""):
+            line = "  ".join(f"{text:{side}{most}}" for text, side, most in zip(row_lines, sides, widths, strict=True))
             lines.append(line.rstrip())
     return lines
 

@@ -125,14 +125,14 @@ PRIVATE: dict[str, Private] = {
 
 def check() -> None:
     """Raise UnsupportedError if torch lacks a name that every tensor-parallel model needs."""
-    found = _lacking(_REFUSED)
-    if found:
-        raise lacks("torch", f"no {', '.join(found)}", subject="tp_plan")
+    missing = _lacking(_REFUSED)
+    if missing:
+        raise lacks("torch", f"no {', '.join(missing)}", subject="tp_plan")
 
 
 def lacking() -> dict[str, str]:
     """{name: consequence} for the private names that the installed torch lacks; imports torch's compiler."""
-    return {name: PRIVATE[name].without for name in _lacking(*{each.without for each in PRIVATE.values()})}
+    return {name: PRIVATE[name].without for name in _lacking(*{private.without for private in PRIVATE.values()})}
 
 
 @cache
@@ -144,25 +144,25 @@ def _exists(path: str) -> bool:
     """True if torch has the name: an attribute, one that `__init__` or another function sets, or an argument."""
     owner, _, name = path.rpartition(".")
     try:
-        found = _resolve(owner)
+        value = _resolve(owner)
     except (AttributeError, ImportError):
         return False
-    if hasattr(found, name) or name in getattr(found, "__annotations__", ()):
+    if hasattr(value, name) or name in getattr(value, "__annotations__", ()):
         return True
-    code = getattr(getattr_static(found, "__init__", None) if isinstance(found, type) else found, "__code__", None)
+    code = getattr(getattr_static(value, "__init__", None) if isinstance(value, type) else value, "__code__", None)
     return code is not None and name in code.co_names + code.co_varnames
 
 
 def _resolve(path: str) -> Any:
     """Import the object at a dotted path. Raises AttributeError or ImportError."""
-    found: Any = torch
+    value: Any = torch
     parts = path.split(".")
-    for number, part in enumerate(parts[1:], 2):
-        if isinstance(found, ModuleType) and not hasattr(found, part):
-            found = import_module(".".join(parts[:number]))
+    for number, name in enumerate(parts[1:], 2):
+        if isinstance(value, ModuleType) and not hasattr(value, name):
+            value = import_module(".".join(parts[:number]))
         else:
-            found = getattr(found, part)
-    return found
+            value = getattr(value, name)
+    return value
 
 
 class _Missing:

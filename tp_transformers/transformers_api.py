@@ -102,15 +102,15 @@ def check() -> None:
     """Raise UnsupportedError unless the installed transformers has the private API that this package uses."""
     version = transformers.__version__
     problems = []
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < FIRST_UNSUPPORTED:
+    if not OLDEST <= tuple(int(number) for number in version.split(".")[:2]) < FIRST_UNSUPPORTED:
         problems.append("another version")
     problems += [f"no {name}" for name in METHODS if not hasattr(PreTrainedModel, name)]
     problems += ["no _BaseAutoModelClass"] if not hasattr(modeling_auto, "_BaseAutoModelClass") else []
     for (owner, name), needed in _ARGUMENTS.items():
         function: Callable[..., Any] | None = getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters) if function is not None else ()
-        if found[: len(needed)] != needed:
-            problems.append(f"{name}({', '.join(found)})")
+        parameters = tuple(inspect.signature(function).parameters) if function is not None else ()
+        if parameters[: len(needed)] != needed:
+            problems.append(f"{name}({', '.join(parameters)})")
     for cls, fields in _FIELDS.items():
         lacking = fields - {info.name for info in dataclasses.fields(cls)}
         if lacking:

@@ -85,9 +85,9 @@ def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
             )
         width = hidden // query
     projection = getattr(module, "k_proj", None)
-    made = features(projection) if isinstance(projection, nn.Module) else None
-    if made is not None and made[1] % width == 0:
-        kv = made[1] // width
+    projected = features(projection) if isinstance(projection, nn.Module) else None
+    if projected is not None and projected[1] % width == 0:
+        kv = projected[1] // width
     if getattr(module, "new_decoder_architecture", False):  # Falcon caches the group's key and value per query head
         kv = query
     return kv, width, width

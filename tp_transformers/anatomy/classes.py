@@ -58,8 +58,8 @@ def own_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] |
         config: the result of `read_config`.
         where: the arguments of `read_config`.
     """
-    named: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
-    models = {auto: reference for auto, reference in named.items() if auto.startswith("AutoModel")}
+    auto_map: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
+    models = {auto: reference for auto, reference in auto_map.items() if auto.startswith("AutoModel")}
     auto = next(iter(sorted(models, key=lambda auto: (auto == "AutoModel", "CausalLM" not in auto))), None)
     if auto is None or not where.get("trust_remote_code"):
         return None
@@ -80,7 +80,7 @@ def known_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel]
 
 def model_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel]:
     """As `known_class`, for the commands `plan`, `verify` and `suggest`. Raises UnsupportedError if there is none."""
-    return _found(config, known_class(config, **where))
+    return _required(config, known_class(config, **where))
 
 
 def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -89,7 +89,7 @@ def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     It has the parameters of all classes of the model type, including a head, so that a plan covers them. Raises
     UnsupportedError if transformers has no class for the config.
     """
-    return _found(config, _generating((*_named(config), *_registered(config))))
+    return _required(config, _generating((*_named(config), *_registered(config))))
 
 
 def without_memory(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -119,17 +119,17 @@ def _registered(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     if config.is_encoder_decoder:
         mappings.append(mappings.pop(1))
     for mapping in mappings:
-        found = mapping.get(type(config), None)
-        yield from found if isinstance(found, tuple) else filter(None, (found,))
+        registered = mapping.get(type(config), None)
+        yield from registered if isinstance(registered, tuple) else filter(None, (registered,))
 
 
 def _generating(classes: Any) -> type[PreTrainedModel] | None:
     """The first of `classes` that generates, else the first."""
-    found = list(classes)
-    return next((cls for cls in found if cls.can_generate()), next(iter(found), None))
+    candidates = list(classes)
+    return next((cls for cls in candidates if cls.can_generate()), next(iter(candidates), None))
 
 
-def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
+def _required(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
     if cls is None:
         if getattr(config, "auto_map", None):
             raise _needs_code(f"model_type {config.model_type}")

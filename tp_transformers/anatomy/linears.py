@@ -72,6 +72,6 @@ def stacked_experts(module: nn.Module) -> int:
     """
     count = vars(module).get("num_experts")
     shapes = [param.shape for param in module.parameters()]
-    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
+    if not isinstance(count, int) or count < 2 or not shapes or any(features(child) for child in module.modules()):
         return 0
     return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0

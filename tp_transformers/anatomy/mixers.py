@@ -46,7 +46,7 @@ def mixed_length(child: nn.Module | Tensor, *, is_output: bool) -> int:
     """Features of a child of a mixer: input features for its output projection, else output features."""
     if not isinstance(child, nn.Module):
         return child.shape[first_long_dim(child.shape)]
-    made = features(child)
-    if made is not None:
-        return made[0] if is_output else made[1]
+    widths = features(child)
+    if widths is not None:
+        return widths[0] if is_output else widths[1]
     return max((param.shape[0] for param in child.parameters(recurse=False)), default=0)

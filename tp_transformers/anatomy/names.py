@@ -34,10 +34,10 @@ def fold_lists(model: nn.Module, name: str) -> str:
 
 def folded(values: Iterable[tuple[str, V]]) -> dict[str, dict[V, list[str]]]:
     """Group names by `fold_layers` and value: {folded name: {value: names}}, in the order of `values`."""
-    found: dict[str, dict[V, list[str]]] = {}
+    groups: dict[str, dict[V, list[str]]] = {}
     for name, value in values:
-        found.setdefault(fold_layers(name), {}).setdefault(value, []).append(name)
-    return found
+        groups.setdefault(fold_layers(name), {}).setdefault(value, []).append(name)
+    return groups
 
 
 def layer_number(name: str) -> int | None:
@@ -77,10 +77,10 @@ def untie(model: PreTrainedModel, name: str) -> None:
 
 def inner(module: nn.Module, name: str) -> Any:
     """The object with a dotted name in a module; None if it does not exist."""
-    found: Any = module
+    value: Any = module
     for step in name.split("."):
-        found = getattr(found, step, None)
-    return found
+        value = getattr(value, step, None)
+    return value
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

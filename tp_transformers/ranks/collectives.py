@@ -24,7 +24,7 @@ from ..slices.layout import Shared
 from . import direct
 
 Group = dist.ProcessGroup
-Cut = tuple[int, tuple[int, ...]]
+Sharding = tuple[int, tuple[int, ...]]
 """(dim, shard length of every rank along it)."""
 Counts = Sequence[int]
 """Number of rows for each rank."""
@@ -117,7 +117,7 @@ def copy_shared(
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
-    places = tuple((part.local, part.slot, part.length) for part in shared)
+    places = tuple((entry.local, entry.slot, entry.length) for entry in shared)
     return _apply(_CopyShared, x, places, length, dim, group, reduce_dtype)
 
 
@@ -140,8 +140,8 @@ def exchange_rows(tensors: Sequence[Tensor], sent: Counts, received: Counts, gro
     Returns:
         A tensor for each input: (sum of `received`, its width), rows sorted by source rank.
     """
-    found: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
-    return found
+    exchanged: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
+    return exchanged
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -152,13 +152,13 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather shards of different lengths along `dim`, without autograd; shorter shards are sent with padding."""
     dim, longest, shortest = dim % x.ndim, max(widths), min(widths)
-    whole = direct.all_gather(_padded(x, longest, dim), group)
+    gathered = direct.all_gather(_padded(x, longest, dim), group)
     if dim == 0 and shortest == longest:
-        return whole
-    pieces = whole.chunk(len(widths))
+        return gathered
+    shards = gathered.chunk(len(widths))
     if shortest < longest:
-        pieces = tuple(piece.narrow(dim, 0, width) for piece, width in zip(pieces, widths, strict=True))
-    return torch.cat(pieces, dim)
+        shards = tuple(shard.narrow(dim, 0, width) for shard, width in zip(shards, widths, strict=True))
+    return torch.cat(shards, dim)
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:
@@ -249,8 +249,8 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
         dim, longest = dim % x.ndim, max(widths)  # shorter shards are sent with padding
-        parts = [_padded(part, longest, dim) for part in x.split(list(widths), dim)]
-        own, width = direct.reduce_scatter(torch.cat(parts), group), widths[dist.get_rank(group)]
+        shards = [_padded(shard, longest, dim) for shard in x.split(list(widths), dim)]
+        own, width = direct.reduce_scatter(torch.cat(shards), group), widths[dist.get_rank(group)]
         return own if width == longest else own.narrow(dim, 0, width)
 
     @staticmethod
@@ -260,20 +260,20 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
-        ctx.cut, ctx.into, ctx.group = cut, into, group
-        (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
+    def forward(ctx: Any, x: Tensor, source: Sharding, into: Sharding, group: Group) -> Tensor:
+        ctx.source, ctx.into, ctx.group = source, into, group
+        (dim, widths), (into_dim, into_widths), rank = source, into, dist.get_rank(group)
         shapes = [list(x.shape) for _ in widths]
         for shape, width in zip(shapes, widths, strict=True):
-            shape[dim], shape[other] = width, parts[rank]
+            shape[dim], shape[into_dim] = width, into_widths[rank]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
-        received = direct.all_to_all(torch.cat(pieces), [piece.numel() for piece in pieces], sizes, group)
-        return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
+        chunks = [chunk.reshape(-1) for chunk in x.split(list(into_widths), into_dim)]
+        received = direct.all_to_all(torch.cat(chunks), [chunk.numel() for chunk in chunks], sizes, group)
+        return torch.cat([chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_Exchange, grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
+        return _apply(_Exchange, grads[0], ctx.into, ctx.source, ctx.group), None, None, None
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -285,17 +285,17 @@ class _ExchangeRows(torch.autograd.Function):
         rows = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         packed = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         arrived = direct.all_to_all(packed, sent, received, group)
-        parts = arrived.split([row.shape[1] for row in rows], 1)
-        found = [part.contiguous().view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
-        ctx.mark_non_differentiable(*[each for each in found if not each.is_floating_point()])
-        return tuple(found)
+        columns = arrived.split([row.shape[1] for row in rows], 1)
+        outputs = [column.contiguous().view(tensor.dtype) for column, tensor in zip(columns, tensors, strict=True)]
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sent, received, group = ctx.settings
-        given = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
-        found = iter(exchange_rows(given, sent, received, group))
-        return (None, None, None, *(next(found) if has else None for has in ctx.have_gradients))
+        kept = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
+        exchanged = iter(exchange_rows(kept, sent, received, group))
+        return (None, None, None, *(next(exchanged) if has else None for has in ctx.have_gradients))
 
 
 class _CopyShared(torch.autograd.Function):

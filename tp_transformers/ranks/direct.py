@@ -114,15 +114,15 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
             return _op_all_gather(x, group.size(), group.group_name)
         gathered: Tensor = traced_all_gather(x, 0, group)
         return gathered
-    x, whole = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    x, out = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     memory = _memory(group, x)
-    if memory is not None and memory.all_gather(x, whole.chunk(group.size()), by_backend=is_watched() > 0):
-        return whole
+    if memory is not None and memory.all_gather(x, out.chunk(group.size()), by_backend=is_watched() > 0):
+        return out
     if (backend := _backend(group, x)) is None:
-        _all_gather(whole, x, group=group)
-    elif (work := backend._allgather_base(whole, x, _PARTS)) is not None:
+        _all_gather(out, x, group=group)
+    elif (work := backend._allgather_base(out, x, _PARTS)) is not None:
         work.wait()
-    return whole
+    return out
 
 
 @untraced
@@ -190,15 +190,15 @@ def _backend(group: Group, x: Tensor) -> Any:
     refuse_transforms()
     if is_watched() or type(x) is not Tensor or x.is_complex():
         return None
-    return _backends.get((id(group), x.device)) or _find(group, x)
+    return _backends.get((id(group), x.device)) or _find_backend(group, x)
 
 
-def _find(group: Group, x: Tensor) -> Any:
+def _find_backend(group: Group, x: Tensor) -> Any:
     if type(group) is not Group:  # a subclass written in Python
         return None
-    found = _backends[id(group), x.device] = group._get_backend(x.device)
+    backend = _backends[id(group), x.device] = group._get_backend(x.device)
     weakref.finalize(group, _backends.clear).atexit = False
-    return found
+    return backend
 
 
 # The same collectives as custom operators, opaque to torch.compile. They return new tensors, so that a graph may keep
@@ -218,16 +218,16 @@ def _has_operators(x: Tensor, group: Group) -> bool:
 def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CPU")
-    found: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
-    has_side_effect(found)
+    operator: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
+    has_side_effect(operator)
 
     def traced(*args: Any) -> Tensor:
         _keep_order()
         return shape(*args)
 
     torch.library.register_fake(f"tp_transformers::{name}", traced, lib=_LIBRARY)
-    _OPERATORS.append(found)
-    return found
+    _OPERATORS.append(operator)
+    return operator
 
 
 @cache

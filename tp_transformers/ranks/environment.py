@@ -51,10 +51,10 @@ LAUNCHERS = (
 
 def launcher() -> Launcher | None:
     """The launcher that started this process; None for a process without other ranks."""
-    for each in LAUNCHERS:
-        rank, size = _number(each.rank), _number(each.size)
-        if rank is not None and size is not None and (size > 1 or each == TORCHRUN):
-            return each
+    for candidate in LAUNCHERS:
+        rank, size = _number(candidate.rank), _number(candidate.size)
+        if rank is not None and size is not None and (size > 1 or candidate == TORCHRUN):
+            return candidate
     return None
 
 
@@ -63,17 +63,17 @@ def rendezvous() -> dict[str, Any]:
 
     Raises MeshError if MASTER_ADDR or MASTER_PORT is not set.
     """
-    found = launcher()
-    assert found is not None
+    current = launcher()
+    assert current is not None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise MeshError(
-            f"ranks of {found.name}",
+            f"ranks of {current.name}",
             got=f"no {' and no '.join(missing)} in the environment",
             expected="the address at which they meet",
             fix="Export MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, or use torchrun.",
         )
-    return {"rank": int(os.environ[found.rank]), "world_size": int(os.environ[found.size])}
+    return {"rank": int(os.environ[current.rank]), "world_size": int(os.environ[current.size])}
 
 
 def local_rank(rank: int) -> int | None:
@@ -82,17 +82,21 @@ def local_rank(rank: int) -> int | None:
     Variables of launchers other than torchrun count only if their rank equals `rank`: the launcher may have started a
     script that started the ranks itself.
     """
-    for each in LAUNCHERS:
-        local = _number(each.local_rank)
-        if local is not None and (each == TORCHRUN or _number(each.rank) == rank):
+    for candidate in LAUNCHERS:
+        local = _number(candidate.local_rank)
+        if local is not None and (candidate == TORCHRUN or _number(candidate.rank) == rank):
             return local
     return None
 
 
 def local_size() -> int | None:
     """Number of ranks on this node; None without a launcher that sets it."""
-    found = launcher()
-    sizes = (_number(each.local_size) for each in LAUNCHERS if found is not None and each.rank == found.rank)
+    current = launcher()
+    sizes = (
+        _number(candidate.local_size)
+        for candidate in LAUNCHERS
+        if current is not None and candidate.rank == current.rank
+    )
     return next((size for size in sizes if size is not None), None)
 
 
@@ -118,17 +122,17 @@ def local_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(device_type)
-    count, started, found = module.device_count(), dist.is_initialized(), launcher()
+    count, started, current = module.device_count(), dist.is_initialized(), launcher()
     if count <= 1:
         return torch.device(device_type, 0)
-    rank = dist.get_rank() if started else int(os.environ[found.rank]) if found is not None else 0
+    rank = dist.get_rank() if started else int(os.environ[current.rank]) if current is not None else 0
     local = local_rank(rank)
     if local is None:
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         if bound is not None and bound.type == device_type and bound.index is not None:
             return torch.device(device_type, bound.index)
         local = module.current_device()
-        if not local and (started or found is not None):
+        if not local and (started or current is not None):
             local = rank % count
             if rank == 0:
                 logger.warning(

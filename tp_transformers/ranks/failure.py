@@ -116,5 +116,5 @@ def follows(error: BaseException) -> bool:
     if is_agreed(error):
         return error.__cause__ is not None and follows(error.__cause__)
     return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or any(each in error_text(error) for each in ("gloo", "NCCL"))
+        isinstance(error, dist.DistError) or any(backend in error_text(error) for backend in ("gloo", "NCCL"))
     )

@@ -58,7 +58,7 @@ class TensorParallelGroup:
         if self.mesh is None or self.mesh.ndim == 1:
             return True
         names, position = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or ()
-        return not any(at for at, name in zip(position, names, strict=True) if name != TP_AXIS)
+        return not any(index for index, name in zip(position, names, strict=True) if name != TP_AXIS)
 
     @property
     def writes(self) -> bool:
@@ -79,13 +79,13 @@ class TensorParallelGroup:
         """Raise MeshError on all ranks if a value differs between them. `values`: {subject of the error: value}."""
         everyone = self.gather(dict(values))
         for subject in values:
-            others = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
-            if not others:
+            differing = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
+            if not differing:
                 continue
             raise agreed(
                 MeshError(
                     subject,
-                    got=f"one on rank 0 and another on rank {others[0]}",
+                    got=f"one on rank 0 and another on rank {differing[0]}",
                     expected="the same on all ranks",
                     fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
                 )
@@ -111,7 +111,7 @@ class TensorParallelGroup:
         except RuntimeError as error:
             lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
             raise agreed(lost) from error  # a vote is impossible
-        return [pickle.loads(each) for each in messages]
+        return [pickle.loads(data) for data in messages]
 
     def everywhere(self, function: Callable[[], T]) -> list[T]:
         """Run `function` on every rank and gather the results in one collective; if it fails on one rank, all fail."""
@@ -203,7 +203,7 @@ class TensorParallelGroup:
         # All votes have one format: the vote of a rank that failed early pairs with a later vote of the other ranks.
         votes = self._gather((reported(failure), answers))
         self._raise(failure, [report for report, _ in votes])
-        answers[:] = [answer for _, each in votes for answer in each]
+        answers[:] = [answer for _, per_rank in votes for answer in per_rank]
 
     def _raise(self, failure: Exception | None, reports: Sequence[Report | None]) -> None:
         """Raise if any rank reports an error: this rank's `failure` if all reports are equal, else the common error."""

@@ -27,7 +27,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     Raises MeshError if `device_mesh` has no `tp` axis (and is not 1-D) or fails `check_ranks`, if a node has more ranks
     than GPUs, or if the environment has no rendezvous address.
     """
-    given = device_mesh
+    user_mesh = device_mesh
     if device_mesh is None and (dist.is_initialized() or launcher() is not None):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
@@ -38,7 +38,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     device = local_device(device_mesh.device_type)
     bind_thread(device)
     share(device_mesh.get_group())
-    mesh = device_mesh if given is None else given
+    mesh = device_mesh if user_mesh is None else user_mesh
     return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, mesh=mesh)
 
 
@@ -165,7 +165,7 @@ def _context_switches(name: str) -> list[str] | None:
 
     A thread that waits for the GIL wakes every 5 ms, so its count changes.
     """
-    found = []
+    counts = []
     for thread in Path("/proc/self/task").glob("*"):
         try:
             status = (thread / "status").read_text()
@@ -174,5 +174,5 @@ def _context_switches(name: str) -> list[str] | None:
         if status.startswith(f"Name:\t{name}\n"):
             if "State:\tR" in status:
                 return None
-            found += [line for line in status.splitlines() if "ctxt_switches" in line]
-    return found
+            counts += [line for line in status.splitlines() if "ctxt_switches" in line]
+    return counts

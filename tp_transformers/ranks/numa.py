@@ -29,11 +29,11 @@ def cores_of(rank: int, size: int, allowed: AbstractSet[int], nodes: Path = NODE
     Consecutive ranks share a node; ranks are spread evenly over the nodes.
     """
     lists = sorted(nodes.glob("node[0-9]*/cpulist"), key=lambda path: int(path.parent.name[4:]))
-    found = [cores for path in lists if (cores := _cores(path.read_text()) & allowed)]
-    return found[rank * len(found) // size] if len(found) > 1 else set()
+    per_node = [cores for path in lists if (cores := _cores(path.read_text()) & allowed)]
+    return per_node[rank * len(per_node) // size] if len(per_node) > 1 else set()
 
 
 def _cores(text: str) -> set[int]:
     """Parse a list of cores such as "0-3,8"."""
-    spans = (part.partition("-") for part in text.strip().split(",") if part)
+    spans = (item.partition("-") for item in text.strip().split(",") if item)
     return {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}

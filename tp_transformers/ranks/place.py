@@ -52,8 +52,8 @@ def here() -> Place:
     frames = {thread: list(_outwards(frame)) for thread, frame in sys._current_frames().items()}
     frames.pop(threading.get_ident())
     main = frames.get(threading.main_thread().ident or 0, [])
-    others = (each for each in frames.values() if _waits(each) and _call(each))
-    thread = main if _call(main) else next(others, main)
+    waiting = (stack for stack in frames.values() if _waits(stack) and _call(stack))
+    thread = main if _call(main) else next(waiting, main)
     return Place(_call(thread), _waits(thread), _line(thread))
 
 

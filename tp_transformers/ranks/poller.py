@@ -40,14 +40,14 @@ class Poller:
         self._lock, self._wake, self._ends = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    def add(self, polled: Polled, farewell: Callable[[], None]) -> None:
+    def add(self, polled: Polled, on_end: Callable[[], None]) -> None:
         """Poll `polled` until it is garbage-collected or the process ends; then call `farewell`.
 
         `farewell` must not reference `polled`. If `polled` was added before, it replaces the earlier `farewell`.
         """
         with self._lock:
             self._polled = [entry for entry in self._polled if entry[0]() is not polled]
-            self._polled.append((weakref.ref(polled), farewell))
+            self._polled.append((weakref.ref(polled), on_end))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tp_transformers poller", daemon=True)
                 self._thread.start()
@@ -65,33 +65,33 @@ class Poller:
     def _run(self) -> None:
         while not self._ends:
             is_urgent = self._poll()
-            self._bid_farewell(lambda ref: ref() is None)
+            self._finish(lambda ref: ref() is None)
             self._wake.wait(SOON if is_urgent else BEAT)
             self._wake.clear()
 
     def _poll(self) -> bool:
         """Poll all once; returns True if one is urgent. The thread keeps no reference to them while it sleeps."""
-        found = self.all()
-        for polled in found:
+        objects = self.all()
+        for polled in objects:
             try:
                 polled.poll()
             except Exception:  # the thread serves other objects too
                 logger.exception("%s cannot be polled", type(polled).__name__)
-        return any(polled.is_urgent for polled in found)
+        return any(polled.is_urgent for polled in objects)
 
-    def _bid_farewell(self, is_gone: Callable[[weakref.ref[Polled]], bool]) -> None:
+    def _finish(self, is_gone: Callable[[weakref.ref[Polled]], bool]) -> None:
         with self._lock:
             gone = [entry for entry in self._polled if is_gone(entry[0])]
             self._polled = [entry for entry in self._polled if entry not in gone]
-        for _, farewell in gone:
-            farewell()
+        for _, on_end in gone:
+            on_end()
 
     def _stop(self) -> None:
         self._ends = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(ENDING)
-        self._bid_farewell(lambda ref: True)
+        self._finish(lambda ref: True)
 
 
 POLLER = Poller()

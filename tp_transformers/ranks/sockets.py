@@ -31,32 +31,32 @@ def innermost(store: Store) -> Store:
 def store_of_ranks() -> Store | None:
     """A new connection to the launch's store; None if that is a custom store written in Python."""
     try:
-        found: Store = untyped(innermost(get_default_store())).clone()
+        store: Store = untyped(innermost(get_default_store())).clone()
     except RuntimeError:
         return None
-    return found
+    return store
 
 
 def connections(store: Store) -> dict[int, Ends]:
     """The TCP connections of this process by file descriptor, without those to `store`."""
-    port, found = getattr(innermost(store), "port", None), {}
+    port, by_descriptor = getattr(innermost(store), "port", None), {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with _opened(int(name)) as connection:
             ends = _ends(connection) if connection is not None else None
         if ends is not None and port not in (ends[0][1], ends[1][1]):
-            found[int(name)] = ends
-    return found
+            by_descriptor[int(name)] = ends
+    return by_descriptor
 
 
-def between(own: dict[int, Ends], others: list[Ends]) -> dict[int, Ends]:
+def between(own: dict[int, Ends], remote: list[Ends]) -> dict[int, Ends]:
     """The connections in `own` to a remote end in `others`, the connections of the other ranks."""
-    known = set(others)
-    return {descriptor: ends for descriptor, ends in own.items() if (ends[1], ends[0]) in known}
+    remote_ends = set(remote)
+    return {descriptor: ends for descriptor, ends in own.items() if (ends[1], ends[0]) in remote_ends}
 
 
-def shut(found: dict[int, Ends]) -> None:
+def shut(links: dict[int, Ends]) -> None:
     """Shut down the connections that are unchanged; a call that waits at either end raises."""
-    for descriptor, ends in found.items():
+    for descriptor, ends in links.items():
         with _opened(descriptor) as connection, suppress(OSError):
             if connection is not None and _ends(connection) == ends:
                 connection.shutdown(socket.SHUT_RDWR)

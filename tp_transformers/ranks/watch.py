@@ -80,7 +80,9 @@ class Watch:
         own = connections(store)
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
         ranks = self.group.gather((number, list(own.values())))
-        self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
+        self._links = between(
+            own, [ends for peer, (_, peer_ends) in enumerate(ranks) if peer != rank for ends in peer_ends]
+        )
         self.number = ranks[0][0]
         self._store = PrefixStore(f"tp_transformers/watch {self.number}", store)
         self.process_group = untyped(self.group.process_group)
@@ -190,18 +192,18 @@ class Watch:
             self._publish(self._error)
             self._error = None
         if self._store.add(f"reports {self._round}", 0):
-            self._settle(now)
+            self._decide(now)
         else:
-            self._hear(now)
+            self._check_next(now)
             first = next(iter(watches(self.process_group)), None)  # of several models on these ranks, one warns
             stuck = self._waits.look(now, self._collectives()) if first is self and not self.is_of_copies else None
             if stuck is not None:
                 self._end(stuck)
 
     def _publish(self, error: Exception) -> None:
-        known = FAILURE.find(error)
-        if known is not None:  # from another watch
-            self._rule(known)
+        failure = FAILURE.find(error)
+        if failure is not None:  # from another watch
+            self._rule(failure)
         memory = memory_of(self.process_group)
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
@@ -214,7 +216,7 @@ class Watch:
         self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
         self._store.add(f"reports {self._round}", 1)
 
-    def _settle(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
         """Read the verdict on the reports, or decide it."""
         verdict = f"verdict {self._round}"
         if not self._store.check([verdict]):
@@ -227,8 +229,8 @@ class Watch:
                 if failure is None:
                     return
             self._rule(failure)
-        found = json.loads(self._store.get(verdict))
-        self._conclude(Failure(**found) if found is not None else None)
+        decided = json.loads(self._store.get(verdict))
+        self._conclude(Failure(**decided) if decided is not None else None)
 
     def _rule(self, failure: Failure | None) -> None:
         """Publish a verdict unless another rank has done so; None if all ranks failed by themselves."""
@@ -239,16 +241,16 @@ class Watch:
         self._rule(failure)
         self._store.add(f"reports {self._round}", 1)
 
-    def _hear(self, now: float) -> None:
+    def _check_next(self, now: float) -> None:
         """Check the heartbeat of the next rank; end the process group if it has been missing for too long."""
-        other = (self.group.rank + 1) % self.group.size
-        beat = self._store.add(beat_of(other), 0)
+        next_rank = (self.group.rank + 1) % self.group.size
+        beat = self._store.add(beat_of(next_rank), 0)
         if beat != self._heard or now - self._polled_at > 4 * BEAT:  # this process itself may have been stopped
             self._heard, self._heard_at = beat, now
         has_left = beat < 0  # a fault only if this rank waits for it: ranks may finish at different times
         since = max(self._heard_at, self._entered_at) if has_left else self._heard_at
         if now - since > self.limit and (self._depth or not has_left):
-            rank = self.group.global_ranks[other]
+            rank = self.group.global_ranks[next_rank]
             self._end(left(rank) if has_left else lost(rank, now - since))
 
     def _beats(self) -> list[int]:
@@ -265,9 +267,9 @@ class Watch:
         self._round, self._began = self._round + 1, None
         if failure is not None:
             bind_thread(self.group.device)
-            for other in watches(self.process_group):
-                other.failure = failure
-                other._settled.set()
+            for watch in watches(self.process_group):
+                watch.failure = failure
+                watch._settled.set()
             memory = memory_of(self.process_group)
             if memory is not None:
                 memory.end("the ranks' process group has ended")
@@ -279,14 +281,14 @@ class Watch:
 
 def watches(process_group: Any) -> list[Watch]:
     """This process' watches over the ranks of `process_group`."""
-    return [each for each in POLLER.all() if isinstance(each, Watch) and each.process_group == process_group]
+    return [polled for polled in POLLER.all() if isinstance(polled, Watch) and polled.process_group == process_group]
 
 
-def watched(found: Iterable[Watch]) -> ExitStack:
+def watched(all_watches: Iterable[Watch]) -> ExitStack:
     """Enter the watches."""
     with ExitStack() as stack:  # if one raises, it exits the earlier ones
-        for each in found:
-            stack.enter_context(each)
+        for watch in all_watches:
+            stack.enter_context(watch)
         return stack.pop_all()
 
 

@@ -91,71 +91,72 @@ class Bundle(Expression):
             math.lcm(*(cut.unit for member in self.members.values() for cut in member.cuts if cut and cut.dim == dim))
             for dim in range(len(self.whole))
         ]
-        hulls = [
-            _Hull(ranges, unit, length) for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
+        aligned = [
+            _Aligned(ranges, unit, length)
+            for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
         ]
-        parts: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         origins: dict[str, Origin] = {}
         for name, member in self.members.items():
             places = [
-                [(0, 0, length)] if cut is None else hulls[cut.dim].places(cut, length)
+                [(0, 0, length)] if cut is None else aligned[cut.dim].places(cut, length)
                 for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
             ]
             shape = [
-                length if cut is None else cut.members(hulls[cut.dim].length)
+                length if cut is None else cut.members(aligned[cut.dim].length)
                 for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
             ]
             # Elements that are not read are decoded too, and not copied.
-            parts[name] = torch.zeros(shape, dtype=member.tensor.dtype, device=destination.device)
-            for box in product(*places):
-                part, view = member.tensor, parts[name]
-                for dim, (start, position, length) in enumerate(box):
-                    if length != part.shape[dim]:
-                        part = part.select(dim, [(start, start + length)])
+            buffers[name] = torch.zeros(shape, dtype=member.tensor.dtype, device=destination.device)
+            for block in product(*places):
+                source, view = member.tensor, buffers[name]
+                for dim, (start, position, length) in enumerate(block):
+                    if length != source.shape[dim]:
+                        source = source.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
-                yield from part.pieces(view)
+                yield from source.pieces(view)
             origins[name] = Origin(member.name, tuple(member.tensor.shape), places)
         cuts = {name: member.cuts for name, member in self.members.items()}
-        yield Decoded(parts, cuts, tuple(hulls), self.decode, origins), destination
+        yield Decoded(buffers, cuts, tuple(aligned), self.decode, origins), destination
 
 
-class _Hull:
+class _Aligned:
     """The slice of one dim, aligned outwards to multiples of `unit`; the aligned ranges are stored consecutively."""
 
     def __init__(self, ranges: Sequence[Range], unit: int, length: int) -> None:
         self.ranges, self.unit = [(start, stop) for start, stop in ranges if start < stop], unit
-        self.blocks = joined((at * unit, min((at + 1) * unit, length)) for at in self._touched(unit))
-        self.length = sum(stop - start for start, stop in self.blocks)
+        self.aligned = joined((index * unit, min((index + 1) * unit, length)) for index in self._touched(unit))
+        self.length = sum(stop - start for start, stop in self.aligned)
 
     def _touched(self, unit: int) -> list[int]:
         """The multiples of `unit` that contain selected indices, ascending; `unit` may differ from the aligned one."""
-        return sorted({at for start, stop in self.ranges for at in range(start // unit, (stop - 1) // unit + 1)})
+        return sorted({index for start, stop in self.ranges for index in range(start // unit, (stop - 1) // unit + 1)})
 
     def position(self, index: int) -> int:
         """Position of `index`, which lies in an aligned range, in the aligned buffer."""
         position = 0
-        for start, stop in self.blocks:
+        for start, stop in self.aligned:
             if start <= index < stop:
                 break
             position += stop - start
         return position + index - start
 
     @cached_property
-    def runs(self) -> list[Range]:
+    def positions(self) -> list[Range]:
         """The selected ranges, in order, as positions in the aligned buffer."""
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
 
     def places(self, cut: Cut, length: int) -> list[Place]:
         """The ranges of a stored dim of `length` to read for the slice."""
-        made: list[Place] = []
-        for at in self._touched(cut.unit):
-            start, stop = at * cut.width, min((at + 1) * cut.width, length)
-            position = cut.members(self.position(at * cut.unit))
-            if made and (made[-1][0] + made[-1][2], made[-1][1] + made[-1][2]) == (start, position):
-                made[-1] = (*made[-1][:2], stop - made[-1][0])
+        result: list[Place] = []
+        for index in self._touched(cut.unit):
+            start, stop = index * cut.width, min((index + 1) * cut.width, length)
+            position = cut.members(self.position(index * cut.unit))
+            if result and (result[-1][0] + result[-1][2], result[-1][1] + result[-1][2]) == (start, position):
+                result[-1] = (*result[-1][:2], stop - result[-1][0])
             else:
-                made.append((start, position, stop - start))
-        return made
+                result.append((start, position, stop - start))
+        return result
 
 
 Place = tuple[int, int, int]
@@ -178,7 +179,7 @@ class Decoded:
 
     parts: Parts
     cuts: Mapping[str, Sequence[Cut | None]]
-    hulls: Sequence[_Hull]
+    dims: Sequence[_Aligned]
     decode: Decode
     origins: Mapping[str, Origin]
     """By name, as `parts`."""
@@ -188,8 +189,10 @@ class Decoded:
         """Decode a few rows at a time, for every index of the leading dims; round once to the destination's dtype."""
         if not math.prod(destination.shape):
             return
-        *leading, rows, columns = self.hulls
-        selected = [[at for start, stop in hull.runs for at in range(start, stop)] for hull in leading]
+        *leading, rows, columns = self.dims
+        selected = [
+            [position for start, stop in ranges.positions for position in range(start, stop)] for ranges in leading
+        ]
         step = max(_TILE // columns.length // rows.unit, 1) * rows.unit
         for places in product(*map(enumerate, selected)):
             parts, into = self.parts, destination
@@ -200,11 +203,11 @@ class Decoded:
                 tile = (low, min(low + step, rows.length))
                 shape = (*(1 for _ in leading), tile[1] - low, columns.length)
                 values = self.decode(self._narrow(parts, len(leading), tile), shape)
-                for row, first, last in _within(rows.runs, tile):
-                    some = values.narrow(-2, first - low, last - first)
-                    for column, start, stop in _within(columns.runs, (0, columns.length)):
+                for row, first, last in _within(rows.positions, tile):
+                    tile_values = values.narrow(-2, first - low, last - first)
+                    for column, start, stop in _within(columns.positions, (0, columns.length)):
                         place = into.narrow(-2, row, last - first).narrow(-1, column, stop - start)
-                        _copy(some[..., start:stop], place)
+                        _copy(tile_values[..., start:stop], place)
 
     def _narrow(self, parts: Parts, dim: int, tile: Range) -> Parts:
         """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""
@@ -217,10 +220,10 @@ class Decoded:
         return narrowed
 
 
-def _within(runs: Sequence[Range], tile: Range) -> Iterator[tuple[int, int, int]]:
-    """Intersect `runs`, the ranges of a slice, with `tile`: (index in the slice, start, stop) for each overlap."""
+def _within(ranges: Sequence[Range], tile: Range) -> Iterator[tuple[int, int, int]]:
+    """Intersect `ranges` of a slice with `tile`: (index in the slice, start, stop) for each overlap."""
     index = 0
-    for start, stop in runs:
+    for start, stop in ranges:
         low, high = max(start, tile[0]), min(stop, tile[1])
         if low < high:
             yield index + low - start, low, high

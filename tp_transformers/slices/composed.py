@@ -40,63 +40,63 @@ class Expression(LazyTensor):
 class Stack(Expression):
     """`torch.stack` of `parts`, all of one shape, along a new `dim`: n of (..., m) -> (..., n, ..., m)."""
 
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+    def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
         """Raises ValueError if there are no parts, or their shapes or dtypes differ."""
-        _check_same("Stack", [(part.shape, part.dtype) for part in parts])
-        self.parts, self.stack_dim = parts, dim
-        shape = parts[0].shape
-        self.shape = torch.Size((*shape[:dim], len(parts), *shape[dim:]))
-        self.dtype = parts[0].dtype
+        _check_same("Stack", [(tensor.shape, tensor.dtype) for tensor in tensors])
+        self.parts, self.stack_dim = tensors, dim
+        shape = tensors[0].shape
+        self.shape = torch.Size((*shape[:dim], len(tensors), *shape[dim:]))
+        self.dtype = tensors[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
         """Select parts along the stacked dim; slice every part along another dim."""
         if dim == self.stack_dim:
-            parts = [part for start, stop in ranges for part in self.parts[start:stop]]
-            return Stack(parts, dim) if parts else _nothing(self, dim)
+            tensors = [tensor for start, stop in ranges for tensor in self.parts[start:stop]]
+            return Stack(tensors, dim) if tensors else _nothing(self, dim)
         inner = dim - (dim > self.stack_dim)
-        return Stack([part.select(inner, ranges) for part in self.parts], self.stack_dim)
+        return Stack([tensor.select(inner, ranges) for tensor in self.parts], self.stack_dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Each part fills one index of the stacked dim."""
-        for index, part in enumerate(self.parts):
-            yield from part.pieces(destination.select(self.stack_dim, index))
+        for index, tensor in enumerate(self.parts):
+            yield from tensor.pieces(destination.select(self.stack_dim, index))
 
 
 class Concat(Expression):
     """`torch.cat` of `parts` along `dim`; their shapes differ only in that dim."""
 
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
+    def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
         """Raises ValueError if there are no parts, or they differ in dtype or in the length of another dim."""
-        _check_same("Concat", [(part.shape[:dim], part.shape[dim + 1 :], part.dtype) for part in parts])
-        self.parts, self.concat_dim = parts, dim
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
+        _check_same("Concat", [(tensor.shape[:dim], tensor.shape[dim + 1 :], tensor.dtype) for tensor in tensors])
+        self.parts, self.concat_dim = tensors, dim
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         self.shape = torch.Size(shape)
-        self.dtype = parts[0].dtype
+        self.dtype = tensors[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
         """Slice every part; along the concatenated dim, keep the overlap of each part with the ranges."""
         if dim != self.concat_dim:
-            return Concat([part.select(dim, ranges) for part in self.parts], self.concat_dim)
-        held: list[tuple[LazyTensor, list[Range]]] = []
+            return Concat([tensor.select(dim, ranges) for tensor in self.parts], self.concat_dim)
+        slices: list[tuple[LazyTensor, list[Range]]] = []
         for start, stop in ranges:
             position = 0
-            for part in self.parts:
-                length = part.shape[dim]
+            for tensor in self.parts:
+                length = tensor.shape[dim]
                 low, high = max(start - position, 0), min(stop - position, length)
                 if low < high:
-                    if not held or held[-1][0] is not part:
-                        held.append((part, []))
-                    held[-1][1].append((low, high))
+                    if not slices or slices[-1][0] is not tensor:
+                        slices.append((tensor, []))
+                    slices[-1][1].append((low, high))
                 position += length
-        parts = [part.select(dim, selected) for part, selected in held]
-        return concat(parts, dim) if parts else _nothing(self, dim)
+        tensors = [tensor.select(dim, selected) for tensor, selected in slices]
+        return concat(tensors, dim) if tensors else _nothing(self, dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         position = 0
-        for part in self.parts:
-            length = part.shape[self.concat_dim]
-            yield from part.pieces(destination.narrow(self.concat_dim, position, length))
+        for tensor in self.parts:
+            length = tensor.shape[self.concat_dim]
+            yield from tensor.pieces(destination.narrow(self.concat_dim, position, length))
             position += length
 
 
@@ -138,17 +138,17 @@ class Squeeze(Expression):
         yield from self.source.pieces(destination.unsqueeze(self.squeezed_dim))
 
 
-def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
+def concat(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     """Concatenate `parts` along `dim`; neighbouring slices of one stored tensor are merged.
 
     Raises ValueError as `Concat` does.
     """
     merged: list[LazyTensor] = []
-    for part in parts:
+    for tensor in tensors:
         last = merged[-1] if merged else None
-        extended = last.extended(part, dim) if isinstance(last, Stored) else None
+        extended = last.extended(tensor, dim) if isinstance(last, Stored) else None
         if extended is None:
-            merged.append(part)
+            merged.append(tensor)
         else:
             merged[-1] = extended
     return merged[0] if len(merged) == 1 else Concat(merged, dim)

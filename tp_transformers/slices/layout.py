@@ -63,15 +63,15 @@ class Split:
     @cached_property
     def widths(self) -> tuple[int, ...]:
         """Number of indices of each rank."""
-        return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @cached_property
     def _shared_slots(self) -> dict[Range, int]:
         """The ranges that several ranks hold, ascending, each with its offset in their concatenation."""
         if sum(self.widths) == self.length:
             return {}
-        counts = Counter(held for ranges in self.ranges for held in set(ranges) if held[0] < held[1])
-        several = sorted(held for held, ranks in counts.items() if ranks > 1)
+        counts = Counter(entry for ranges in self.ranges for entry in set(ranges) if entry[0] < entry[1])
+        several = sorted(entry for entry, ranks in counts.items() if ranks > 1)
         lengths = (stop - start for start, stop in several)
         return dict(zip(several, accumulate(lengths, initial=0), strict=False))
 
@@ -84,24 +84,24 @@ class Split:
         """The ranges of `rank` that other ranks hold too."""
         shared = []
         local = 0
-        for held in self.ranges[rank]:
-            length = held[1] - held[0]
-            if held in self._shared_slots:
-                ranks = tuple(other for other in range(self.size) if held in self.ranges[other])
-                shared.append(Shared(local, self._shared_slots[held], length, ranks))
+        for entry in self.ranges[rank]:
+            length = entry[1] - entry[0]
+            if entry in self._shared_slots:
+                ranks = tuple(peer for peer in range(self.size) if entry in self.ranges[peer])
+                shared.append(Shared(local, self._shared_slots[entry], length, ranks))
             local += length
         return tuple(shared)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """The sets of ranks that hold the same range."""
-        return tuple(sorted({part.ranks for rank in range(self.size) for part in self.shared(rank)}))
+        return tuple(sorted({entry.ranks for rank in range(self.size) for entry in self.shared(rank)}))
 
     @property
     def is_chunked(self) -> bool:
         """True if the split is `chunked`, as in DTensor's `Shard` placement."""
-        others = chunked(self.length, self.size).ranges
-        return all(joined(mine) == joined(theirs) for mine, theirs in zip(self.ranges, others, strict=True))
+        chunks = chunked(self.length, self.size).ranges
+        return all(joined(own) == joined(expected) for own, expected in zip(self.ranges, chunks, strict=True))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
@@ -140,7 +140,7 @@ class Split:
         """The same split with each index expanded to `unit` consecutive indices (heads -> rows)."""
         return Split(
             self.length * unit,
-            tuple(tuple((start * unit, stop * unit) for start, stop in held) for held in self.ranges),
+            tuple(tuple((start * unit, stop * unit) for start, stop in ranges) for ranges in self.ranges),
         )
 
 
@@ -196,7 +196,7 @@ def even(length: int, size: int, *, unit: int = 1) -> Split:
     blocks = -(-length // unit)
     return Split(
         length,
-        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _shares(blocks, size)),
+        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _even_ranges(blocks, size)),
     )
 
 
@@ -233,8 +233,8 @@ def heads(query: int, kv: int, size: int) -> tuple[Split, Split]:
         return kv_split.scaled(group), kv_split
     query_ranges: list[tuple[Range, ...]] = []
     kv_ranges: list[tuple[Range, ...]] = []
-    for head, (first, last) in enumerate(_shares(size, kv)):
-        for start, stop in _shares(group, last - first):
+    for head, (first, last) in enumerate(_even_ranges(size, kv)):
+        for start, stop in _even_ranges(group, last - first):
             query_ranges.append(((head * group + start, head * group + stop),))
             kv_ranges.append(((head, head + 1),))
     return Split(query, tuple(query_ranges)), Split(kv, tuple(kv_ranges))
@@ -248,13 +248,13 @@ def packed(parts: Sequence[Split]) -> Split:
     sizes = {part.size for part in parts}
     if len(sizes) != 1:
         raise ValueError(f"packed() needs parts cut for one number of ranks, got {sorted(sizes)}")
-    held: list[list[Range]] = [[] for _ in range(parts[0].size)]
+    per_rank: list[list[Range]] = [[] for _ in range(parts[0].size)]
     offset = 0
     for part in parts:
         for rank, ranges in enumerate(part.ranges):
-            held[rank].extend((offset + start, offset + stop) for start, stop in ranges)
+            per_rank[rank].extend((offset + start, offset + stop) for start, stop in ranges)
         offset += part.length
-    return Split(offset, tuple(map(tuple, held)))
+    return Split(offset, tuple(map(tuple, per_rank)))
 
 
 def interleaved(query: Split, kv: Split) -> Split:
@@ -265,7 +265,7 @@ def interleaved(query: Split, kv: Split) -> Split:
     """
     group = query.length // kv.length
     stored = group + 2
-    held: list[tuple[Range, ...]] = []
+    per_rank: list[tuple[Range, ...]] = []
     for queries, keys in zip(query.ranges, kv.ranges, strict=True):
         ranges: list[Range] = []
         for head in (head for start, stop in keys for head in range(start, stop)):
@@ -275,13 +275,13 @@ def interleaved(query: Split, kv: Split) -> Split:
                 if low < high:
                     ranges.append((base + low - first, base + high - first))
             ranges.append((base + group, base + stored))
-        held.append(tuple(ranges))
+        per_rank.append(tuple(ranges))
     if kv.length >= kv.size:  # complete groups: no range is replicated, so adjacent ranges may be joined
-        held = [tuple(joined(ranges)) for ranges in held]
-    return Split(kv.length * stored, tuple(held))
+        per_rank = [tuple(joined(ranges)) for ranges in per_rank]
+    return Split(kv.length * stored, tuple(per_rank))
 
 
-def _shares(count: int, size: int) -> Iterator[Range]:
+def _even_ranges(count: int, size: int) -> Iterator[Range]:
     """Split `count` into `size` consecutive ranges; the first `count % size` are longer by one."""
     base, extra = divmod(count, size)
     start = 0

@@ -99,9 +99,9 @@ class LazyTensor(ABC):
             return self.materialize()[index]
         torch.empty(self.shape, device="meta")[index]  # raises IndexError on an index out of range
         if Ellipsis in items:
-            at = items.index(Ellipsis)
+            position = items.index(Ellipsis)
             missing = self.ndim - (len(items) - 1)
-            items = items[:at] + (slice(None),) * missing + items[at + 1 :]
+            items = items[:position] + (slice(None),) * missing + items[position + 1 :]
         result: LazyTensor = self
         dropped = []
         for dim, item in enumerate(items):
@@ -160,8 +160,8 @@ class Resident(LazyTensor):
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Resident:
         """Slice the tensor; one range returns a view."""
-        parts = [self.tensor.narrow(dim, start, stop - start) for start, stop in ranges]
-        return Resident(parts[0] if len(parts) == 1 else torch.cat(parts, dim))
+        views = [self.tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        return Resident(views[0] if len(views) == 1 else torch.cat(views, dim))
 
     def materialize(self) -> torch.Tensor:
         return self.tensor.contiguous()

@@ -25,7 +25,7 @@ from .stored import Selection, compose, lengths
 _TILE = 1 << 18
 """Elements multiplied at a time: in float32 they fit into a core's cache."""
 
-Run = tuple[int, int]
+Repeat = tuple[int, int]
 """(index of a scale, number of consecutive indices of the destination that it applies to)."""
 
 
@@ -56,15 +56,15 @@ class Scaled(Expression):
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Read the scales into a buffer and the values into `destination`, then multiply in place."""
-        values, scales, runs = self._selected()
+        values, scales, repeats = self._selected()
         factors = torch.empty(scales.shape, dtype=torch.float32, device=destination.device)
         yield from scales.pieces(factors)
         yield from values.pieces(destination)
-        yield _Factors(factors, runs), destination
+        yield _Factors(factors, repeats), destination
 
-    def _selected(self) -> tuple[LazyTensor, LazyTensor, tuple[tuple[Run, ...], ...]]:
+    def _selected(self) -> tuple[LazyTensor, LazyTensor, tuple[tuple[Repeat, ...], ...]]:
         """The selected values, the scales of their blocks, and for each dim the ranges of indices with one scale."""
-        values, scales, runs = self.values, self.scales, []
+        values, scales, repeats = self.values, self.scales, []
         for dim, (ranges, size) in enumerate(zip(self.selection, self.block, strict=True)):
             values = values.select(dim, ranges)
             blocks = [
@@ -76,13 +76,13 @@ class Scaled(Expression):
             touched = sorted({block for block, _ in blocks})
             scales = scales.select(dim, joined((block, block + 1) for block in touched) or [(0, 0)])
             position = {block: index for index, block in enumerate(touched)}
-            runs.append(
+            repeats.append(
                 tuple(
-                    (position[block], sum(length for _, length in run))
-                    for block, run in groupby(blocks, key=lambda part: part[0])
+                    (position[block], sum(length for _, length in group))
+                    for block, group in groupby(blocks, key=lambda part: part[0])
                 )
             )
-        return values, scales, tuple(runs)
+        return values, scales, tuple(repeats)
 
 
 @dataclass(frozen=True)
@@ -91,27 +91,27 @@ class _Factors:
 
     factors: torch.Tensor
     """(..., a, b), float32."""
-    runs: tuple[tuple[Run, ...], ...]
+    repeats: tuple[tuple[Repeat, ...], ...]
     """For each dim, ranges of indices with one factor."""
     nbytes: int = 0
 
     def fill(self, destination: torch.Tensor) -> None:
         """Multiply in float32, a few rows at a time; round once to the destination's dtype."""
         if math.prod(destination.shape):
-            _multiply(destination, self.factors, self.runs)
+            _multiply(destination, self.factors, self.repeats)
 
 
-def _multiply(values: torch.Tensor, factors: torch.Tensor, runs: Sequence[Sequence[Run]]) -> None:
+def _multiply(values: torch.Tensor, factors: torch.Tensor, repeats: Sequence[Sequence[Repeat]]) -> None:
     """Multiply `values` in place: for each index of the leading dims, one range of rows at a time."""
-    if len(runs) > 2:
-        places = [index for index, length in runs[0] for _ in range(length)]
-        for each, index in zip(values, places, strict=True):
-            _multiply(each, factors[index], runs[1:])
+    if len(repeats) > 2:
+        places = [index for index, length in repeats[0] for _ in range(length)]
+        for item, index in zip(values, places, strict=True):
+            _multiply(item, factors[index], repeats[1:])
         return
     if values.stride(0) == 1 != values.stride(1):
-        values, factors, runs = values.t(), factors.t(), runs[::-1]
-    rows, columns = runs
-    of_column, lengths = (torch.tensor(each, device=factors.device) for each in zip(*columns, strict=True))
+        values, factors, repeats = values.t(), factors.t(), repeats[::-1]
+    rows, columns = repeats
+    of_column, lengths = (torch.tensor(item, device=factors.device) for item in zip(*columns, strict=True))
     of_column = of_column.repeat_interleave(lengths)
     step = max(_TILE // values.shape[1], 1)
     start = 0

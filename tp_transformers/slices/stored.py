@@ -44,8 +44,8 @@ class Stored(LazyTensor):
         """Concatenate with `other` along `dim` as one slice of the stored tensor; None where that is impossible."""
         if not isinstance(other, Stored) or (self.source, self.offset) != (other.source, other.offset):
             return None
-        alike = self._with(dim, other.selection[dim])
-        if (alike.selection, alike.stored_shape) != (other.selection, other.stored_shape):
+        candidate = self._with(dim, other.selection[dim])
+        if (candidate.selection, candidate.stored_shape) != (other.selection, other.stored_shape):
             return None
         return self._with(dim, tuple(joined((*self.selection[dim], *other.selection[dim]))) or ((0, 0),))
 
@@ -118,8 +118,8 @@ class Stored(LazyTensor):
         for ranges, step in outer:
             indices = [index * step for start, stop in ranges for index in range(start, stop)]
             rows = [row + index for row in rows for index in indices]
-        parts = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
-        return [(row + start, length) for row in rows for start, length in parts]
+        byte_ranges = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
+        return [(row + start, length) for row in rows for start, length in byte_ranges]
 
     def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
         """The slice as non-empty blocks (one range per dim), each with its view of `destination`."""
@@ -147,8 +147,8 @@ class Stored(LazyTensor):
         step = max(limit * length // nbytes, 1)
         for start in range(0, length, step):
             stop = min(start + step, length)
-            part = self.select(dim, [(start, stop)])
-            yield from part.cut(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
+            selected = self.select(dim, [(start, stop)])
+            yield from selected.cut(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
 
     def read(self, destination: torch.Tensor) -> int:
         """Read each byte range into contiguous CPU memory of `shape` and `dtype`; returns the number of bytes."""

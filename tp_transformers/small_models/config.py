@@ -30,8 +30,8 @@ from .widths import (
     levels_of,
     merged_width,
     of_layers,
-    settle_widths,
     shrink_widths,
+    update_dependent_widths,
 )
 
 DEPTHS = (
@@ -95,23 +95,23 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
     """
     with supported(f"a small {config.model_type}"):
         cls = cls or generating_class(config)
-        found: list[tuple[int, PretrainedConfig]] = []
-        refused: Exception | None = None
-        ways: list[Callable[[list[Level]], None]] = [shrink_widths]
-        ways += [partial(divide_widths, factor=factor) for factor in FACTORS]
-        for narrow in ways:
+        tried: list[tuple[int, PretrainedConfig]] = []
+        first_error: Exception | None = None
+        narrowings: list[Callable[[list[Level]], None]] = [shrink_widths]
+        narrowings += [partial(divide_widths, factor=factor) for factor in FACTORS]
+        for narrow in narrowings:
             try:
                 small, model = _narrowed(config, cls, narrow)
             except Exception as error:
-                refused = refused or error
+                first_error = first_error or error
                 continue
-            found.append((sum(param.numel() for param in model.parameters()), small))
-            if found[-1][0] <= LIMIT or found[-1][0] > found[0][0]:
+            tried.append((sum(param.numel() for param in model.parameters()), small))
+            if tried[-1][0] <= LIMIT or tried[-1][0] > tried[0][0]:
                 break
-        if not found:
-            assert refused is not None
-            raise refused
-        count, small = min(found, key=lambda each: each[0])
+        if not tried:
+            assert first_error is not None
+            raise first_error
+        count, small = min(tried, key=lambda entry: entry[0])
         if count > MOST:
             raise ValueError(f"its small model has {count:,} parameters")
         return small
@@ -121,25 +121,25 @@ def _narrowed(
     config: PretrainedConfig, cls: type[PreTrainedModel], narrow: Callable[[list[Level]], None]
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """The small config with widths shrunk by `narrow`, and its model; raises if transformers rejects it."""
-    whole = config.to_dict()
-    levels = list(levels_of(whole))
-    merged = merged_width(whole)
+    data = config.to_dict()
+    levels = list(levels_of(data))
+    merged = merged_width(data)
     narrow(levels)
-    settle_widths(whole, merged)
+    update_dependent_widths(data, merged)
     _shrink_ids(levels)
     for level in levels:
-        for own in of_layers(level):
-            own.update({name: min(own[name], WINDOWS[name]) for name in WINDOWS if own.get(name)})
+        for fields in of_layers(level):
+            fields.update({name: min(fields[name], WINDOWS[name]) for name in WINDOWS if fields.get(name)})
         for name, value in level.items():
             shortest = WINDOWS.get(name) or LENGTHS.get(name)
             if shortest and value:
                 level[name] = each_number(value, lambda length, most=shortest: min(length, most))
             elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows, to hold the ids of prompts
                 level[name] = VOCAB + value % BLOCK
-        _shrink_images(level, whole)
+        _shrink_images(level, data)
         for name in _UNUSED:
             level.pop(name, None)
-    return _first_layers(type(config), cls, whole, {depth for level in levels for depth in _depths(level)})
+    return _first_layers(type(config), cls, data, {depth for level in levels for depth in _depths(level)})
 
 
 @contextmanager
@@ -183,7 +183,7 @@ def _shrink_ids(levels: list[Level]) -> None:
             level["decoder_start_token_id"] = level.get("pad_token_id") or FIRST_ID
 
 
-def _shrink_images(level: Level, whole: Level) -> None:
+def _shrink_images(level: Level, root: Level) -> None:
     """Shrink images to PATCHES x PATCHES patches, and their number of tokens in proportion."""
     size, patch = (
         value[0] if isinstance(value, list | tuple) and value else value
@@ -191,32 +191,32 @@ def _shrink_images(level: Level, whole: Level) -> None:
     )
     if isinstance(size, int) and isinstance(patch, int) and size > PATCHES * patch:
         level["image_size"] = each_number(level["image_size"], lambda _: PATCHES * patch)
-        for around in (level, whole):
-            if around.get("image_grid_pinpoints"):
-                pinpoints = around["image_grid_pinpoints"]
-                around["image_grid_pinpoints"] = [
-                    [side * PATCHES * patch // size for side in each] for each in pinpoints
+        for container in (level, root):
+            if container.get("image_grid_pinpoints"):
+                pinpoints = container["image_grid_pinpoints"]
+                container["image_grid_pinpoints"] = [
+                    [side * PATCHES * patch // size for side in pinpoint] for pinpoint in pinpoints
                 ]
-        if whole.get("projector_patch_to_query_dict"):
-            whole["projector_patch_to_query_dict"] = {PATCHES**2: PATCHES}
-        if whole.get("mm_tokens_per_image"):
-            tokens = whole["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
-            whole["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
+        if root.get("projector_patch_to_query_dict"):
+            root["projector_patch_to_query_dict"] = {PATCHES**2: PATCHES}
+        if root.get("mm_tokens_per_image"):
+            tokens = root["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
+            root["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
 
 
 def _first_layers(
-    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], whole: Level, depths: set[int]
+    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], data: Level, depths: set[int]
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """The config with the fewest layers (at least 2) that include every kind of layer, and its model."""
-    _, true = _built(kind_of_config, cls, whole)
+    _, true = _built(kind_of_config, cls, data)
     stacks = [module for module in true.modules() if isinstance(module, nn.ModuleList) and len(module) in depths]
     kinds = [[kind(layer) for layer in stack] for stack in stacks]
-    all_kinds = {each for stack in kinds for each in stack}
-    alternate = [level["layer_types"][:4] for level in levels_of(whole) if level.get("layer_types")]
-    needed = max([2, *(stack.index(each) + 1 for stack in (*kinds, *alternate) for each in stack)])
+    all_kinds = {entry for stack in kinds for entry in stack}
+    alternate = [level["layer_types"][:4] for level in levels_of(data) if level.get("layer_types")]
+    needed = max([2, *(stack.index(entry) + 1 for stack in (*kinds, *alternate) for entry in stack)])
     for count in range(2 if needed > 4 else needed, max([*depths, 2]) + 1):
         try:
-            small, model = _built(kind_of_config, cls, _of_depth(whole, count))
+            small, model = _built(kind_of_config, cls, _of_depth(data, count))
         except Exception:
             if count == max([*depths, 2]):
                 raise
@@ -228,29 +228,29 @@ def _first_layers(
 
 
 def _built(
-    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], whole: Level
+    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], data: Level
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Make a config and its model on the meta device; adapt rotary sections (`mrope_section`) to the rotary width."""
     try:
-        config = kind_of_config.from_dict(whole)
+        config = kind_of_config.from_dict(data)
     except Exception:  # some require an end-of-text token
-        for level in levels_of(whole):
+        for level in levels_of(data):
             level.update({name: NEVER for name in ENDS if name in level and level[name] is None})
-        config = kind_of_config.from_dict(whole)
+        config = kind_of_config.from_dict(data)
     model = without_memory(cls, config)
     unfit = False
     for module in model.modules():
-        sections, turns = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
-        if isinstance(sections, list) and turns is not None and sum(sections) != turns.shape[-1]:
-            for level in levels_of(whole):
+        sections, frequencies = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
+        if isinstance(sections, list) and frequencies is not None and sum(sections) != frequencies.shape[-1]:
+            for level in levels_of(data):
                 if level.get("model_type") == module.config.model_type and isinstance(
                     level.get("rope_parameters"), dict
                 ):
-                    level["rope_parameters"]["mrope_section"] = fit_sections(turns.shape[-1], sections)
+                    level["rope_parameters"]["mrope_section"] = fit_sections(frequencies.shape[-1], sections)
                     unfit = True
     if not unfit:
         return config, model
-    config = kind_of_config.from_dict(whole)
+    config = kind_of_config.from_dict(data)
     return config, without_memory(cls, config)
 
 
@@ -279,7 +279,7 @@ def _of_depth(level: Level, count: int) -> Level:
     if stack and level.get("num_hidden_layers", 0) % stack == 0:
         first["num_hidden_layers"] = first["num_layers_per_stack"] * (level["num_hidden_layers"] // stack)
     if "vision_output_dim" in level:
-        settle_widths(first, 0)
+        update_dependent_widths(first, 0)
     return first
 
 

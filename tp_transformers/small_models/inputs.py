@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 Arguments = dict[str, Tensor]
-Asked = tuple[Arguments, Arguments]
+Prompts = tuple[Arguments, Arguments]
 """(arguments of the forward, arguments of `generate`)."""
 
 ORDINARY_IDS = range(48, 192)
@@ -66,22 +66,22 @@ def untried(model: Any, question: Arguments) -> list[str]:
     return [name for name in media(model) if not question.keys() & (SEEN if name == "image" else HEARD)]
 
 
-def about(model: Any, text: Arguments, shown: Sequence[Medium]) -> Asked:
+def about(model: Any, text: Arguments, attached: Sequence[Medium]) -> Prompts:
     """(question, prompt) of a text with images and sounds inserted; `text` has `input_ids`, and maybe a mask."""
     config, ids, mask = model.config, text["input_ids"], text.get("attention_mask")
     decoded = {"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {}
-    for medium in shown:
+    for medium in attached:
         if config.is_encoder_decoder and model.main_input_name in medium.arguments:
             return {**medium.arguments, "decoder_input_ids": ids}, medium.arguments
     kinds = torch.zeros_like(ids)
-    for medium in shown:
+    for medium in attached:
         if medium.token is not None:
             ids = _inserted(ids, medium.token, medium.tokens)
             mask = None if mask is None else _inserted(mask, 1, medium.tokens)
             kinds = _inserted(kinds, KINDS[medium.name], medium.tokens)
     names = _accepted(model)
     prompt = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
-    if shown and "input_ids" not in names:
+    if attached and "input_ids" not in names:
         prompt = {}
     if kinds.any():
         prompt |= {name: kinds for name in OF_TOKENS if name in names}
@@ -89,9 +89,9 @@ def about(model: Any, text: Arguments, shown: Sequence[Medium]) -> Asked:
         prompt["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.long)
     if "lang_ids" in names:
         prompt["lang_ids"] = torch.zeros(len(ids), dtype=torch.long)
-    if "image_attention_mask" in names and shown:
+    if "image_attention_mask" in names and attached:
         prompt["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-    for medium in shown:
+    for medium in attached:
         prompt |= medium.arguments
     return {**prompt, **decoded}, prompt
 
@@ -127,7 +127,7 @@ def _token(model: Any, name: str) -> int | None:
     if name == "image" and "image_embeds_position_mask" in _accepted(model):
         return ORDINARY_IDS.start
     fields = (f"{name}_token_id", f"{name}_token_index", f"{name}_patch_id")
-    return next((found for field in fields if isinstance(found := getattr(model.config, field, None), int)), None)
+    return next((token for field in fields if isinstance(token := getattr(model.config, field, None), int)), None)
 
 
 def _accepted(model: Any) -> set[str]:
@@ -138,7 +138,7 @@ def _accepted(model: Any) -> set[str]:
 def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
     """Two images in every usual shape, for the arguments that the forward accepts."""
     config = model.config
-    vision = next((found for name in VISION if (found := getattr(config, name, None)) is not None), config)
+    vision = next((value for name in VISION if (value := getattr(config, name, None)) is not None), config)
     names = _accepted(model)
     patch = _first(vision, ("patch_size", "spatial_patch_size", "encoder_patch_size"), 4)
     channels = _first(vision, ("in_channels", "num_channels", "in_chans"), 3)
@@ -177,10 +177,10 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
         image = random(2, channels, size, size)
         if "aspect_ratio_ids" in names:
             tiles = _first(vision, ("max_num_tiles",), 1)
-            shown = torch.zeros(2, 1, tiles, dtype=torch.long)
-            shown[..., 0] = 1
-            tiled = image[:, None, None] * shown[..., None, None, None]
-            ratios = {"aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long), "aspect_ratio_mask": shown}
+            present = torch.zeros(2, 1, tiles, dtype=torch.long)
+            present[..., 0] = 1
+            tiled = image[:, None, None] * present[..., None, None, None]
+            ratios = {"aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long), "aspect_ratio_mask": present}
             yield {"pixel_values": tiled, **ratios}
         extents: list[Arguments] = [{"image_sizes": torch.tensor([[size, size]] * 2)}, {}]
         for extent in extents["image_sizes" not in names :]:
@@ -198,7 +198,7 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
 def _sounds(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
     """Two sounds in every usual shape, for the arguments that the forward accepts."""
     config, names = model.config, _accepted(model)
-    audio = next((found for name in AUDIO if (found := getattr(config, name, None)) is not None), config)
+    audio = next((value for name in AUDIO if (value := getattr(config, name, None)) is not None), config)
     audio = getattr(audio, "asr_config", audio)
     if "input_features" in names:
         bins = (_first(audio, BINS, 0) or _first(config, BINS, 80)) * _first(audio, ("num_stacked_frames",), 1)
@@ -218,7 +218,7 @@ def _sounds(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
         yield {"input_values": wave[:, None], "padding_mask": torch.ones_like(wave).bool()}
 
 
-def _tokens(model: Any, seen: Arguments, features: str) -> int | None:
+def _tokens(model: Any, arguments: Arguments, features: str) -> int | None:
     """Number of tokens of one of two images or sounds, from the model's features; None if unknown.
 
     Args:
@@ -229,18 +229,18 @@ def _tokens(model: Any, seen: Arguments, features: str) -> int | None:
     method = getattr(model, features, None)
     if method is None:
         return None
-    taken = inspect.signature(method).parameters
-    if "input_ids" in taken:
+    parameters = inspect.signature(method).parameters
+    if "input_ids" in parameters:
         return None
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-        seen = {name: value for name, value in seen.items() if name in taken}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
     with torch.no_grad():
-        found: Any = method(**seen)
-    found = getattr(found, "pooler_output", found)
-    found = found[0] if isinstance(found, tuple) and isinstance(found[0], Tensor) and found[0].ndim > 2 else found
-    if isinstance(found, list | tuple):
-        found = torch.cat([each.flatten(0, -2) for each in found])
-    return found.numel() // found.shape[-1] // 2 if isinstance(found, Tensor) else None
+        output: Any = method(**arguments)
+    output = getattr(output, "pooler_output", output)
+    output = output[0] if isinstance(output, tuple) and isinstance(output[0], Tensor) and output[0].ndim > 2 else output
+    if isinstance(output, list | tuple):
+        output = torch.cat([item.flatten(0, -2) for item in output])
+    return output.numel() // output.shape[-1] // 2 if isinstance(output, Tensor) else None
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:

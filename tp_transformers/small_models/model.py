@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..anatomy.norms import is_of_norm_or_bias
-from .inputs import ORDINARY_IDS, Asked, Medium, about, candidates, media
+from .inputs import ORDINARY_IDS, Medium, Prompts, about, candidates, media
 from .trace import Trace, traced
 
 PROMPT = 7
@@ -126,17 +126,17 @@ def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tens
     padding.
     """
     texts = _texts(model)
-    found = [medium for name in media(model) if (medium := _medium(model, texts[0], name)) is not None]
-    for shown in (found, found[:1], found[1:]):
-        asked = about(model, texts[0][0], shown)
-        if shown and (shown == found[:1] == found or _answers(model, asked)):
-            return *asked, True
-    *others, last = texts
-    text = next((text for text in others if _answers(model, text)), last)
+    attached = [medium for name in media(model) if (medium := _medium(model, texts[0], name)) is not None]
+    for chosen in (attached, attached[:1], attached[1:]):
+        candidate = about(model, texts[0][0], chosen)
+        if chosen and (chosen == attached[:1] == attached or _answers(model, candidate)):
+            return *candidate, True
+    *earlier, last = texts
+    text = next((text for text in earlier if _answers(model, text)), last)
     return *text, False
 
 
-def _texts(model: PreTrainedModel) -> list[Asked]:
+def _texts(model: PreTrainedModel) -> list[Prompts]:
     """Two batches: texts of two lengths, padded on the left, and texts of the same length."""
     pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     ids = torch.randint(ORDINARY_IDS.start, ORDINARY_IDS.stop, (2, PROMPT), generator=torch.Generator().manual_seed(1))
@@ -145,7 +145,7 @@ def _texts(model: PreTrainedModel) -> list[Asked]:
     return [about(model, text, ()) for text in (padded, {"input_ids": ids})]
 
 
-def _medium(model: PreTrainedModel, text: Asked, name: str) -> Medium | None:
+def _medium(model: PreTrainedModel, text: Prompts, name: str) -> Medium | None:
     """Two images or sounds of a shape that the model accepts; None if it accepts no usual shape."""
     for medium in candidates(model, name):
         if _answers(model, about(model, text[0], (medium,))):
@@ -153,9 +153,9 @@ def _medium(model: PreTrainedModel, text: Asked, name: str) -> Medium | None:
     return None
 
 
-def _answers(model: PreTrainedModel, asked: Asked) -> bool:
+def _answers(model: PreTrainedModel, prompts: Prompts) -> bool:
     """True if the model returns finite logits for a question, and generates for its prompt."""
-    question, prompt = asked
+    question, prompt = prompts
     try:
         with torch.no_grad():
             finite = bool(answer(model, question).isfinite().all())
@@ -171,13 +171,13 @@ def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | N
     if ids is None or model.get_output_embeddings() is None:
         return None
     ignored = (ids < ORDINARY_IDS.start) | (ids >= ORDINARY_IDS.stop)
-    found = ids.masked_fill(ignored, -100)
+    masked = ids.masked_fill(ignored, -100)
     try:
         with torch.no_grad():
-            loss = loss_of(model, question, found)
+            loss = loss_of(model, question, masked)
     except Exception:  # it needs other labels
         return None
-    return found if isinstance(loss, Tensor) and loss.isfinite() else None
+    return masked if isinstance(loss, Tensor) and loss.isfinite() else None
 
 
 def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tensor) -> Tensor:
@@ -186,18 +186,21 @@ def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tens
 
 
 def observe(
-    model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation, labels: Tensor | None = None
+    model: PreTrainedModel,
+    questions: Sequence[dict[str, Tensor]],
+    observation: Observation,
+    labels: Tensor | None = None,
 ) -> None:
     """Record the outputs of a model for `questions` (forward, generate) in `seen`, up to an exception."""
-    seen.doing = "answering"
-    with torch.no_grad(), traced(model, seen.trace):
-        seen.logits = answer(model, questions[0])
+    observation.doing = "answering"
+    with torch.no_grad(), traced(model, observation.trace):
+        observation.logits = answer(model, questions[0])
     if labels is not None:
-        seen.doing = "computing the loss"
+        observation.doing = "computing the loss"
         with torch.no_grad():
-            seen.loss = loss_of(model, questions[0], labels)
-    seen.doing = "generating"
-    seen.tokens = generate(model, questions[1])
+            observation.loss = loss_of(model, questions[0], labels)
+    observation.doing = "generating"
+    observation.tokens = generate(model, questions[1])
 
 
 def answer(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor:

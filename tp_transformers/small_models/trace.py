@@ -36,8 +36,8 @@ def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
     names = {id(module): name for name, module in model.named_modules()}
 
     def before(module: nn.Module, args: Any, keywords: Any) -> None:
-        given = next(_tensors((args, keywords)), None)
-        trace.running.append(Call(names[id(module)], None if given is None else given.clone()))
+        first_input = next(_tensors((args, keywords)), None)
+        trace.running.append(Call(names[id(module)], None if first_input is None else first_input.clone()))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         call = trace.running.pop()

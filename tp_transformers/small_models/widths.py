@@ -70,9 +70,9 @@ def shrink_widths(levels: list[Level]) -> None:
             least = min([width for _, width in _head_widths(level)] or [head])
             base = next(width for width in HEAD_WIDTHS if _rotates(head * width // least, level))
             scale = small[hidden] / hidden if heads and hidden == heads * head else min(1.0, base / least)
-            for each in (level, *of_layers(level)):
-                _shrink_heads(each, scale)
-    fields = [(each, name) for level in levels for each in (level, *of_layers(level)) for name in each]
+            for container in (level, *of_layers(level)):
+                _shrink_heads(container, scale)
+    fields = [(container, name) for level in levels for container in (level, *of_layers(level)) for name in container]
     fields = [(level, name) for level, name in fields if WIDTH.fullmatch(name)]
     for level, name in sorted(fields, key=lambda field: not OF_EXPERTS.fullmatch(field[1])):
         block = EXPERT_BLOCK if OF_EXPERTS.fullmatch(name) else BLOCK
@@ -92,27 +92,27 @@ def divide_widths(levels: list[Level], factor: int) -> None:
         narrowest = min([width for _, width in _head_widths(level)] or [head]) // factor
         if heads and hidden and (narrowest < HEAD_WIDTHS[0] or not _rotates(narrowest, level)):
             raise ValueError(f"heads of {narrowest} features")
-        for each in (level, *of_layers(level)):
-            _shrink_heads(each, 1 / factor)
-            for name, value in each.items():
+        for container in (level, *of_layers(level)):
+            _shrink_heads(container, 1 / factor)
+            for name, value in container.items():
                 if WIDTH.fullmatch(name):
-                    each[name] = each_number(value, lambda width: width if width % factor else width // factor)
+                    container[name] = each_number(value, lambda width: width if width % factor else width // factor)
     _keep(spaces, relations)
 
 
-def merged_width(whole: Level) -> int:
+def merged_width(config: Level) -> int:
     """Ratio of `out_hidden_size` to the width of the vision tower; 0 if that is no integer."""
-    width, vision = whole.get("out_hidden_size"), whole.get("vision_config")
+    width, vision = config.get("out_hidden_size"), config.get("vision_config")
     tower = vision.get("hidden_size") if isinstance(vision, dict) else None
     return width // tower if width and tower and width % tower == 0 else 0
 
 
-def settle_widths(whole: Level, merged: int) -> None:
+def update_dependent_widths(config: Level, merged: int) -> None:
     """Recompute the widths that depend on others; `merged` is the original config's `merged_width`."""
-    text = whole.get("text_config")
+    text = config.get("text_config")
     width = text.get("hidden_size") if isinstance(text, dict) else None
-    for level in levels_of(whole):
-        if isinstance(width, int) and level is not whole and level is not text:
+    for level in levels_of(config):
+        if isinstance(width, int) and level is not config and level is not text:
             outward = [name for name in OUTWARD if isinstance(level.get(name), int)]
             if "embed_dim" in level and "spatial_merge_size" in level:  # output as wide as text; embed_dim inside
                 outward.append("hidden_size")
@@ -123,15 +123,15 @@ def settle_widths(whole: Level, merged: int) -> None:
             states = 1 + len(level.get("intermediate_layers_indices") or ())
             level["vision_output_dim"] = level.get("projector_output_dim", level["hidden_size"] * states)
     if merged:
-        whole["out_hidden_size"] = merged * whole["vision_config"]["hidden_size"]
-    if isinstance(whole.get("hidden_size"), int) and isinstance(width, int):
-        whole["hidden_size"] = width
+        config["out_hidden_size"] = merged * config["vision_config"]["hidden_size"]
+    if isinstance(config.get("hidden_size"), int) and isinstance(width, int):
+        config["hidden_size"] = width
 
 
 def fit_sections(rotated: int, sections: list[int]) -> list[int]:
     """Divide `rotated` pairs of features in the proportions of `sections`; equal sections stay equal if possible."""
     exact = [section * rotated / sum(sections) for section in sections]
-    fitted = [int(part) for part in exact]
+    fitted = [int(share) for share in exact]
     order = sorted(
         range(len(sections)), key=lambda index: (sections.count(sections[index]), fitted[index] - exact[index])
     )
@@ -157,7 +157,7 @@ def of_layers(level: Level) -> Iterator[Level]:
     """The per-layer fields of a level."""
     for value in level.values():
         if is_by_layer(value):
-            yield from (own for own in value.values() if isinstance(own, dict))
+            yield from (fields for fields in value.values() if isinstance(fields, dict))
 
 
 def each_number(value: Any, change: Any) -> Any:
@@ -173,7 +173,7 @@ def _small(width: int, small: dict[int, int], block: int) -> int:
         return width
     if width not in small:
         candidates = range(block + width % block, width + block, block)
-        small[width] = next((each for each in candidates if each not in small.values()), width)
+        small[width] = next((candidate for candidate in candidates if candidate not in small.values()), width)
     return small[width]
 
 
@@ -213,8 +213,8 @@ def _attention(level: Level) -> tuple[int, int, int]:
     widths = _head_widths(level)
     if not heads or hidden % heads:
         heads = hidden = 0
-    named = [width for name, width in widths if name in OF_ALL_HEADS] or [width for _, width in widths]
-    return heads, hidden, min(named) if named else hidden // (heads or 1)
+    candidates = [width for name, width in widths if name in OF_ALL_HEADS] or [width for _, width in widths]
+    return heads, hidden, min(candidates) if candidates else hidden // (heads or 1)
 
 
 def _head_widths(level: Level) -> list[tuple[str, int]]:
@@ -240,7 +240,7 @@ def _rotates(width: int, level: Level) -> bool:
     """True if the rotary features of a head of `width` features are even in number, and its key is not too narrow."""
     if width * level.get("qk_dim_factor", 1) < HEAD_WIDTHS[0]:
         return False
-    factors = [found[name] for found in (level, *_dicts(level)) for name in ROTATED if found.get(name)]
+    factors = [fields[name] for fields in (level, *_dicts(level)) for name in ROTATED if fields.get(name)]
     return all(int(width * factor) >= 2 and int(width * factor) % 2 == 0 for factor in factors)
 
 

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 VARIABLE = "TP_TRANSFORMERS_SHARED_MEMORY"
 """Environment variable; 0 turns shared memory off."""
 
-_found: dict[int, Transport | None] = {}
+_memories: dict[int, Transport | None] = {}
 """The shared memory of process groups by `id`, as determined by `share`; None for a group without."""
 NAMES: set[str] = set()
 """Names of the process groups with shared memory, for graphs of torch.compile."""
@@ -39,13 +39,13 @@ def share(group: dist.ProcessGroup) -> None:
 
     If they cannot, logs the reason at INFO. A second call for the same group does nothing.
     """
-    if id(group) in _found or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
+    if id(group) in _memories or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
         return
     memory, why = _join(group)
     name = group.group_name
     NAMES.discard(name)  # a destroyed group may have had the same name
-    _found[id(group)] = memory
-    weakref.finalize(group, _found.pop, id(group), None).atexit = False
+    _memories[id(group)] = memory
+    weakref.finalize(group, _memories.pop, id(group), None).atexit = False
     if memory is None:
         logger.info("ranks communicate by gloo, not through shared memory: %s", why)
         return
@@ -54,7 +54,7 @@ def share(group: dist.ProcessGroup) -> None:
 
 def memory_of(group: dist.ProcessGroup) -> Transport | None:
     """The shared memory of `group`; None without."""
-    return _found.get(id(group))
+    return _memories.get(id(group))
 
 
 def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
@@ -63,14 +63,14 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     machines: dict[str, list[int]] = {}
     answers = _exchange((machine_name(), _obstacle(), secrets.token_hex(8)), group)
     name = answers[0][2]
-    for each, (machine, why, _) in enumerate(answers):
+    for peer, (machine, why, _) in enumerate(answers):
         if why:
-            return None, f"{why} (rank {each})"
-        machines.setdefault(machine, []).append(each)
-    own = next(ranks for ranks in machines.values() if rank in ranks)
+            return None, f"{why} (rank {peer})"
+        machines.setdefault(machine, []).append(peer)
+    local_ranks = next(ranks for ranks in machines.values() if rank in ranks)
     if len(machines) == group.size():
         return None, "each rank is on a machine of its own"
-    segment, why = _map(group, own)
+    segment, why = _map(group, local_ranks)
     if why:
         return None, why
     timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
@@ -120,8 +120,8 @@ def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, st
             path.unlink(missing_ok=True)
     why = next((why for _, why in tokens if why), "")
     if segment is not None and not why:
-        read = [segment.words[each * WORDS + TOKEN] for each in range(size)]
-        if read != [tokens[each][0] for each in ranks]:
+        read = [segment.words[peer * WORDS + TOKEN] for peer in range(size)]
+        if read != [tokens[peer][0] for peer in ranks]:
             why = f"rank {rank} reads other memory than ranks {ranks}"
     return segment, next((why for why in _exchange(why, group) if why), "")
 
@@ -132,4 +132,4 @@ def _connect(rank: int, size: int, name: str, timeout: timedelta) -> dist.Proces
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    return [pickle.loads(each) for each in exchange(pickle.dumps(value), group, torch.device("cpu"))]
+    return [pickle.loads(data) for data in exchange(pickle.dumps(value), group, torch.device("cpu"))]

@@ -109,15 +109,15 @@ class Segment:
     def sleep(self, rank: int, count: int, seconds: float) -> None:
         """Sleep until the counter of `rank` reaches `count`, for about `seconds` (at most 1) at most."""
         self.words[self.rank * WORDS + AWAITS] = rank + 1
-        found, limit = self.words[rank * WORDS + COUNT], struct.pack("qq", 0, int(seconds * 1e9))
-        if found < count:
-            _futex(self._address + rank * WORDS * 8, _WAIT, found & 0xFFFFFFFF, limit)
+        current, limit = self.words[rank * WORDS + COUNT], struct.pack("qq", 0, int(seconds * 1e9))
+        if current < count:
+            _futex(self._address + rank * WORDS * 8, _WAIT, current & 0xFFFFFFFF, limit)
         self.words[self.rank * WORDS + AWAITS] = 0
 
     def has_ended(self, rank: int) -> bool:
         """True if the process of another `rank` has ended, or no longer holds the segment."""
-        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
-        return int(struct.unpack(_FLOCK, found)[0]) == fcntl.F_UNLCK
+        lock = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
+        return int(struct.unpack(_FLOCK, lock)[0]) == fcntl.F_UNLCK
 
 
 def _futex(address: int, operation: int, value: int, limit: bytes | None) -> None:

@@ -121,18 +121,18 @@ class SharedMemory(Transport):
             _combine(slots, x, is_maximum=is_maximum)
             return True
         flat = x.reshape(-1)
-        for piece in flat.split(SLOT // x.itemsize):
-            slots = self._write(piece, word, by_backend)
+        for chunk in flat.split(SLOT // x.itemsize):
+            slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
-            parts, results = [slot.tensor_split(self.size) for slot in slots], piece.tensor_split(self.size)
+            shares, results = [slot.tensor_split(self.size) for slot in slots], chunk.tensor_split(self.size)
             own = results[self.rank]
-            _combine([part[self.rank] for part in parts], own, is_maximum=is_maximum)
-            parts[self.rank][self.rank].copy_(own)
+            _combine([share[self.rank] for share in shares], own, is_maximum=is_maximum)
+            shares[self.rank][self.rank].copy_(own)
             self._step()
             for rank, result in enumerate(results):
                 if rank != self.rank:
-                    result.copy_(parts[rank][rank])
+                    result.copy_(shares[rank][rank])
         if not x.is_contiguous():
             x.copy_(flat.view_as(x))
         return True
@@ -141,11 +141,11 @@ class SharedMemory(Transport):
     def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
         """See `Transport`."""
         word = x.nbytes << 16 | _NUMBERS[x.dtype] | _ALL_GATHER
-        for piece, *pieces in _pieces(SLOT, x, *outs):
-            slots = self._write(piece, word, by_backend)
+        for chunk, *out_chunks in _chunks(SLOT, x, *outs):
+            slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
-            for out, slot in zip(pieces, slots, strict=True):
+            for out, slot in zip(out_chunks, slots, strict=True):
                 out.copy_(slot)
         return True
 
@@ -156,8 +156,8 @@ class SharedMemory(Transport):
         word = x.nbytes << 16 | _NUMBERS[x.dtype] | _REDUCE_SCATTER
         rows, out = x.view(self.size, -1), own.view(-1)
         length = SLOT // self.size // x.itemsize
-        for piece, summed in zip(rows.split(length, 1), out.split(length), strict=True):
-            slots = self._write(piece, word, by_backend)
+        for chunk, summed in zip(rows.split(length, 1), out.split(length), strict=True):
+            slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
             _combine([slot[self.rank] for slot in slots], summed)
@@ -169,12 +169,12 @@ class SharedMemory(Transport):
         x = x.detach() if x.requires_grad else x
         word = x.nbytes << 16 | _NUMBERS[x.dtype] | _BROADCAST
         dense = x.contiguous()
-        for (piece,) in _pieces(SLOT, dense):
-            slots = self._write(piece, word, by_backend, writes=self.rank == source)
+        for (chunk,) in _chunks(SLOT, dense):
+            slots = self._write(chunk, word, by_backend, writes=self.rank == source)
             if slots is None:
                 return False
             if self.rank != source:
-                piece.copy_(slots[source])
+                chunk.copy_(slots[source])
         if dense is not x and self.rank != source:
             x.copy_(dense)
         return True
@@ -188,43 +188,43 @@ class SharedMemory(Transport):
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
         starts, ends = _starts(counts, width), _starts(rows, width)
-        longest, at = 1, 0
-        while at < longest:
+        longest, offset = 1, 0
+        while offset < longest:
             self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
             if not by_backend:
                 own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
                 for rank in range(self.size):
-                    part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
-                    own[rank * room :][: len(part)] = part
+                    chunk = sent_bytes[starts[rank] : starts[rank + 1]][offset : offset + room]
+                    own[rank * room :][: len(chunk)] = chunk
             self._publish()
             if not self._wait(_ALL_TO_ALL):
                 return False
             longest = max(self._lengths())
             for rank in range(self.size):
-                part = received_bytes[ends[rank] : ends[rank + 1]][at : at + room]
+                chunk = received_bytes[ends[rank] : ends[rank + 1]][offset : offset + room]
                 start = segment.offset(rank, self._turn) + self.rank * room
-                part.copy_(segment.tensor[start : start + len(part)])
-            at += room
+                chunk.copy_(segment.tensor[start : start + len(chunk)])
+            offset += room
         return True
 
     @_in_turn
     def messages(self, message: bytes) -> list[bytes]:
         """See `Transport`."""
-        segment, found = self._segment, [bytearray() for _ in range(self.size)]
-        longest, at = 1, 0
-        while at < longest:
+        segment, received = self._segment, [bytearray() for _ in range(self.size)]
+        longest, offset = 1, 0
+        while offset < longest:
             self._begin(_MESSAGES, False, length=len(message))
-            part, start = message[at : at + SLOT], segment.offset(self.rank, self._turn)
-            segment.bytes[start : start + len(part)] = part
+            chunk, start = message[offset : offset + SLOT], segment.offset(self.rank, self._turn)
+            segment.bytes[start : start + len(chunk)] = chunk
             self._publish()
             self._wait(_MESSAGES)
             lengths = self._lengths()
             longest = max(lengths)
             for rank, length in enumerate(lengths):
                 start = segment.offset(rank, self._turn)
-                found[rank] += segment.bytes[start : start + min(max(length - at, 0), SLOT)]
-            at += SLOT
-        return [bytes(each) for each in found]
+                received[rank] += segment.bytes[start : start + min(max(length - offset, 0), SLOT)]
+            offset += SLOT
+        return [bytes(data) for data in received]
 
     # One step: begin, write, publish, wait.
 
@@ -243,11 +243,11 @@ class SharedMemory(Transport):
             if len(self._slots) > 256:
                 self._slots.clear()
             slots = self._slots[x.shape, x.dtype] = self._segment.slots(x.shape, x.dtype)
-        each = slots[self._turn]
+        views = slots[self._turn]
         if writes:
-            each[self.rank].copy_(x.detach() if x.requires_grad else x)
+            views[self.rank].copy_(x.detach() if x.requires_grad else x)
         self._publish()
-        return each if self._wait(word) else None
+        return views if self._wait(word) else None
 
     def _begin(self, word: int, by_backend: bool, length: int = 0) -> None:
         if self._ended:
@@ -276,9 +276,9 @@ class SharedMemory(Transport):
         for base in self._others:
             if words[base] < count:
                 self._until(base, count)
-            told = words[base + turn]
-            if told != word:
-                if told & ~_BY_BACKEND != word:
+            peer_word = words[base + turn]
+            if peer_word != word:
+                if peer_word & ~_BY_BACKEND != word:
                     self._until(base, 1 << 62)  # it is in another collective: wait until the watch ends both
                 is_by_backend = True
         return not is_by_backend
@@ -314,10 +314,10 @@ _ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def _leave() -> None:
-    for each in _ALL:
-        each.end("this process is a fork of a rank")
-        each._lock, each._thread = threading.Lock(), 0  # a thread of the rank may have held the lock
-        each._segment.leave()
+    for transport in _ALL:
+        transport.end("this process is a fork of a rank")
+        transport._lock, transport._thread = threading.Lock(), 0  # a thread of the rank may have held the lock
+        transport._segment.leave()
 
 
 os.register_at_fork(after_in_child=_leave)
@@ -332,28 +332,28 @@ def _check(kind: int, dtype: torch.dtype) -> None:
 
 def _combine(slots: Sequence[Tensor], out: Tensor, *, is_maximum: bool = False) -> None:
     """Write the sum of the slots, in order, or their maximum to `out`, which is not one of them."""
-    first, second, *others = slots
+    first, second, *rest = slots
     if is_maximum:
         torch.maximum(first, second, out=out)
-        for each in others:
-            torch.maximum(out, each, out=out)
+        for slot in rest:
+            torch.maximum(out, slot, out=out)
     elif out.dtype in _SHORT:
         total = first.float()
-        for each in (second, *others):
-            total += each
+        for slot in (second, *rest):
+            total += slot
         out.copy_(total)
     else:
         torch.add(first, second, out=out)
-        for each in others:
-            out += each
+        for slot in rest:
+            out += slot
 
 
-def _pieces(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors in chunks of at most `nbytes`; longer tensors have to be contiguous and of one shape."""
     if tensors[0].nbytes <= nbytes:
         yield tensors
     else:
-        yield from zip(*(each.view(-1).split(nbytes // each.itemsize) for each in tensors), strict=True)
+        yield from zip(*(tensor.view(-1).split(nbytes // tensor.itemsize) for tensor in tensors), strict=True)
 
 
 def _starts(counts: Sequence[int], width: int) -> list[int]:
