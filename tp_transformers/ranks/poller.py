@@ -41,9 +41,9 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, polled: Polled, on_end: Callable[[], None]) -> None:
-        """Poll `polled` until it is garbage-collected or the process ends; then call `farewell`.
+        """Poll `polled` until it is garbage-collected or the process ends; then call `on_end`.
 
-        `farewell` must not reference `polled`. If `polled` was added before, it replaces the earlier `farewell`.
+        `on_end` must not reference `polled`. If `polled` was added before, it replaces the earlier `on_end`.
         """
         with self._lock:
             self._polled = [entry for entry in self._polled if entry[0]() is not polled]

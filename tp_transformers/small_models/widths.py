@@ -180,7 +180,7 @@ def _small(width: int, small: dict[int, int], block: int) -> int:
 def _state_spaces(levels: list[Level]) -> Iterator[tuple[Level, str, str, str]]:
     """(level, field names) where heads times head width equals the hidden width times the factor; see STATE_SPACES."""
     for level in levels:
-        for names in STATE_SPACES if level.get("mamba_d_ssm") is None else ():  # which says how wide they are
+        for names in STATE_SPACES if level.get("mamba_d_ssm") is None else ():  # the total head width, if set
             heads, head, factor = (level.get(name) for name in names)
             if heads and head and factor and heads * head == level.get("hidden_size", 0) * factor:
                 yield level, *names
