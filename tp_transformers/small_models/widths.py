@@ -81,7 +81,7 @@ def shrink_widths(levels: list[Level]) -> None:
 
 
 def divide_widths(levels: list[Level], factor: int) -> None:
-    """Divide every width by `factor`, so that sums and ratios of widths are preserved.
+    """Divide the widths that `factor` divides by it, so that their sums and ratios are preserved.
 
     Raises ValueError if a head would be too narrow.
     """
