@@ -1,6 +1,6 @@
-"""A recipe on one process of plain transformers: `python -m benchmarks.alone recipe.py ARGUMENTS`.
+"""Run a recipe in one process of plain transformers: `python -m benchmarks.alone recipe.py ARGUMENTS`.
 
-The reference of what ranks compute: arguments that ask for a plan are left out, and `enable()` does nothing.
+The reference for the ranks' results: arguments that request a plan are dropped, and `enable()` does nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Collectives of CPU tensors through shared memory, against gloo: `python -m benchmarks.bench_collectives`.
 
-Ranks on this machine time both in turn, on the same tensors; the slowest rank counts.
+Ranks on this machine time both alternately, on the same tensors; the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 where a process fails or takes too long."""
+    """Run the benchmark; returns 1 if a process fails or takes too long."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_collectives", description=__doc__)
     add = parser.add_argument
     add("--ranks", default="2,3,4,8", help="numbers of ranks (default: 2,3,4,8)")
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 
 
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each kind, dtype and size: seconds of each side, those of the slowest rank, and gloo's by those of memory."""
+    """For each kind, dtype and size: seconds of each side on the slowest rank, and the ratio gloo to memory."""
     found: dict[str, Any] = {}
     for kind, dtypes in ranks[0].items():
         for dtype, sizes in dtypes.items():
@@ -86,7 +86,7 @@ def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table of all numbers of ranks, kinds and sizes, with what it was measured on below."""
+    """A Markdown table of all numbers of ranks, kinds and sizes; the machine and versions are below it."""
     lines = [
         "| collective | ranks | dtype | bytes of a rank | memory | gloo | gloo by memory |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -1,9 +1,9 @@
-"""Experts that exchange tokens, against experts that gather them: `python -m benchmarks.bench_experts`.
+"""Expert parallelism (all-to-all) against sharded experts (all-gather): `python -m benchmarks.bench_experts`.
 
-Every rank holds a part of the same random mixture of experts twice, and tokens of its own: whole experts that are sent
-their tokens (`moe_all_to_all`), and experts that are cut, which gather the tokens of all ranks. Losses and gradient
-norms are compared first. Then bytes that ranks send in a training step (a forward and a backward, gradients not
-averaged) are counted, and steps are timed, the sides in turn.
+Every rank has its own tokens, and its shard of the same random mixture of experts twice: complete experts that receive
+their tokens (`moe_all_to_all`), and sharded experts, which gather the tokens of all ranks. Losses and gradient norms
+are compared first. Then the bytes that ranks send in a training step (a forward and a backward, gradients not averaged)
+are counted, and steps are timed, alternating the sides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 where a process fails, takes too long, or computes something else."""
+    """Run the benchmark; returns 1 if a process fails, takes too long, or computes something else."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_experts", description=__doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=4, help="number of ranks (default: 4)")
@@ -71,10 +71,10 @@ def _run(arguments: argparse.Namespace, model: str, cut: str) -> list[dict[str, 
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of each side: bytes that all ranks send, for experts and in all, and seconds of the slowest rank with ratios."""
+    """For each side: bytes that all ranks send, for experts and in total; seconds of the slowest rank, and ratios."""
     sent = {side: sum(sum(rank["nbytes"][side].values()) for rank in ranks) for side in SIDES}
     exchanged = sum(rank["nbytes"]["exchange"]["alltoall_base"] for rank in ranks)
-    others = sent["exchange"] - exchanged  # of attention, and around the layers; all sides send as much
+    others = sent["exchange"] - exchanged  # attention, and around the layers; equal on both sides
     seconds = slowest([rank["seconds"] for rank in ranks])
     return {
         "sent": sent,
@@ -89,7 +89,7 @@ def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table of all models and cuts, with what it was measured on below."""
+    """A Markdown table of all models and layouts; the machine and versions are below it."""
     lines = [
         "| model | ranks have their own | experts | sent for experts | by exchange | a training step | by exchange |",
         "| --- | --- | --- | --- | --- | --- | --- |",

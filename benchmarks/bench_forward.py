@@ -1,13 +1,13 @@
 """Computing, measured against transformers' tensor parallelism and one process: `python -m benchmarks.bench_forward`.
 
-Every rank holds the same random model three times: cut by a plan here, cut by transformers, and whole. Outputs are
-compared first; a side whose logits are wrong, or that cannot be loaded, is not timed. Then the sides take turns, so
-that a drift of the machine favours none, and the slowest rank counts. The whole model computes on all ranks at once,
-each with its cores, and on the first rank with all cores, while the others sleep.
+Every rank holds the same random model three times: sharded by a plan of this package, sharded by transformers, and
+unsharded. Outputs are compared first; a side with wrong logits, or that cannot be loaded, is not timed. Then the sides
+alternate, so that drift of the machine favours none, and the slowest rank counts. The unsharded model runs on all ranks
+simultaneously, each with its cores, and on the first rank with all cores, while the others sleep.
 
-With `--fake`, collectives return at once (torch's fake backend), and the reference is a plain model of the shapes that
-a rank has: the ratio is the cost of everything beside arithmetic. `--device cuda` computes on GPUs; with `--fake`, one
-GPU is "rank 0 of N".
+With `--fake`, collectives return immediately (torch's fake backend), and the reference is a plain model with the shapes
+of one rank: the ratio measures the overhead beside arithmetic. `--device cuda` computes on GPUs; with `--fake`, one GPU
+is "rank 0 of N".
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 where a process fails or takes too long."""
+    """Run the benchmark; returns 1 if a process fails or takes too long."""
     arguments = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.bench_forward", *sys.argv[1:]]),
         "machine": machine.facts(),
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str, Any]]:
-    """What the ranks of one model wrote; with faked collectives there is one."""
+    """The results of the ranks for one model; a single rank with fake collectives."""
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(
             model=model,
@@ -82,7 +82,7 @@ def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str,
             cores=machine.facts()["cores"],
         )
         ranks = range(1 if arguments.fake else size)
-        # Waiting threads take time of the process, which is what counts where collectives are faked.
+        # Waiting threads would use CPU time of the process, which is measured with fake collectives.
         threads = "1" if arguments.fake else str(max(1, machine.facts()["cores"] // len(ranks)))
         return processes.run(
             "benchmarks.forward",
@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str,
 
 
 def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """For every scenario, the seconds of each side, the slowest rank's, and ratios of the others' to ours by round."""
+    """For each scenario, the seconds of each side on the slowest rank, and by round the ratios to this package."""
     found: dict[str, Any] = {"errors": ranks[0]["errors"], "refused": ranks[0]["refused"], "scenarios": {}}
     for name in ranks[0]["seconds"]:
         seconds = slowest([rank["seconds"][name] for rank in ranks])
@@ -121,7 +121,7 @@ def _lines(model: str, size: int, found: dict[str, Any]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table of all models, numbers of ranks and scenarios, with what it was measured on below."""
+    """A Markdown table of all models, numbers of ranks and scenarios; the machine and versions are below it."""
     lines = [
         "| model | ranks | scenario | here | transformers by here | one process, all cores | one process a rank | "
         "all-reduces, others (here) |",
@@ -159,7 +159,7 @@ def _ratio(found: dict[str, Any] | None) -> str:
 
 
 def _draw(result: dict[str, Any], path: Path) -> bool:
-    """Draw the forward's time, a panel a scenario, by number of ranks; of several models, on the most ranks, by model.
+    """Plot the forward's time, one panel per scenario, by number of ranks; several models by model, on the most ranks.
 
     Returns False without matplotlib.
     """

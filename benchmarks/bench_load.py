@@ -1,8 +1,8 @@
 """Loading, measured against transformers' own tensor parallelism: `python -m benchmarks.bench_load`.
 
-Both sides load the same checkpoint in fresh processes, in turn, in one run. Every shard is first held against the
-checkpoint; a wrong one is not timed. A load is timed from a barrier, with the process group up and the imports done,
-until one byte of every page of every parameter has been read, and the slowest rank counts.
+Both sides load the same checkpoint in fresh processes, alternating within one run. Every shard is first compared with
+the checkpoint; wrong shards are not timed. A load is timed from a barrier, after the start of the process group and the
+imports, until one byte of every page of every parameter has been read, and the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 where a load is wrong, fails, or takes too long."""
+    """Run the benchmark; returns 1 if a load is wrong, fails, or takes too long."""
     arguments = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     result: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.bench_load", *sys.argv[1:]]),
         "machine": {**machine.facts(), "gpu": ""},
@@ -66,7 +66,7 @@ def _measure(
     folder: Path,
     about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything about one checkpoint: both sides checked, then timed in turn, then the machine's limits."""
+    """Measure one checkpoint: check both sides, time them alternately, then measure the machine's limits."""
     size = sum(file.stat().st_size for file in files(folder))
     print(f"\n{model}: {size / 1e9:.2f} GB in {len(files(folder))} files", flush=True)
     # 1. A wrong load is not timed.
@@ -74,7 +74,7 @@ def _measure(
         found = setting.run("check", side, arguments.against or folder)[0]
         about["gpu"] = found["device"]
         print(f"  {side.label}: {found['tensors']} tensors equal the checkpoint's", flush=True)
-    # 2. Time both in turn; which one is first changes from pair to pair, so that a drift favours none.
+    # 2. Time both; the order alternates from pair to pair, so that drift favours none.
     runs: dict[str, list[Any]] = {name: [] for name in sides}
     for pair in range(arguments.pairs):
         for name in list(sides) if pair % 2 == 0 else reversed(sides):
@@ -83,7 +83,7 @@ def _measure(
             ranks = setting.run("time", sides[name], folder)
             runs[name].append(ranks)
             print(f"  pair {pair + 1}, {name}: {max(rank['load'] for rank in ranks):.3f} s", flush=True)
-    # 3. What the machine could do.
+    # 3. The limits of the machine.
     count = arguments.ranks if setting.rank is None else 1
     limits = machine.limits(files(folder), count, cold=arguments.cold, timeout=arguments.timeout)
     if arguments.device == "cuda":
@@ -103,7 +103,7 @@ def _measure(
 
 
 def _setting(arguments: argparse.Namespace) -> str:
-    """The run in words."""
+    """Describe the run."""
     if arguments.rank is not None:
         where = f"rank {arguments.rank} of {arguments.ranks}, the others faked, on {arguments.device}"
     else:
@@ -113,7 +113,7 @@ def _setting(arguments: argparse.Namespace) -> str:
 
 def _name(arguments: argparse.Namespace) -> str:
     kinds = [name for name in ("hub", "presharded", "copy", "packed", "cold") if getattr(arguments, name)]
-    kinds += [model for model in arguments.models if "-" in model]  # quantised ones have a table of their own
+    kinds += [model for model in arguments.models if "-" in model]  # quantised ones have a separate table
     return "-".join(["load", arguments.device, str(arguments.ranks), *kinds])
 
 

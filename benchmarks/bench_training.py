@@ -1,7 +1,7 @@
-"""Every way to train held against one process: `python -m benchmarks.bench_training`.
+"""Every way to train, compared with one process: `python -m benchmarks.bench_training`.
 
-Trains the same model on the same batches with `benchmarks.train_llm`, once a mode, in processes of their own; refuses
-what disagrees with one process, in the loss of any step or in the weights at the end; then writes the curves.
+Trains the same model on the same batches with `benchmarks.train_llm`, once per mode, in fresh processes; rejects a mode
+that differs from one process in the loss of any step or in the final weights; then writes the curves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Mode:
     ranks: int
     options: str = ""
     continues: str = ""
-    """The mode whose checkpoint, written half way, it goes on with; it is held against that one."""
+    """The mode whose half-way checkpoint it resumes, and that it is compared with."""
 
 
 REFERENCE = "one"
@@ -56,9 +56,9 @@ MODES = {
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 where a run fails, or disagrees."""
+    """Run the benchmark; returns 1 if a run fails or differs."""
     arguments = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what runs is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     path = arguments.results / "training-cpu.json"
     try:
         arguments.model = arguments.model or demo.prepare()
@@ -78,7 +78,7 @@ def main() -> int:
 
 
 def begin(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """The result before its modes; with --only, the one that is there. Raises ProcessError where that is another's."""
+    """A result without modes; with --only, the existing result. Raises ProcessError if that has other settings."""
     setting = {name: getattr(arguments, name) for name in ("steps", "batch", "length", "lr", "warmup", "seed")}
     setting |= {"model": Path(arguments.model).name, "text": arguments.text.name}
     result: dict[str, Any] = {
@@ -97,7 +97,7 @@ def begin(arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
 
 
 def run(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    """One mode, trained, measured and held against what it has to agree with."""
+    """Train and measure one mode, and compare it with its reference."""
     mode, out = MODES[name], arguments.folder / name
     reference = arguments.folder / (mode.continues or REFERENCE)
     half = arguments.steps // 2
@@ -134,12 +134,12 @@ def run(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
         **compare(out, reference, Path(arguments.model)),
     }
     if name != REFERENCE and not any(other.continues == name for other in MODES.values()):
-        shutil.rmtree(out / "final")  # what others are held against stays
+        shutil.rmtree(out / "final")  # references stay
     return found
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """The result so far: numbers, table and picture."""
+    """Write the result so far: numbers, table and chart."""
     path.parent.mkdir(parents=True, exist_ok=True)
     result["modes"] = {name: result["modes"][name] for name in MODES if name in result["modes"]}
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -168,7 +168,7 @@ def parse() -> argparse.Namespace:
     add("--timeout", type=float, default=1800, help="seconds that one mode may take")
     arguments = parser.parse_args()
     given = sys.argv[1:]
-    if "--only" in given:  # what runs all of it in one go
+    if "--only" in given:  # the command for all modes
         del given[given.index("--only") : given.index("--only") + 2]
     arguments.command = shlex.join(["python", "-m", "benchmarks.bench_training", *given])
     arguments.only = arguments.only and arguments.only.split(",")

@@ -1,4 +1,4 @@
-"""One picture a run: every measure's medians as bars from zero, every run as a point."""
+"""One chart per run: medians of each measure as bars from zero, single loads as points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLOURS = ("#c3cad2", "#8ab8f2")
 
 
 def draw(result: dict[str, Any], path: Path) -> bool:
-    """Draw the chart to `path`, a PNG; returns False, and draws nothing, without matplotlib."""
+    """Draw the chart to `path`, a PNG; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -32,7 +32,7 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
 
 def _bars(axes: Any, result: dict[str, Any], name: str) -> None:
-    """One measure: a pair of bars for every checkpoint."""
+    """One measure: a pair of bars per checkpoint."""
     measure, width = MEASURES[name], 0.38
     for index, (side, label) in enumerate(result["sides"].items()):
         for place, found in enumerate(result["models"].values()):
@@ -57,7 +57,7 @@ def _bars(axes: Any, result: dict[str, Any], name: str) -> None:
 
 
 def _caption(model: str, found: dict[str, Any], name: str) -> str:
-    """What stands below a pair of bars."""
+    """The label below a pair of bars."""
     ratio = found["measures"][name]["ratio"]
     words = f"ratio {ratio['median']:.3g}\n({ratio['min']:.3g} to {ratio['max']:.3g})" if ratio is not None else ""
     return f"{model}, {found['checkpoint']['bytes'] / 1e9:.2f} GB\n{words}"

@@ -1,4 +1,4 @@
-"""Loaded shards held against the checkpoint, which is read by safetensors' own reader and sliced independently."""
+"""Compare loaded shards with the checkpoint, read by safetensors' own reader and sliced independently."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from .memory import local
 
 
 class WrongResultError(Exception):
-    """A load that did not give what the checkpoint holds; it is not worth a time."""
+    """A load whose values differ from the checkpoint; it is not timed."""
 
 
 def check(model: Any, folder: Path, *, rank: int, size: int, collectives: bool) -> int:
-    """Compare every parameter and persistent buffer of `model` with the checkpoint; returns how many there are.
+    """Compare every parameter and persistent buffer of `model` with the checkpoint; returns their number.
 
     Args:
-        model: loaded by transformers or by us, on rank `rank` of `size`.
-        folder: the checkpoint that it should be.
-        collectives: whether the ranks are there: then each tensor is gathered and compared as a whole, which all
-            ranks have to do together. Else this rank's shard is compared with the slice that its layout names.
+        model: loaded by transformers or by this package, on rank `rank` of `size`.
+        folder: the checkpoint.
+        collectives: True if the other ranks exist: gather and compare each full tensor (collective). Otherwise compare
+            this rank's shard with the slice of its layout.
 
     Raises:
-        WrongResultError: naming tensors that differ, that were not loaded, or that the checkpoint lacks.
+        WrongResultError: with the tensors that differ, that were not loaded, or that the checkpoint lacks.
     """
     faults = []
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def check(model: Any, folder: Path, *, rank: int, size: int, collectives: bool) 
 
 
 def reference(folder: Path, stack: ExitStack) -> Mapping[str, Callable[[], Tensor]]:
-    """The model's name of every tensor, with a function that reads it whole; the files stay open as long as `stack`."""
+    """{name in the model: function that reads the full tensor}; the files stay open as long as `stack`."""
     stored = {}
     for file in files(folder):
         opened = stack.enter_context(safe_open(file, framework="pt"))
@@ -71,7 +71,7 @@ def reference(folder: Path, stack: ExitStack) -> Mapping[str, Callable[[], Tenso
 
 
 def _dequantised(stored: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callable[[], Tensor]]:
-    """Tensors by name, with the weights in bf16 that quantised ones stand for, in plain arithmetic."""
+    """Replace quantised tensors by their dequantised bf16 weights, computed with plain arithmetic."""
     found = {}
     for name, read in stored.items():
         if name.endswith(BLOCKS):
@@ -85,18 +85,18 @@ def _dequantised(stored: Mapping[str, Callable[[], Tensor]]) -> dict[str, Callab
 
 
 def _of_float8(values: Callable[[], Tensor], scales: Callable[[], Tensor]) -> Tensor:
-    """(n, m) float8 and a scale for every block of it."""
+    """Dequantise (n, m) float8 with one scale per block."""
     weight = values()
     spread = scales().repeat_interleave(FP8_BLOCK, 0)[: len(weight)].repeat_interleave(FP8_BLOCK, 1)
     return (weight.float() * spread[:, : weight.shape[1]]).bfloat16()
 
 
 def _of_pairs(blocks: Callable[[], Tensor], exponents: Callable[[], Tensor]) -> Tensor:
-    """(experts, out, in / 32, 16) pairs, the low half first -> (experts, in, out)."""
+    """Dequantise (experts, out, in / 32, 16) pairs of values, low half first, to (experts, in, out)."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     table = torch.cat((table, -table))
     made = []
-    for pairs, powers in zip(blocks(), exponents(), strict=True):  # an expert at a time: float32 is four times bf16's
+    for pairs, powers in zip(blocks(), exponents(), strict=True):  # one expert at a time: float32 takes more memory
         values = torch.stack((table[(pairs & 0xF).int()], table[(pairs >> 4).int()]), -1).flatten(-2)
         made.append((values * torch.exp2(powers.float() - 127).unsqueeze(-1)).flatten(-2).bfloat16().T.contiguous())
     return torch.stack(made)
@@ -106,7 +106,7 @@ _EXPERT = re.compile(r"(.+)\.block_sparse_moe\.experts\.0\.w1\.weight")
 
 
 def _merged(stored: Mapping[str, Callable[[], Tensor]]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Mixtral's experts as the model has them: gate_up_proj (experts, gate then up, in), down_proj."""
+    """Merge Mixtral's experts as in the model: gate_up_proj (experts, gate then up, in), down_proj."""
     for name, read in stored.items():
         if match := _EXPERT.fullmatch(name):
             layer = match[1]
@@ -128,7 +128,7 @@ def _stack(stored: Mapping[str, Callable[[], Tensor]], layer: str, *parts: str) 
 
 
 def _shard(whole: Tensor, tensor: Tensor, rank: int, size: int) -> Tensor:
-    """The slice of `whole` that a rank should hold: by our layout's ranges, or by the DTensor's placement."""
+    """The slice of the full tensor that a rank should hold, by the layout's ranges or the DTensor's placement."""
     shard = getattr(tensor, "tp_shard", None)
     if shard is not None:
         if shard.layout is None:

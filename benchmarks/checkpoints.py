@@ -1,6 +1,6 @@
 """Checkpoints of random weights, written without a model in memory: in bf16, in FP8, or with experts in MXFP4.
 
-Layouts and widths are those of real models; layers are as many as a size asks for.
+Layouts and widths are those of real models; the number of layers depends on the size.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import Any
 
 FILE_BYTES = 2_000_000_000
-"""What a file holds at most, unless one tensor is larger."""
+"""Most bytes of a file, unless one tensor is larger."""
 
 _CHUNK = 16 << 20
-"""Bytes that are made and written at a time."""
+"""Bytes to generate and write at a time."""
 
 SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"
-"""Ends of the names of quantised tensors' members: FP8's scales, MXFP4's values and their exponents."""
+"""Name suffixes of the tensors of a quantised weight: FP8's scales, MXFP4's values and exponents."""
 FP8_BLOCK = 128
-"""Rows, and columns, that share a scale."""
+"""Rows and columns of a block with one scale."""
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def ensure(model_type: str, gigabytes: float, parent: Path) -> Path:
-    """The folder of a checkpoint of about `gigabytes` (10^9 bytes); it is written unless it is there.
+    """The folder of a checkpoint of about `gigabytes` (10^9 bytes); written unless it exists.
 
-    A size that holds no layer of the real widths gets widths that are divided by 2, 4, 8 or 16.
+    If the size is too small for one layer of the real widths, the widths are divided by 2, 4, 8 or 16.
     """
     config, shapes = outline(model_type, gigabytes)
     digest = hashlib.sha256(json.dumps([config, shapes]).encode()).hexdigest()[:8]
@@ -40,7 +40,7 @@ def ensure(model_type: str, gigabytes: float, parent: Path) -> Path:
         return folder
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
-        # Whole or not at all: an interrupted write leaves nothing that looks like a checkpoint.
+        # Atomic: an interrupted write leaves nothing that looks like a checkpoint.
         target = Path(scratch) / "checkpoint"
         target.mkdir()
         _write(target, config, shapes)
@@ -54,7 +54,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def outline(model_type: str, gigabytes: float) -> tuple[dict[str, Any], Shapes]:
-    """The config, and every tensor's shape, of the largest checkpoint of at most `gigabytes`, of one layer at least."""
+    """The config and all shapes of the largest checkpoint of at most `gigabytes`, with at least one layer."""
     for divisor in (1, 2, 4, 8, 16):
         sizes = [_nbytes(LAYOUTS[model_type](layers, divisor)[1]) for layers in (0, 1)]
         layers = int((gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))
@@ -77,7 +77,7 @@ def _llama(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
 
 
 def _mixtral(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
-    """Every expert's matrices stand alone; transformers merges them while it loads."""
+    """Separate matrices per expert; transformers merges them while loading."""
     hidden, inner, vocabulary = _divided(divisor, 4096, 14336, 32000)
     shapes = _ends(hidden, vocabulary)
     for layer in range(layers):
@@ -93,7 +93,7 @@ def _mixtral(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
 
 
 def _phi3(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
-    """Query, key and value in one matrix, gate and up in another."""
+    """Query, key and value fused in one matrix, gate and up in another."""
     hidden, inner, vocabulary = _divided(divisor, 3072, 8192, 32064)
     shapes = _ends(hidden, vocabulary)
     for layer in range(layers):
@@ -159,11 +159,11 @@ LAYOUTS: dict[str, Callable[[int, int], tuple[dict[str, Any], Shapes]]] = {
     "llama-fp8": _llama_fp8,
     "gpt_oss-mxfp4": _gpt_oss_mxfp4,
 }
-"""model type, and its format if it is quantised -> (layers, divisor of the widths) -> config and shapes."""
+"""Model type, with its format if quantised -> function of (layers, divisor of the widths) to (config, shapes)."""
 
 
 def _divided(divisor: int, *widths: int) -> tuple[int, ...]:
-    """Widths to divide; what is divided stays a multiple of 64."""
+    """Widths to divide; the results stay multiples of 64."""
     return tuple(width if divisor == 1 else max(64, width // divisor // 64 * 64) for width in widths)
 
 
@@ -218,11 +218,11 @@ def _size(name: str, shapes: Shapes) -> int:
 
 
 _WIDTHS = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
-"""Bytes by the dtypes' names in safetensors."""
+"""Item sizes by dtype names of safetensors."""
 
 
 def _dtype(name: str, shapes: Shapes) -> str:
-    """A tensor's dtype, which its name tells, and those beside it."""
+    """A tensor's dtype, from its name and the other names."""
     if name.endswith(SCALE):
         return "F32"
     if name.endswith((BLOCKS, EXPONENTS)):
@@ -231,7 +231,7 @@ def _dtype(name: str, shapes: Shapes) -> str:
 
 
 def _write(folder: Path, config: dict[str, Any], shapes: Shapes) -> None:
-    """Write the files as transformers names them, tensors in a file by name, and what stands where."""
+    """Write files with transformers' names, tensors in a file by name, and the index."""
     groups: list[list[str]] = [[]]
     for name in shapes:
         if groups[-1] and sum(_size(other, shapes) for other in (*groups[-1], name)) > FILE_BYTES:
@@ -271,8 +271,8 @@ def _write_file(path: Path, names: list[str], shapes: Shapes, seed: int) -> None
 def _random_weights(nbytes: int, kind: str, generator: Any) -> Iterator[memoryview]:
     """Random bytes of a dtype, or of exponents.
 
-    bf16 and float32 have either sign, or none, and magnitudes between 2^-7 and 2^-6: as small as weights, none zero.
-    float8 is below 2, and exponents say 2^-8 to 2^-5.
+    bf16 and float32 have random signs and magnitudes between 2^-7 and 2^-6: as small as weights, and none zero. float8
+    is below 2; exponents are 2^-8 to 2^-5.
     """
     import torch
 

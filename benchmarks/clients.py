@@ -1,7 +1,7 @@
-"""Clients that nobody here wrote, on 2 and 3 ranks against one process of plain transformers.
+"""Third-party clients on 2 and 3 ranks, compared with one process of plain transformers.
 
-Runs the recipes, lm_eval's own option, and the commands `serve` and `chat` on a model of 9 query and 3 KV heads, and
-prints a table: client, version, the output of one process, and how far those of the ranks are from it.
+Runs the recipes, lm_eval's own option, and the commands `serve` and `chat` on a model with 9 query and 3 KV heads.
+Prints a table: client, version, the output of one process, and the differences of the ranks' outputs.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from .tasks import TASKS, write_tasks
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "benchmarks" / "recipes"
 TIMEOUT = 900
-"""Seconds that one client may take."""
+"""Timeout of one client in seconds."""
 
 QUESTION = "Why is the sky blue?"
 PYTHON = (sys.executable, "-m")
 
 
 class ClientError(Exception):
-    """A client failed or ran out of time; says what it printed."""
+    """A client failed or timed out; the message has its output."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """One client, and the way it is run."""
+    """One client, and how to run it."""
 
     name: str
     modules: tuple[str, ...]
-    """Packages that it needs; the version of the first is in the table."""
+    """Required packages; the table has the version of the first."""
     script: str
-    """A recipe, or `lm_eval`, `serve` or `chat` for its own command line."""
+    """A recipe, or `lm_eval`, `serve` or `chat` for that command line."""
     arguments: tuple[str, ...] = ("MODEL",)
-    """Those of a recipe; MODEL, SIGHT and TASKS are folders."""
+    """Arguments of a recipe; MODEL, SIGHT and TASKS are replaced by folders."""
     tolerance: float = 1e-4
-    """Largest relative difference of a number: sums in fp32, in another order, through a few steps."""
+    """Largest relative difference of a number, due to a different order of fp32 sums over a few steps."""
     copies: int = 1
-    """Copies of the model, each on as many ranks as are asked for."""
+    """Number of copies of the model, each on the given number of ranks."""
 
 
 CLIENTS = (
     Client("Trainer", ("transformers",), "train_dp_tp.py", ("MODEL", "COPIES")),
     Client("Trainer, 2 copies", ("transformers",), "train_dp_tp.py", ("MODEL", "COPIES"), copies=2),
-    Client("SFT", ("trl", "datasets"), "sft.py", tolerance=1e-3),  # TRL rounds what it logs
+    Client("SFT", ("trl", "datasets"), "sft.py", tolerance=1e-3),  # TRL rounds its logs
     Client("SFT with LoRA", ("trl", "datasets"), "sft.py", ("--lora", "MODEL"), 1e-3),
     Client("DPO", ("trl", "datasets"), "dpo.py", tolerance=1e-3),
     Client("GRPO", ("trl", "datasets"), "grpo.py", tolerance=1e-3),
@@ -81,21 +81,21 @@ CLIENTS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Folders that clients are given."""
+    """Folders for clients."""
 
     model: Path
     """A causal language model with a chat template."""
     tasks: Path
-    """Tasks of lm_eval, as `write_tasks` makes them."""
+    """Tasks of lm_eval, from `write_tasks`."""
     sight: Path | None = None
-    """A model that sees."""
+    """A vision-language model."""
     picture: Path | None = None
 
 
 def outcome(client: Client, inputs: Inputs, ranks: int) -> str:
-    """The lines that a client prints on `ranks` ranks, or on one process of plain transformers for 0.
+    """Run a client on `ranks` ranks, or in one process of plain transformers for 0; returns the lines that it prints.
 
-    Raises ClientError where it fails.
+    Raises ClientError if it fails.
     """
     special: dict[str, Callable[[Inputs, int], str]] = {"lm_eval": _lm_eval, "serve": _serve, "chat": _chat}
     if client.script in special:
@@ -122,7 +122,7 @@ def _torchrun(ranks: int) -> list[str]:
 
 
 def _lm_eval(inputs: Inputs, ranks: int) -> str:
-    """By its own command line; the rows of its table, without the marks of deviations."""
+    """Run lm_eval's own command line; returns the rows of its table, without the deviations."""
     model = f"pretrained={inputs.model},dtype=float32" + (",tp_plan=auto" if ranks else "")
     launch = [*_torchrun(ranks), "--local-ranks-filter", "0", "-m", "tp_transformers", "-m"] if ranks else PYTHON
     options = ["--tasks", ",".join(TASKS), "--include_path", str(inputs.tasks), "--batch_size", "2"]
@@ -131,7 +131,7 @@ def _lm_eval(inputs: Inputs, ranks: int) -> str:
 
 
 def _serve(inputs: Inputs, ranks: int, requests: int = 32) -> str:
-    """The answers that the openai client streams, one after the other and at once."""
+    """The answers that the openai client streams, sequentially and concurrently."""
     with _server(inputs.model, ranks) as url:
         return run([sys.executable, str(RECIPES / "ask.py"), str(inputs.model), f"{url}/v1", str(requests)])
 
@@ -141,7 +141,7 @@ def _chat(inputs: Inputs, ranks: int) -> str:
     flags = ["max_new_tokens=12", "do_sample=False"]
     said = f"{QUESTION}\nn\n!exit\n"
     if ranks:
-        # Its ranks print to no terminal.
+        # Its ranks do not print to a terminal.
         printed = run([*PYTHON, "tp_transformers", "chat", str(inputs.model), "-n", str(ranks), *flags], said)
     else:
         with _server(inputs.model, 0) as url:
@@ -154,7 +154,7 @@ def _chat(inputs: Inputs, ranks: int) -> str:
 
 @contextmanager
 def _server(model: Path, ranks: int) -> Iterator[str]:
-    """The URL of a server that answers: ours, or for no ranks that of `transformers serve`."""
+    """The URL of a running server: this package's, or `transformers serve` for 0 ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -177,13 +177,13 @@ def _server(model: Path, ranks: int) -> Iterator[str]:
 
 
 def _check_ranks(command: Sequence[str], printed: str, ranks: int) -> None:
-    """Raise ClientError unless a model was cut for `ranks` ranks, as the load's progress says."""
+    """Raise ClientError unless the load's progress shows that a model was sharded over `ranks` ranks."""
     if ranks > 1 and f"Loading shard 1 of {ranks}" not in printed:
         raise ClientError(f"{' '.join(command)} did not load on {ranks} ranks")
 
 
 def run(command: Sequence[str], said: str = "", ranks: int = 0) -> str:
-    """The stdout of a command that is given `said`, and that loads a model on `ranks` ranks, where given."""
+    """The stdout of a command with `said` as its input; with `ranks`, it has to load a model on as many ranks."""
     with tempfile.TemporaryDirectory() as scratch:
         process = _start(command, subprocess.PIPE, scratch)
         try:
@@ -195,12 +195,12 @@ def run(command: Sequence[str], said: str = "", ranks: int = 0) -> str:
     if process.returncode:
         raise ClientError(f"{' '.join(command)}\n{printed}\n{errors}")
     _check_ranks(command, errors, ranks)
-    return "\n".join(line for line in printed.splitlines() if line and not line.startswith("{"))  # what Trainer logs
+    return "\n".join(line for line in printed.splitlines() if line and not line.startswith("{"))  # logs of Trainer
 
 
 def _start(command: Sequence[str], output: int, folder: str | None = None) -> subprocess.Popen[str]:
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    offline = "0" if "chat" in command else "1"  # transformers' chat asks this machine through the Hub's client
+    offline = "0" if "chat" in command else "1"  # transformers' chat connects to this machine by the Hub's client
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": offline, "COLUMNS": "400"}
     environment = {**settings, **os.environ, "PYTHONPATH": path}
     return subprocess.Popen(
@@ -210,7 +210,7 @@ def _start(command: Sequence[str], output: int, folder: str | None = None) -> su
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End a process, to which torchrun adds its ranks, and whatever is left in its session."""
+    """End a process with the ranks of torchrun, and all other processes of its session."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(60)
@@ -219,7 +219,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def difference(one: str, ours: str) -> float:
-    """The largest relative difference of the numbers in two texts; infinite where they differ in anything else."""
+    """The largest relative difference of the numbers in two texts; infinite if they differ in anything else."""
     number = r"-?\d+\.\d+(?:e[+-]\d+)?"
     if re.sub(number, "#", one) != re.sub(number, "#", ours):
         return float("inf")
@@ -228,7 +228,7 @@ def difference(one: str, ours: str) -> float:
 
 
 def main() -> int:
-    """Print a row a client; returns 1 where one is not as one process."""
+    """Print one row per client; returns 1 if one differs from one process."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clients", description=__doc__)
     parser.add_argument("--model", type=Path, help="a folder (default: that of the demo)")
     parser.add_argument("--sight", type=Path, help="a folder of a model that sees (default: that client is left out)")

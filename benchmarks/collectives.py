@@ -1,4 +1,4 @@
-"""One rank of `bench_collectives`: `python -m benchmarks.collectives JOB` times sums by memory and by gloo in turn."""
+"""One rank of `bench_collectives`: `python -m benchmarks.collectives JOB` times shared memory and gloo alternately."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Job:
-    """One rank of one number of ranks."""
+    """The job of one rank."""
 
     store: str
-    """The file over which the ranks find each other."""
+    """File for the rendezvous of the ranks."""
     size: int
     rank: int
     rounds: int
     kinds: list[str]
     nbytes: list[int]
-    """Sizes of the tensors of a rank."""
+    """Tensor sizes of a rank."""
     result: str = ""
 
 
 def main() -> None:
-    """Do the job in argv, and write its result: seconds of a collective, by kind, dtype, bytes, side and round."""
+    """Run the job in argv, and write its result: seconds of a collective, by kind, dtype, bytes, side and round."""
     job = Job(**json.loads(sys.argv[1]))
     dist.init_process_group("gloo", store=dist.FileStore(job.store, job.size), rank=job.rank, world_size=job.size)
     groups = {side: dist.new_group() for side in SIDES}
@@ -75,7 +75,7 @@ def _call(kind: str, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
 
 
 def _times(call: Callable[[], Any]) -> int:
-    """How often a round calls it: about 20 ms, the same on all ranks."""
+    """Number of calls per round, for about 20 ms; the same on all ranks."""
     for _ in range(3):
         call()
     times = torch.tensor([max(1, min(200, int(0.02 / _seconds(call, 3))))])

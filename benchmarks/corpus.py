@@ -1,4 +1,4 @@
-"""What is trained on: a text or a data set as sequences of one length, in an order that knows no ranks."""
+"""Training data: a text or data set as sequences of one length, in an order that does not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tp_transformers.errors import UsageError
 
 
 class Corpus:
-    """Sequences of `length` tokens, drawn by the seed and a step's number alone.
+    """Sequences of `length` tokens; the sequences of a step depend only on the seed and the step number.
 
-    Ranks cut their parts out of a batch that all of them draw: a run that goes on with other ranks goes on with the
-    sequences that it would have had.
+    All ranks draw the global batch and take their part of it: a run that resumes on another number of ranks continues
+    with the same sequences.
     """
 
     def __init__(self, tokens: Tensor, length: int, seed: int) -> None:
@@ -31,7 +31,7 @@ class Corpus:
         self._epoch, self._order = -1, torch.empty(0)
 
     def batch(self, step: int, size: int) -> Tensor:
-        """(size, length): the sequences of a step, counted from 0. Each is drawn once before any is drawn again."""
+        """The sequences (size, length) of a step, counted from 0. Every sequence is drawn once per epoch."""
         return self.sequences[[self._drawn(number) for number in range(step * size, (step + 1) * size)]].long()
 
     def _drawn(self, number: int) -> int:
@@ -43,7 +43,7 @@ class Corpus:
 
 
 def read_text(tokenizer: Any, path: Path) -> Tensor:
-    """The tokens of a file of text. Raises UsageError where it cannot be read."""
+    """The tokens of a text file. Raises UsageError if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -54,15 +54,15 @@ def read_text(tokenizer: Any, path: Path) -> Tensor:
 
 
 def read_dataset(tokenizer: Any, name: str, split: str, column: str) -> Tensor:
-    """The tokens of a Hugging Face data set, the end-of-sequence token after every row.
+    """The tokens of a Hugging Face data set, with the end-of-sequence token after every row.
 
     Args:
         tokenizer: a transformers tokenizer.
-        name: on the Hub, or a folder of files that `datasets.load_dataset` reads.
-        split: of it, or a part of one, such as "train[:1%]".
-        column: the one that holds text.
+        name: a name on the Hub, or a folder of files that `datasets.load_dataset` reads.
+        split: a split of it, or a part of one, such as "train[:1%]".
+        column: the column with text.
 
-    Raises UsageError without the library `datasets`, or where there is no such data set, split or column.
+    Raises UsageError without the library `datasets`, or if the data set, split or column does not exist.
     """
     try:
         import datasets

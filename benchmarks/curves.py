@@ -1,4 +1,4 @@
-"""Runs of training, compared: losses at every step, weights at the end, as a table and as curves."""
+"""Compare training runs: losses at every step and final weights, as a table and as curves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from safetensors import safe_open
 from .meters import read_log
 
 TOLERANCES = {"loss": 1e-3, "weights": 1e-4, "change": 1e-2}
-"""What may differ: the loss of a step, relative; a final weight, by its tensor's largest; and, since that would pass
-without any training, by the largest change that training made to the tensor."""
+"""Tolerances: of the loss of a step, relative; of a final weight, relative to the largest weight of its tensor; and,
+since that would pass without training, relative to the largest change of the tensor by training."""
 
 COLOURS = ("#111111", "#2f6fb7", "#d1495b", "#2a9d8f", "#edae49", "#8d6cab", "#6a994e", "#00798c", "#bc6c25", "#9a8c98")
 
 
 def summary(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """Losses by step, and the medians of what a step took."""
+    """Losses by step, medians of times and tokens per second, and peak memory."""
     steps = [line for line in log if "step" in line]
     parts = steps[-1]["seconds"]
     return {
@@ -31,10 +31,10 @@ def summary(log: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compare(run: Path, reference: Path, initial: Path) -> dict[str, Any]:
-    """How far a run is from the one that it has to agree with: the folders of both, and of the model they began with.
+    """Differences of a run from its reference: the folders of both, and of their initial model.
 
-    Returns the relative difference of the loss by step, and of the final weights the largest one over all tensors:
-    "weights" relative to the tensor's largest weight, "change" to the largest change that training made to it.
+    Returns the relative differences of the loss by step, and the largest difference of the final weights over all
+    tensors: "weights" relative to the tensor's largest weight, "change" to its largest change by training.
     """
     losses, expected = (
         {line["step"]: line["loss"] for line in read_log(folder / "log.jsonl") if "step" in line}
@@ -54,7 +54,7 @@ def compare(run: Path, reference: Path, initial: Path) -> dict[str, Any]:
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What is further from what it has to agree with than it may be; what is not a number is."""
+    """The differences above their tolerance; NaN counts as above."""
     found = []
     for mode in result["modes"].values():
         numbers = [("loss", f"the loss of step {step}", each) for step, each in mode["differences"].items()]
@@ -102,13 +102,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def machine_line(about: dict[str, Any]) -> str:
-    """The machine, the versions and the date in words."""
+    """The machine, the versions and the date as text."""
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return f"{about['cpu']}, {about['cores']} cores; {versions}; {about['date']}."
 
 
 def _parts(result: dict[str, Any]) -> list[str]:
-    """The medians of a step's parts, in milliseconds."""
+    """The medians of a step's phases, in milliseconds."""
     parts = ["data", "forward", "backward", "gradient sync", "clip", "optimizer"]
     lines = [f"| milliseconds of a step | {' | '.join(parts)} |", "| --- |" + " --- |" * len(parts)]
     for mode in result["modes"].values():
@@ -118,7 +118,7 @@ def _parts(result: dict[str, Any]) -> list[str]:
 
 
 def draw(result: dict[str, Any], path: Path) -> bool:
-    """Draw losses over each other, and below them how far apart they are; False, and nothing, without matplotlib."""
+    """Plot the losses, and below them their differences; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -160,11 +160,11 @@ def draw(result: dict[str, Any], path: Path) -> bool:
 
 
 FLOOR = 1e-8
-"""Where a difference of nothing is drawn: below fp32's own step."""
+"""Plotted value for a difference of zero: below the resolution of fp32."""
 
 
 def _tensors(folder: Path) -> dict[str, Path]:
-    """The file of every tensor of a checkpoint."""
+    """{tensor: file} of a checkpoint."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:

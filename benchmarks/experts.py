@@ -26,8 +26,8 @@ SIDES: dict[str, dict[str, str]] = {
     "exchange": {EXPERTS: "moe_all_to_all", **LOCAL},
     "gather": {},
 }
-"""{side: rules for experts beside those of the plan}: whole experts that are sent their tokens, and experts that are
-cut, which gather the tokens of all ranks."""
+"""{side: rules for experts, in addition to the plan}: complete experts that receive their tokens, and sharded experts,
+which gather the tokens of all ranks."""
 SHAPE = {
     "vocab_size": 2000,
     "hidden_size": 512,
@@ -42,22 +42,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 704},
     "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 176, "decoder_sparse_step": 1},
 }
-"""Model types, each with what its config has beside SHAPE; both compute as much a token."""
+"""Model types -> config fields in addition to SHAPE; both compute equally much per token."""
 CUTS: dict[str, dict[str, Any]] = {
     "batch": {"tp_batch_sharded": ["model.layers.*.mlp"]},
     "sequence": {"tp_sequence_parallel": True},
 }
-"""What the ranks have tokens of their own of, with the options of the load: samples, around experts alone, or parts of
-a sequence."""
+"""How tokens are divided over the ranks -> options of the load: by samples (around experts only), or by sequence."""
 SAMPLES, LENGTH = 2, 128
-"""Of every rank's batch; of a sequence that is cut, the ranks have parts of as many tokens together."""
+"""(samples, tokens) of a rank's batch; by sequence, a rank has equally many tokens."""
 TOLERANCE = 1e-4
-"""Largest difference of losses and gradient norms by their size; the arithmetic is fp32."""
+"""Largest relative difference of losses and gradient norms; the arithmetic is fp32."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One rank of one model, in one way to cut tokens."""
+    """The job of one rank: one model, with one way to divide tokens."""
 
     model: str
     cut: str
@@ -91,7 +90,7 @@ class Side:
 
 
 def main() -> None:
-    """Do the job in argv, and write its result."""
+    """Run the job in argv, and write its result."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()

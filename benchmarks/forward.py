@@ -1,4 +1,4 @@
-"""One rank of `bench_forward`: `python -m benchmarks.forward JOB` compares the sides, then times them in turn."""
+"""One rank of `bench_forward`: `python -m benchmarks.forward JOB` compares the sides, then times them alternately."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SIDES = {
     "plain": ("one process a rank", "#d08a2e"),
     "alone": ("one process, all cores", "#b5493a"),
 }
-"""Sides, each with its name and colour in the picture. The last computes on the first rank, while the others sleep."""
+"""Sides, with name and colour in the chart. The last one computes on the first rank only, while the others sleep."""
 SHARED = {"vocab_size": 8000, "max_position_embeddings": 2048, "pad_token_id": 0}
 WIDTHS: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
     "real": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 32},
     "tiny": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 32, "num_attention_heads": 4},
 }
-"""Widths of the models, each with half as many KV heads; tiny ones take no time for arithmetic."""
+"""Widths of the models, which have half as many KV heads; the arithmetic of tiny ones is negligible."""
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
@@ -41,39 +41,39 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64},
     "olmo2": {},
 }
-"""Model types, each with what its config has beside its widths; experts are a quarter as wide as an MLP."""
+"""Model types -> config fields in addition to the widths; experts are a quarter as wide as an MLP."""
 CUT = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 PROMPT, WRITTEN = 512, 32
 TOLERANCE = 1e-3
-"""Largest difference of logits by the largest logit; the arithmetic is fp32."""
+"""Largest difference of logits, relative to the largest logit; the arithmetic is fp32."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One rank of one model."""
+    """The job of one rank for one model."""
 
     model: str
     folder: str
-    """Scratch, where the first rank writes the checkpoint."""
+    """Temporary folder, for the checkpoint that the first rank writes."""
     size: int
     rank: int
     device: str
     store: str
-    """The file over which the ranks find each other; empty where collectives are faked."""
+    """File for the rendezvous of the ranks; "" with fake collectives."""
     rounds: int
     scenarios: list[str]
     compiled: bool
     widths: str
     cores: int
-    """Those of the machine, for one process by itself."""
+    """All cores of the machine, for the single process."""
     result: str = ""
 
 
 class Timed:
-    """One side: a model, and all that is timed of it."""
+    """One side: a model, and the scenarios to time."""
 
     def __init__(self, model: Any, job: Job, *, is_alone: bool = False) -> None:
-        """`is_alone`: the first rank computes with all cores, while the others sleep."""
+        """`is_alone`: only the first rank computes, with all cores, while the others sleep."""
         self.model, self.job, self.is_alone = model.eval(), job, is_alone
         self.rests = is_alone and job.rank > 0
         self.device = next(model.parameters()).device
@@ -92,7 +92,7 @@ class Timed:
 
     @torch.no_grad()
     def decode(self, cache: str) -> None:
-        """Eight tokens, one after the other, on a prompt that was read before."""
+        """Decode eight tokens one by one, after a prefilled prompt."""
         ids = self.prompt(1, 64)
         if cache == "static":
             kept = self._caches.setdefault(cache, StaticCache(self.model.config, max_cache_len=256))
@@ -115,7 +115,7 @@ class Timed:
         self.model.generate(self.prompt(1, 64), max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
 
     def start(self) -> None:
-        """Begin to count time, once the ranks and the device are ready."""
+        """Start the clock, once the ranks and the device are ready."""
         if self.job.store and self.job.size > 1 and not self.is_alone:
             dist.barrier()
         if self.device.type == "cuda":
@@ -123,7 +123,7 @@ class Timed:
         self.began = (time.perf_counter, time.process_time)[not self.job.store]()
 
     def seconds(self, what: Callable[[Timed], None]) -> float:
-        """Seconds of one run; with faked collectives, of this process alone. 0 on a rank that rests."""
+        """Seconds of one run; with fake collectives, CPU seconds of this process. 0 on an idle rank."""
         if self.is_alone:
             dist.barrier()
         if self.rests:
@@ -137,7 +137,7 @@ class Timed:
 
     @contextmanager
     def cores(self) -> Iterator[None]:
-        """Compute with the cores of this side; torch.compile compiles again for another number."""
+        """Compute with the cores of this side; torch.compile recompiles for another number of threads."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.job.cores if self.is_alone else threads)
         yield
@@ -162,9 +162,9 @@ SCENARIOS: dict[str, Callable[[Timed], None]] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind, and the bytes that this rank sends to others, whichever API they are called through.
+    """Counts collectives by kind, and the bytes that this rank sends to others, for any API that calls them.
 
-    An all-reduce sends twice what a rank does not hold at last, as a ring does; the others send each byte once.
+    A ring all-reduce sends twice the bytes outside of the rank's own chunk; other collectives send each byte once.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class Collectives(TorchDispatchMode):
 
 
 def _sent(kind: str, args: tuple[Any, ...]) -> int:
-    """Bytes that this rank sends to others in a collective of c10d; 0 for kinds that are not known."""
+    """Bytes that this rank sends to others in a c10d collective; 0 for unknown kinds."""
     group = next((each for each in args if isinstance(each, dist.ProcessGroup | torch.ScriptObject)), None)
     if group is None or kind not in ("all_reduce", "allgather_base", "reduce_scatter_base", "alltoall_base"):
         return 0
@@ -203,7 +203,7 @@ def _unboxed(group: torch.ScriptObject) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Do the job in argv, and write its result."""
+    """Run the job in argv, and write its result."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -237,7 +237,7 @@ def main() -> None:
 
 
 def _sides(job: Job, result: dict[str, Any]) -> dict[str, Timed]:
-    """The models whose logits are right, by side."""
+    """The models with correct logits, by side."""
     config = _config(job)
     torch.manual_seed(0)
     if job.store:
@@ -290,7 +290,7 @@ def _config(job: Job) -> Any:
 
 
 def _load(side: str, folder: Path, mesh: Any, job: Job) -> Any:
-    """The model of one side; a plain one has, with faked collectives, the shapes that a rank has."""
+    """The model of one side; with fake collectives, a plain model has the shapes of one rank."""
     if side == "ours":
         with tp_transformers.enable():
             return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh, dtype=torch.float32)

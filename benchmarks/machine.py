@@ -1,6 +1,6 @@
-"""The machine: what it is, what it can do at best, and what of a checkpoint its page cache holds.
+"""The machine: its description, its limits, and the state of its page cache.
 
-`python -m benchmarks.machine JOB` is one of the processes that read a checkpoint's bytes as fast as preadv gives them.
+`python -m benchmarks.machine JOB` is one of the processes that read a checkpoint with preadv as fast as possible.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from . import processes
 
 _CALL = 16 << 20
-"""Bytes of one read call."""
+"""Bytes per read call."""
 
 _ROUNDS = 3
-"""How often a limit is measured with either size of pages; the best counts, since it is a limit."""
+"""Measurements of a limit for each page size; the best counts."""
 
 
 def facts() -> dict[str, Any]:
-    """Processor, cores that may be used, memory in bytes, system, versions and date."""
+    """Processor, usable cores, memory in bytes, system, versions and date."""
     processors = [line for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "cpu": processors[0].partition(":")[2].strip() if processors else platform.machine(),
@@ -45,11 +45,11 @@ def facts() -> dict[str, Any]:
 
 
 def limits(files: Sequence[Path], ranks: int, *, cold: bool, timeout: float) -> dict[str, float]:
-    """Bytes a second at which `ranks` processes together read `files` with preadv, each its part, best of three rounds.
+    """Bytes per second at which `ranks` processes together read `files` by preadv, each its part; best of three rounds.
 
-    "fresh" into memory that was touched nowhere before, so that its page faults count, as they do in a load; "huge" the
-    same where the kernel gives huge pages on request; "touched" into memory that is there already. Of at most a third
-    of the available memory. With `cold`, "fresh" and "huge" come from storage.
+    "fresh": into untouched memory, including its page faults, as in a load; "huge": the same with huge pages on
+    request; "touched": into memory that is already mapped. Reads at most a third of the available memory. With `cold`,
+    "fresh" and "huge" read from storage.
     """
     total = min(sum(file.stat().st_size for file in files), _meminfo("MemAvailable") // 3)
     best: dict[str, float] = {}
@@ -73,7 +73,7 @@ def limits(files: Sequence[Path], ranks: int, *, cold: bool, timeout: float) -> 
 
 
 def drop(files: Sequence[Path]) -> None:
-    """Drop files from the page cache. Raises OSError where pages stay: no time would be cold."""
+    """Drop files from the page cache. Raises OSError if pages stay, since times would not be cold."""
     for file in files:
         with file.open("rb") as opened:
             os.fdatasync(opened.fileno())
@@ -83,7 +83,7 @@ def drop(files: Sequence[Path]) -> None:
 
 
 def warm(files: Sequence[Path]) -> None:
-    """Read files into the page cache. Raises OSError where it does not keep them whole: no time would be warm."""
+    """Read files into the page cache. Raises OSError if it does not keep all of them, since times would not be warm."""
     for file in files:
         if resident(file) < file.stat().st_size:
             with file.open("rb") as opened:
@@ -94,7 +94,7 @@ def warm(files: Sequence[Path]) -> None:
 
 
 def resident(file: Path) -> int:
-    """Bytes of a file that the page cache holds, in whole pages cut at the file's end."""
+    """Bytes of a file in the page cache: complete pages, truncated at the end of the file."""
     size = file.stat().st_size
     if not size:
         return 0
@@ -146,12 +146,12 @@ def _read(file: int, offset: int, target: memoryview) -> None:
 
 
 def _meminfo(name: str) -> int:
-    """A size of /proc/meminfo, in bytes."""
+    """A field of /proc/meminfo, in bytes."""
     return next(int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith(f"{name}:"))
 
 
 def _chosen(path: str) -> str:
-    """The word in brackets of a kernel setting; empty where there is none."""
+    """The selected (bracketed) value of a kernel setting; "" if there is none."""
     try:
         return Path(path).read_text(encoding="ascii").partition("[")[2].partition("]")[0]
     except FileNotFoundError:

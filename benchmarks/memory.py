@@ -1,4 +1,4 @@
-"""What this process holds and reads: its shard; from /proc anonymous memory, shared or not, apart from mapped files."""
+"""Memory and reads of this process: its shard; from /proc, anonymous memory separate from mapped files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ INTERVAL = 0.005
 
 
 class Watch:
-    """Samples RssAnon + RssShmem and RssFile while its block runs; takes the differences of the process' counters.
+    """Samples RssAnon + RssShmem and RssFile within the context, and takes the differences of the process' counters.
 
-    VmHWM would mix both kinds: pages of a mapped file come and go with the page cache, anonymous memory does not.
+    VmHWM would mix both: pages of a mapped file depend on the page cache, anonymous memory does not.
     """
 
     def __enter__(self) -> Watch:
@@ -43,10 +43,10 @@ class Watch:
         self.counters["rchar"] -= self._sampled
 
     def result(self) -> dict[str, int]:
-        """Bytes of peaks and starts, and the counters' differences.
+        """Bytes at the peak and at the start, and differences of the counters.
 
-        rchar: bytes that read calls copied; pages of a mapped file do not count there. read_bytes: bytes that the
-        process made the storage deliver. major_faults: page faults that had to wait for storage.
+        rchar: bytes copied by read calls, without pages of mapped files. read_bytes: bytes that storage delivered for
+        this process. major_faults: page faults that waited for storage.
         """
         return {
             "anon_start": self.anon_start,
@@ -71,13 +71,13 @@ class Watch:
 
 
 def at_rest() -> dict[str, int]:
-    """Bytes of smaps_rollup, which counts page by page what the samples of the status only approximate."""
+    """Bytes from smaps_rollup, which is exact; the samples of the status are approximate."""
     text = Path("/proc/self/smaps_rollup").read_bytes()
     return {name: _kilobytes(text, f"{name}:".encode()) for name in ("Rss", "Pss", "Anonymous")}
 
 
 def shard_bytes(tensors: Iterable[Tensor]) -> tuple[int, int]:
-    """Bytes of tensors on one device, each piece of memory once; and how many of them lie in anonymous memory."""
+    """Bytes of tensors on one device, each storage once; and how many of them are in anonymous memory."""
     pieces = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
     starts, anonymous = _maps()
     total = in_anonymous = 0
@@ -89,7 +89,7 @@ def shard_bytes(tensors: Iterable[Tensor]) -> tuple[int, int]:
 
 
 def touch(tensors: Iterable[Tensor]) -> int:
-    """Read one byte of every page of tensors on the CPU: a load that only maps its files has read nothing before."""
+    """Read one byte of every page of tensors on the CPU: a load that only maps files has read nothing yet."""
     total = 0
     for tensor in tensors:
         if tensor.device.type != "cpu" or not tensor.numel():
@@ -98,7 +98,7 @@ def touch(tensors: Iterable[Tensor]) -> int:
         rows = tensor.permute(order)
         if rows.is_contiguous():
             rows = rows.reshape(-1)
-        # A page that a row ends in, but does not begin in, holds its last byte.
+        # The last page of a row may contain no sampled byte, but it contains the last byte.
         rows = rows.view(torch.uint8)
         total += int(rows[..., :: mmap.PAGESIZE].sum()) + int(rows[..., -1].sum())
     return total
@@ -121,7 +121,7 @@ def _kilobytes(text: bytes, name: bytes) -> int:
 
 
 def _maps() -> tuple[list[int], list[bool]]:
-    """The start of every mapping, in order, and whether it is anonymous, not a file's."""
+    """(start, True if anonymous) of every mapping, in order."""
     starts, anonymous = [], []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, _, _, _, inode, *path = line.split(maxsplit=5)
@@ -131,5 +131,5 @@ def _maps() -> tuple[list[int], list[bool]]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter or buffer, on either side."""
-    return getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor, or of a plain shard that knows it is one
+    """This rank's shard of a parameter or buffer, on either side."""
+    return getattr(tensor, "_local_tensor", tensor).detach()  # of a DTensor, or a plain shard

@@ -1,4 +1,4 @@
-"""What a step of training takes: seconds by part, memory, a share of a GPU's arithmetic; as a log and a picture."""
+"""Measure training steps: seconds by phase, memory, FLOPs utilisation of a GPU; as a log and a chart."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PEAKS = {
     "L40": 181e12,
     "L4": 121e12,
 }
-"""Dense bf16 operations a second, by what a GPU's name contains; the first that fits counts."""
+"""Dense bf16 operations per second, by a substring of the GPU's name; the first match counts."""
 
 
 class Stopwatch:
-    """Seconds by part of a step: `mark(part)` says what has run since the mark before it.
+    """Seconds by phase of a step: `mark(part)` names the phase since the previous mark.
 
-    On a GPU marks are events in its stream, which are read once a step, so that measuring does not hold it up.
+    On a GPU marks are events in its stream, which are read once per step, so that measuring does not stall it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,15 +38,15 @@ class Stopwatch:
         self.lap()
 
     def mark(self, part: str) -> None:
-        """What has run since the last mark is `part`."""
+        """Name the phase since the last mark `part`."""
         self._marks.append((part, self._now()))
 
     def note(self, *_: Any) -> None:
-        """A place that `mark_around_note` may cut at: the last one counts."""
+        """A point at which `mark_around_note` may split a phase; the last one counts."""
         self._noted = self._now()
 
     def mark_around_note(self, before: str, after: str) -> None:
-        """What ran until the last `note` is `before`, and what has run since `after`; all is `before` without one."""
+        """Name the phase up to the last `note` `before`, and the rest `after`; without a note, all is `before`."""
         if self._noted is not None:
             self._marks.append((before, self._noted))
             self._noted = None
@@ -54,7 +54,7 @@ class Stopwatch:
         self.mark(before)
 
     def lap(self) -> dict[str, float]:
-        """Seconds of every part since the last lap, and of all of them as "step"; begins the next one."""
+        """Seconds of every phase since the last lap, and their sum as "step"; begins the next lap."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         seconds: dict[str, float] = {}
@@ -73,51 +73,51 @@ class Stopwatch:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on the GPU, or that was resident of this process."""
+    """Peak bytes of tensors on the GPU, or of this process' resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def operations_per_token(parameters: int, config: Any, length: int) -> float:
-    """Floating-point operations of a forward and its backward: 6 a parameter, and 12 a layer, feature and position.
+    """FLOPs per token of a forward and backward: 6 per parameter, and 12 per layer, feature and position.
 
-    As PaLM counts them (https://arxiv.org/abs/2204.02311, appendix B): attention as if it were not causal, nothing
-    for what gradient checkpointing computes again. `parameters` are those that multiply: an embedding counts only
-    where it is the output's too. For dense models.
+    As in PaLM (https://arxiv.org/abs/2204.02311, appendix B): attention counts as not causal, recomputation by gradient
+    checkpointing does not count. `parameters`: those in matrix products; an embedding counts only if it is tied to the
+    output. For dense models.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 6 * parameters + 12 * config.num_hidden_layers * config.num_attention_heads * head_dim * length
 
 
 def peak_operations(name: str) -> float | None:
-    """Operations a second of the GPU of that name in bf16; None where it is not known."""
+    """Peak bf16 operations per second of the GPU of that name; None if unknown."""
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 class Log:
-    """A file of JSON lines: one about the run, then one a step."""
+    """A file of JSON lines: one about the run, then one per step."""
 
     def __init__(self, path: Path, about: dict[str, Any], first: int) -> None:
-        """Begin it, or go on with it at the step `first`: what it says of that one and later ones is dropped."""
+        """Start a log, or resume it at the step `first`; existing lines from that step on are dropped."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_log(path) if line.get("step", 0) < first] if first > 1 else []
         path.write_text("".join(json.dumps(line) + "\n" for line in [*kept, {"run": about}]), encoding="utf-8")
         self._path = path
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add a line, at once."""
+        """Append a line and flush."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All its lines; none where there is no log."""
+    """All lines of a log; none if there is no log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def draw_loss(log: Path, picture: Path) -> bool:
-    """Draw the loss of every step of a log to a PNG; returns False, and draws nothing, without matplotlib."""
+    """Plot the loss of every step of a log to a PNG; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""Fresh processes, one a rank: started together, ended by their own ids, their errors shown."""
+"""Fresh processes, one per rank: started together, ended by their ids, with their errors shown."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-"""Where modules are started: a clone of the repository."""
+"""Working directory of the processes: the clone of the repository."""
 
 _GRACE = 10.0
-"""Seconds that the other processes may take to end by themselves after one has failed."""
+"""Seconds for the other processes to end by themselves after one has failed."""
 
 _STDERR = 6000
-"""Characters of a process' stderr that an error shows."""
+"""Characters of a process' stderr in an error."""
 
 
 class ProcessError(Exception):
-    """A process failed or ran out of time; says which, and what it wrote to stderr."""
+    """A process failed or timed out; the message has its number and stderr."""
 
 
 def run(
     module: str, jobs: Sequence[Mapping[str, Any]], *, timeout: float, env: Sequence[Mapping[str, str]] | None = None
 ) -> list[dict[str, Any]]:
-    """Run `python -m module JOB` at once for all `jobs`; returns what each wrote.
+    """Run `python -m module JOB` concurrently for all `jobs`; returns their results.
 
     Args:
         module: reads its job, as JSON, from its argument, and writes a JSON object to the file `job["result"]`.
-        jobs: what each process is to do; "result" is added here.
-        timeout: seconds, for all of them together.
-        env: environment variables of each process beside those of this one.
+        jobs: the job of each process; "result" is added here.
+        timeout: seconds for all processes together.
+        env: additional environment variables of each process.
 
     Raises:
-        ProcessError: where one of them exits with anything but 0, or in time not at all. None is left running.
+        ProcessError: if one exits with a nonzero code or does not end in time. No process is left running.
     """
     with tempfile.TemporaryDirectory() as scratch:
         processes = []
@@ -68,14 +68,14 @@ def run(
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End a process that was started in a session of its own, and whatever it started there."""
+    """End a process that was started in its own session, and all processes of the session."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
-    """Return when all have ended, `timeout` is over, or one has failed and the others had time to see it."""
+    """Return when all have ended, after `timeout`, or once one has failed and the others had time to notice."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]

@@ -1,4 +1,4 @@
-"""What was measured, in numbers: each run's measures, the ratios of pairs with their spread, a Markdown table."""
+"""The report of measurements: measures of each run, ratios of pairs with their spread, a Markdown table."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 Run = Sequence[dict[str, Any]]
-"""What every rank of one load wrote."""
+"""The results of all ranks of one load."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One number of a run, from what its ranks wrote."""
+    """One number of a run, computed from the results of its ranks."""
 
     title: str
     unit: str
     scale: float
-    """Base units (seconds, bytes) of one `unit`."""
+    """Base units (seconds, bytes) per `unit`."""
     of: Callable[[Run], float]
 
 
@@ -54,13 +54,13 @@ MEASURES = {
     "storage": Measure("bytes from storage, all ranks", "GB", 1e9, lambda run: sum(rank["read_bytes"] for rank in run)),
     "sent": Measure("weights over HTTP, all ranks", "GB", 1e9, lambda run: run[0]["sent"]),
 }
-"""Less is better in all. "device" is of a GPU, "storage" of a dropped page cache, "sent" of a Hub on this machine."""
+"""Lower is better for all. "device" needs a GPU, "storage" a cold page cache, "sent" a Hub on this machine."""
 
 
 def summarise(runs: dict[str, list[Run]], measures: Sequence[str]) -> dict[str, Any]:
-    """For every measure, both sides' values with their spread, and the first side's by the second's, pair by pair.
+    """For each measure: the values of both sides with their spread, and the ratios of first to second side by pair.
 
-    A ratio above 1 says how many times less the second side takes; it is None where the second takes nothing.
+    A ratio above 1 means that the second side takes less; it is None if the second side takes nothing.
     """
     result: dict[str, Any] = {}
     for name in measures:
@@ -73,29 +73,29 @@ def summarise(runs: dict[str, list[Run]], measures: Sequence[str]) -> dict[str, 
 
 
 def spread(values: Sequence[Any]) -> dict[str, Any]:
-    """Median, quartiles and extremes, and the values themselves."""
+    """Median, quartiles, extremes, and the values."""
     low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
     return {"median": middle, "min": min(values), "q1": low, "q3": high, "max": max(values), "values": list(values)}
 
 
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    """For each side, the seconds of the slowest rank in every round; `ranks` have those of theirs."""
+    """For each side, the seconds of the slowest rank in every round; `ranks` has the seconds of each rank."""
     return {side: [max(at) for at in zip(*(rank[side] for rank in ranks), strict=True)] for side in ranks[0]}
 
 
 def shown_spread(found: dict[str, Any]) -> str:
-    """A `spread` of ratios, in a cell of a table."""
+    """A `spread` of ratios as a table cell."""
     return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
 
 
 def shown_machine(about: dict[str, Any]) -> str:
-    """The processor, the system and the versions of libraries, in a line below a table."""
+    """A line with the processor, the system and the versions of libraries."""
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     return f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}"
 
 
 def shards(run: Run) -> dict[str, int]:
-    """Bytes of all ranks' shards, by where they are."""
+    """Bytes of all ranks' shards, by location."""
     anonymous = sum(rank["anonymous_shard"] for rank in run)
     rest = sum(rank["shard"] for rank in run) - anonymous
     device = "device_peak" in run[0]
@@ -107,14 +107,14 @@ def shards(run: Run) -> dict[str, int]:
 
 
 def fractions(runs: Sequence[Run], limits: dict[str, float]) -> dict[str, float]:
-    """Which part of each limit a side's median load reaches: bytes of all ranks' shards a second, by the limit."""
+    """The fraction of each limit that a side's median load reaches: bytes of all shards per second, over the limit."""
     shard = sum(rank["shard"] for rank in runs[0])
     seconds = statistics.median(MEASURES["load"].of(run) for run in runs)
     return {name: shard / seconds / limit for name, limit in limits.items()}
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table of all models and measures, with what it was measured on below."""
+    """A Markdown table of all models and measures; the machine and versions are below it."""
     first, second = result["sides"].values()
     lines = [
         f"| checkpoint | measure | {first} | {second} | ratio: median (min, quartiles, max) |",
@@ -132,7 +132,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
-    """What one has to know beside the numbers."""
+    """Notes below the table."""
     machine = result["machine"]
     ours, second = list(result["sides"].items())[-1]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
@@ -157,7 +157,7 @@ def remarks(result: dict[str, Any]) -> list[str]:
 
 
 def _bytes(rank: dict[str, Any]) -> int:
-    """Copied by read calls, or pages of mapped files, libraries included; or what ours says, if that is more."""
+    """Bytes copied by read calls, or pages of mapped files, libraries included; or our loader's count, if larger."""
     return max(rank["rchar"] + rank["file_peak"] - rank["file_start"], rank.get("report", {}).get("bytes_read", 0))
 
 
@@ -167,7 +167,7 @@ LIMITS = {
     "touched": "preadv into touched memory",
     "pinned": "pinned memory to the device",
 }
-"""What `limits` hold."""
+"""Descriptions of the limits."""
 
 
 def _ratio(ratio: dict[str, Any] | None) -> str:

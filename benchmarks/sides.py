@@ -1,4 +1,4 @@
-"""The two sides of a comparison, and how their processes are started."""
+"""The two sides of a comparison, and the start of their processes."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from typing import Any
 from . import processes
 
 HUB_NAME = "bench/checkpoint"
-"""What a checkpoint is called on a Hub."""
+"""Name of a checkpoint on a Hub."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two that are compared."""
+    """One side of a comparison."""
 
     label: str
     loader: str
     """"native" or "ours"."""
     folder: Path
-    """Where the files that it reads are."""
+    """Location of the files to read."""
     stream: bool = False
-    """Whether ours reads from the Hub as it loads."""
+    """True if our load streams from the Hub."""
     copy: bool = False
-    """Whether ours leaves nothing in the files."""
+    """True if our load copies all parameters, so that no shard stays mapped."""
     packed: bool = False
-    """Whether ours keeps quantised weights packed."""
+    """True if our load keeps quantised weights packed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all loads of a run."""
+    """Settings of all loads of a run."""
 
     size: int
     """The number of ranks."""
     rank: int | None
-    """The only rank that runs, the others being faked; None where all of them run."""
+    """The only rank that runs, with fake collectives; None if all ranks run."""
     device: str
     timeout: float
     parent: Path
-    """Where checkpoints are kept, and temporary files made."""
+    """Folder for checkpoints and temporary files."""
     hub: Path | None = None
-    """What a Hub on this machine serves while a load runs, if there is one."""
+    """Folder that a Hub on this machine serves during a load, if there is one."""
 
     def run(self, action: str, side: Side, reference: Path, target: Path | None = None) -> list[dict[str, Any]]:
-        """Let fresh processes do `action` (see worker.Job), one a rank; returns what they wrote."""
+        """Run `action` (see worker.Job) in fresh processes, one per rank; returns their results."""
         ranks = range(self.size) if self.rank is None else [self.rank]
         threads = max(1, len(os.sched_getaffinity(0)) // len(ranks))
         common = {"OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0"}
         if self.device == "cpu":
             common["CUDA_VISIBLE_DEVICES"] = ""
         with tempfile.TemporaryDirectory(dir=self.parent) as scratch, _hub(self.hub) as (endpoint, sent):
-            # A cache of its own, so that every load downloads.
+            # A fresh cache, so that every load downloads.
             hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
             common |= {"HF_HUB_OFFLINE": "0", **hub} if endpoint else {"HF_HUB_OFFLINE": "1"}
             job = {
@@ -89,7 +89,7 @@ class Setting:
 
 @contextmanager
 def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterator[tuple[Setting, dict[str, Side]]]:
-    """The two sides, the second being what is advertised; and what they need while they run."""
+    """The two sides, the second being the one under test, and the resources that they need while running."""
     setting = Setting(arguments.ranks, arguments.rank, arguments.device, arguments.timeout, arguments.folder)
     native = Side("transformers", "native", folder)
     label = "tp_transformers" + ", tp_map=False" * arguments.copy + ", packed" * arguments.packed
@@ -112,9 +112,10 @@ def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterato
 
 @contextmanager
 def _hub(folder: Path | None) -> Iterator[tuple[str, Callable[[], int]]]:
-    """A Hub on this machine that serves `folder`: its address, and what ends it and counts the bytes of weights sent.
+    """Start a Hub on this machine that serves `folder`; returns its address, and a function that ends it and counts the
+    bytes of weights sent.
 
-    Without a folder, no Hub, and no address.
+    Without a folder there is no Hub, and no address.
     """
     if folder is None:
         yield "", lambda: 0

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval, the LM evaluation harness, that need no Hub."""
+"""Tasks of lm_eval, the LM evaluation harness, that work without the Hub."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TASKS = ("loglikelihood", "rolling", "generation")
 
 
 def write_tasks(folder: Path) -> Path:
-    """Write `TASKS` to `folder`, which is returned: of choices, of a text's perplexity, and of generated text."""
+    """Write `TASKS` (multiple choice, perplexity, generation) to `folder`, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
         {"question": "The sky is", "choices": ["blue", "a dog", "seven"], "answer": 0},
@@ -44,6 +44,6 @@ def write_tasks(folder: Path) -> Path:
         },
     }
     for name, settings in kinds.items():
-        text = json.dumps({"task": name, **shared, **settings})  # JSON is YAML
+        text = json.dumps({"task": name, **shared, **settings})  # JSON is valid YAML
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
     return folder

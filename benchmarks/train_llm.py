@@ -3,8 +3,8 @@
     python -m benchmarks.train_llm --model FOLDER --text FILE                   # one process, plain transformers
     torchrun --nproc-per-node 4 -m benchmarks.train_llm --model FOLDER --text FILE --dp 2 --tp 2
 
-The batch of a step is drawn by the seed and the step's number, whoever trains on it, so that every way to train on it
-has the same losses, and a run may be resumed on another mesh. The log is OUT/log.jsonl, its picture OUT/loss.png.
+The batch of a step depends only on the seed and the step number, so that every mode has the same losses, and a run can
+be resumed on another mesh. The log is OUT/log.jsonl, its plot OUT/loss.png.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .corpus import Corpus, read_dataset, read_text
 from .meters import Log, Stopwatch, draw_loss, operations_per_token, peak_memory, peak_operations
 
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
-"""Llama 2's. With torch's epsilon of 1e-8, the first steps move every weight by its gradient's sign, rounded or not."""
+"""Llama 2's. With torch's epsilon of 1e-8, the first steps move every weight by its gradient's sign, even for noise."""
 
 
 LEAST = {
@@ -45,14 +45,14 @@ LEAST = {
 
 
 def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
-    """Train, log, and keep what was asked for; all ranks call it."""
-    # 1. Who trains on what. Ranks that share a copy of the model have the same batch.
+    """Train, log, and save as requested. Collective."""
+    # 1. The ranks and their data. Ranks that share a copy of the model have the same batch.
     with world.agree():
         copies = check(arguments, world)
         copy = world.rank // (world.size // copies)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         checkpoint = arguments.resume and trainee.latest(arguments.resume)
-    tokens = world.first_on_node(lambda _: read(arguments, tokenizer))  # the others find it in the cache
+    tokens = world.first_on_node(lambda _: read(arguments, tokenizer))  # the others read it from the cache
     with world.agree():
         corpus = Corpus(tokens, arguments.length, arguments.seed)
     # 2. The model and its optimizer.
@@ -67,7 +67,7 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
     )
     watch = Stopwatch(world.device)
     sync = getattr(model, "set_requires_gradient_sync", None)
-    if sync and not arguments.fsdp:  # then gradients are averaged after the last of them is there
+    if sync and not arguments.fsdp:  # then gradients are averaged at the end of the backward
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(watch.note)
     positions = torch.arange(arguments.length, device=world.device)
@@ -99,7 +99,7 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         optimizer.step()
         optimizer.zero_grad()
         watch.mark("optimizer")
-        # 4. What came of it: the mean over all copies; what this rank took; the most that any rank held.
+        # 4. Results: mean loss over all copies, times of this rank, peak memory of all ranks.
         seconds = watch.lap()
         losses, memories = zip(*world.gather((loss.item(), peak_memory(world.device))), strict=True)
         line = {
@@ -120,7 +120,7 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
         if arguments.save_every and (step + 1) % arguments.save_every == 0:
             trainee.save(arguments.out / f"step-{step + 1}", step + 1, model, optimizer)
     bar.close()
-    # 5. What stays.
+    # 5. Save.
     if arguments.save_final:
         model.save_pretrained(arguments.out / "final")
     with world.agree():
@@ -132,9 +132,9 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
 
 
 def check(arguments: argparse.Namespace, world: TensorParallelGroup) -> int:
-    """Hold the arguments against the ranks, and fill in --dp and --tp; returns how many parts a batch is cut in.
+    """Check the arguments against the ranks, and fill in --dp and --tp; returns the number of parts of a batch.
 
-    Raises UsageError where they do not fit.
+    Raises UsageError if they do not fit.
     """
     dp, tp, size = arguments.dp, arguments.tp, world.size
     dp = dp or (max(size // tp, 1) if tp else 1)
@@ -174,20 +174,20 @@ def read(arguments: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
 
 
 def multiplied(model: Any) -> int:
-    """How many parameters of the whole model multiply a token's features: not an embedding that only the input has."""
+    """Number of parameters of the full model in matrix products: without an embedding that only the input uses."""
     config = model.config
     return model.num_parameters() - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)
 
 
 def gpu_peak(arguments: argparse.Namespace, world: TensorParallelGroup) -> float | None:
-    """Operations a second that a rank's GPU could do; None on a CPU, in fp32, and for a GPU that is not known."""
+    """Peak operations per second of a rank's GPU; None on a CPU, in fp32, and for an unknown GPU."""
     if world.device.type != "cuda" or arguments.dtype != "bf16":
         return None
     return peak_operations(torch.cuda.get_device_name(world.device))
 
 
 def about(arguments: argparse.Namespace, world: TensorParallelGroup) -> dict[str, Any]:
-    """What is to be known of a run: its arguments, ranks and device."""
+    """Metadata of a run: its arguments, ranks and device."""
     given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     return {**given, "ranks": world.size, "device": device}
@@ -233,7 +233,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train; a mistake in the arguments is one line, on all ranks."""
+    """Train; prints an argument error as one line, on all ranks."""
     arguments = parse()
     try:
         train(arguments, join())

@@ -1,4 +1,4 @@
-"""The model that is trained: on one process as transformers has it, on ranks cut and copied; its state, kept."""
+"""The model to train: plain in one process, tensor- and data-parallel on ranks; and its checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tp_transformers.ranks.group import TensorParallelGroup
 
 
 def load(arguments: argparse.Namespace, world: TensorParallelGroup) -> Any:
-    """Load the model in fp32, and prepare it to be trained: plain without torchrun, else as the arguments say."""
+    """Load the model in fp32 and prepare it for training: plain without torchrun, else parallel by the arguments."""
     if world.process_group is None:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(world.device)
     else:
@@ -36,18 +36,18 @@ def load(arguments: argparse.Namespace, world: TensorParallelGroup) -> Any:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options = {"mp_policy": policy} if arguments.dtype == "bf16" else {}
         tp_transformers.data_parallel(model, mesh, mode="shard", **options)
-    elif arguments.dp > 1 or arguments.batch_sharded:  # which averages what all ranks have whole
+    elif arguments.dp > 1 or arguments.batch_sharded:  # batch_sharded: averages the replicated parameters
         tp_transformers.data_parallel(model, mesh, mode="replicate")
     return model
 
 
 def save(folder: Path, step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Write a distributed checkpoint: model, optimizer and how many steps they have made; all ranks call it."""
+    """Write a distributed checkpoint: model, optimizer and number of steps. Collective."""
     dcp.save(_state(step, model, optimizer), checkpoint_id=folder)
 
 
 def resume(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Give model and optimizer the state of a checkpoint that any number of ranks has written; returns its steps."""
+    """Load a checkpoint written on any number of ranks into model and optimizer; returns its number of steps."""
     state = _state(0, model, optimizer)
     tp_transformers.checkpoint.load_distributed_checkpoint(state, folder)
     tp_transformers.training.load_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -55,8 +55,8 @@ def resume(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
 
 
 def latest(folder: Path) -> Path:
-    """The checkpoint that `folder` is, or the latest in it. Raises UsageError where there is none."""
-    found = [path.parent for path in folder.glob("step-*/.metadata")]  # which is written last
+    """The checkpoint `folder`, or the latest one in it. Raises UsageError if there is none."""
+    found = [path.parent for path in folder.glob("step-*/.metadata")]  # written last
     if (folder / ".metadata").is_file():
         found = [folder]
     if not found:

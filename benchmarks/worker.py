@@ -1,4 +1,4 @@
-"""One rank of one load: `python -m benchmarks.worker JOB`, JOB as JSON. Checks it, times it, or saves what it gave."""
+"""One rank of one load: `python -m benchmarks.worker JOB`, JOB as JSON. Checks, times or saves the load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # which both sides need
+import torch.distributed.tensor  # both sides need it
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,38 +23,38 @@ from transformers.utils import logging
 from .memory import Watch, at_rest, local, shard_bytes, touch
 
 TOKENS = 8
-"""Length of the first forward's input."""
+"""Input length of the first forward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one rank does."""
+    """The job of one rank."""
 
     result: str
-    """The file that its result goes to."""
+    """File for the result."""
     action: str
     """"check" against `reference`, "time", "save" to `target` as shards; "copy" times pinned memory to the device."""
     side: str
     """"native", transformers' own tensor parallelism, or "ours"."""
     checkpoint: str
-    """What from_pretrained is given: a folder, or a name on a Hub."""
+    """Argument of from_pretrained: a folder, or a name on a Hub."""
     rank: int
     size: int
     store: str
-    """The file over which the ranks find each other; empty where the others are faked."""
+    """File for the rendezvous of the ranks; "" with fake collectives."""
     device: str
     reference: str = ""
     target: str = ""
     stream: bool = False
-    """Whether ours reads from the Hub as it loads."""
+    """True if our load streams from the Hub."""
     copy: bool = False
-    """Whether ours leaves nothing in the files."""
+    """True if our load copies all parameters, so that no shard stays mapped."""
     packed: bool = False
-    """Whether quantised weights stay packed, which is ours alone."""
+    """True if our load keeps quantised weights packed."""
 
 
 def main() -> None:
-    """Do the job in argv, and write its result."""
+    """Run the job in argv, and write its result."""
     job = Job(**json.loads(sys.argv[1]))
     logging.disable_progress_bar()
     mesh = _start_group(job)
@@ -62,7 +62,7 @@ def main() -> None:
         arguments = _arguments(job, mesh)
         result = {"check": _check, "time": _time, "save": _save, "copy": _copy}[job.action](job, arguments)
     finally:
-        gc.collect()  # models are cycles, which keep their process groups, and those their threads, past the end
+        gc.collect()  # models are reference cycles that keep process groups, and so their threads, alive at exit
         dist.destroy_process_group()
     result["device"] = torch.cuda.get_device_name() if job.device == "cuda" else ""
     Path(job.result).write_text(json.dumps(result), encoding="utf-8")
@@ -85,7 +85,7 @@ def _save(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Bytes a second from pinned memory to the device, best of ten."""
+    """Bytes per second from pinned memory to the device, best of ten."""
     source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
     target = torch.empty_like(source, device=job.device)
     best = float("inf")
@@ -99,15 +99,15 @@ def _copy(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, bytes and memory of a load and the first forward after it."""
-    # 1. Import what the load needs, so that it is not timed; the model's code comes with its class.
+    """Seconds, bytes and memory of a load and of the first forward after it."""
+    # 1. Import the modules that the load needs, so that they are not timed; also the model's class.
     AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(job.reference))]
     tokens = torch.arange(TOKENS, device=job.device)[None]
     if job.device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         device_start = torch.cuda.memory_allocated()
-    # 2. Load, between a barrier and the last page of the last parameter.
+    # 2. Load: from a barrier until the last page of the last parameter was read.
     with Watch() as watch:
         dist.barrier()
         start = time.perf_counter()
@@ -122,21 +122,21 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     result = {"shard": shard, "anonymous_shard": anonymous, "load": loaded - start, **watch.result(), "rest": rest}
     if job.device == "cuda":
         result["device_peak"] = torch.cuda.max_memory_allocated() - device_start
-    # 3. Compute; the clock goes on from where the load ended.
+    # 3. Compute; the clock continues from the end of the load.
     start = time.perf_counter()
     with torch.no_grad():
         model(tokens)
     _synchronize(job)
     result["forward"] = time.perf_counter() - start
     result["process"] = _age()
-    # 4. What the loader says of itself.
+    # 4. The loader's own counters.
     if job.side == "ours":
         result["report"] = dataclasses.asdict(model.tp_report) | {"text": str(model.tp_report)}
     return result
 
 
 def _members(model: Any) -> list[torch.Tensor]:
-    """What packed weights consist of."""
+    """The tensors of packed weights."""
     from tp_transformers.checkpoint.quantization.packed import PackedWeight, packed_weights
 
     weights = [weight for weight in packed_weights(model).values() if isinstance(weight, PackedWeight)]
@@ -144,9 +144,9 @@ def _members(model: Any) -> list[torch.Tensor]:
 
 
 def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
-    """What from_pretrained is given beside the checkpoint."""
+    """Further arguments of from_pretrained."""
     if job.side == "ours":
-        import tp_transformers  # on this side alone, whose wait from the start it is a part of
+        import tp_transformers  # only on this side; counts towards its time from the process start
 
         tp_transformers.enable()
         return {
@@ -163,7 +163,7 @@ def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
 
 
 def _start_group(job: Job) -> Any:
-    """Start the process group; where the other ranks are faked, return the mesh that says on which device."""
+    """Start the process group; with fake collectives, return the mesh with the device."""
     if job.store:
         store = dist.FileStore(job.store, job.size)
         dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
@@ -175,7 +175,7 @@ def _start_group(job: Job) -> Any:
 
 
 def _age() -> float:
-    """Seconds since this process was started: its imports, the process group and all."""
+    """Seconds since the start of this process, including imports and the process group."""
     started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])  # in ticks
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 

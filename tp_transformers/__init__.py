@@ -1,7 +1,7 @@
 """Tensor parallelism for Hugging Face Transformers: `from_pretrained(..., tp_plan="auto")` on any number of ranks.
 
-Importing the package patches nothing and starts nothing; `enable()` does. With TP_TRANSFORMERS_VERBOSITY in the
-environment, it sets the level of the package's logger.
+Importing the package patches nothing and starts nothing; `enable()` does. The import sets the level of the package's
+logger if TP_TRANSFORMERS_VERBOSITY is in the environment.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _HOMES = {
     "strategies.shards.shard": "full_tensor local_tensor",
     "training.data_parallel": "data_parallel",
 }
-"""Module -> its public names at the top; all others are in a namespace."""
+"""Module -> its public names at the top level; all other public names are in a namespace."""
 _FORMER = {
     "checkpoint": "load_distributed_checkpoint verify_sharded",
     "debug": "Partition check_inputs check_replicas partition",
@@ -101,7 +101,7 @@ _FORMER = {
     "TensorParallelLayer get_packed_weights get_tensor_shard vocab_parallel_cross_entropy",
     "training": "load_optimizer_state_dict optimizer_state_dict parameter_groups",
 }
-"""Namespace -> its names that can be imported from the top, too, until version 0.2."""
+"""Namespace -> its names that can also be imported from the top level, until version 0.2."""
 
 _MOVED = {name: namespace for namespace, names in _FORMER.items() for name in names.split()}
 _find, _ = lazy_names(__name__, _HOMES)
@@ -109,7 +109,7 @@ _find, _ = lazy_names(__name__, _HOMES)
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a public name when it is first used, so that the command line's `--help` does not import torch."""
+        """Import a public name on first use, so that the command line's `--help` does not import torch."""
         if name in _FORMER:
             return import_module(f".{name}", __name__)
         if name not in _MOVED:
@@ -120,8 +120,8 @@ if not TYPE_CHECKING:
 
 
 @atexit.register
-def _tell_of_no_hook() -> None:
-    """Say that `enable()` was forgotten, where a model of transformers shows it."""
+def _warn_of_no_hook() -> None:
+    """Warn at exit if a model of transformers shows that `enable()` was forgotten."""
     if "transformers.modeling_utils" in sys.modules:
         import_module(".loading.forgotten", __name__).tell_of_no_hook()
 

@@ -1,6 +1,6 @@
 """`python -m tp_transformers COMMAND ...`, and `torchrun ... -m tp_transformers script.py args`.
 
-The latter runs a script with the hook on, unedited.
+The latter runs an unedited script with `enable()` called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USAGE = """usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m
 
 
 def main(argv: list[str]) -> None:
-    """Run a command, or `argv[0]` (a script) or `argv[1]` (a module, after `-m`) as `__main__` with the rest."""
+    """Run a command, a script (`argv[0]`) or a module (`-m`, `argv[1]`) as `__main__`, with the remaining arguments."""
     if argv and argv[0] in COMMANDS:
         sys.exit(run_command(argv))
     if argv[:1] in (["-h"], ["--help"], ["--version"]):
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         sys.exit(2)
     if os.environ.get(NUMA) == "auto":
         bind_rank()
-    from . import enable  # here, since it imports torch
+    from . import enable  # imports torch
 
     enable()
     with keep_errors():

@@ -1,8 +1,7 @@
-"""Objects that are copied and not pickled: shards of one rank, tied to the process groups that it shares.
+"""Objects that can be copied but not pickled, since they refer to process groups.
 
-Python asks `__reduce_ex__` for both. A class has no `__deepcopy__` for this: `copy.deepcopy` looks for that on an
-instance, so that a wrapper that forwards unknown attributes (PEFT's, torch.compile's) would be copied as its inner
-object.
+Python calls `__reduce_ex__` for both. A `__deepcopy__` would not do: `copy.deepcopy` looks it up on the instance, so
+that a wrapper that forwards unknown attributes (PEFT's, torch.compile's) would be copied as its inner object.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ from .errors import UnsupportedError
 
 
 def copied_only(owner: object, subject: str, got: str, shared: tuple[object, ...] = ()) -> tuple[Any, ...]:
-    """Return what `owner.__reduce_ex__` has to: `copy` makes an object of its class; `pickle` raises UnsupportedError.
+    """The result for `owner.__reduce_ex__`: `copy` makes an object of the same class, `pickle` raises UnsupportedError.
 
     Args:
         owner: an object with a `__getstate__`.
-        subject: the subject of the error, `got` the object that was to be pickled.
+        subject: subject of the error; `got` names the object to pickle.
         shared: objects that a deep copy shares with the original.
     """
     state: Any = owner.__getstate__() if hasattr(owner, "__getstate__") else vars(owner)  # object's own: Python 3.11
-    return _new, (_Refused(subject, got, shared), type(owner)), state
+    return _new, (_NoPickle(subject, got, shared), type(owner)), state
 
 
-def _new(_: _Refused, cls: Any) -> Any:
+def _new(_: _NoPickle, cls: Any) -> Any:
     return cls.__new__(cls)
 
 
-class _Refused:
-    """Comes first in a copy and in a pickle: lets the one go on, and ends the other."""
+class _NoPickle:
+    """First argument of the reconstruction: supports deep copies, and raises in pickle."""
 
     def __init__(self, subject: str, got: str, shared: tuple[object, ...]) -> None:
         self.subject, self.got, self.shared = subject, got, shared
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Refused:
-        memo.update({id(each): each for each in self.shared})
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NoPickle:
+        memo.update({id(item): item for item in self.shared})
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Debugging: the parts of a model on each rank, and checks that ranks have the same inputs and replicas."""
+"""Debugging: the shards of a model on each rank, and checks that ranks have the same inputs and replicas."""
 
 from .model.same_inputs import check_inputs
 from .training.partition import Partition, partition

@@ -1,6 +1,6 @@
-"""Errors that a user can fix, and the form of their messages.
+"""Errors that a user can fix, and the format of their messages.
 
-A message names its subject, the value found, the expected value, and the remedy.
+A message names its subject, the actual value, the expected value, and the remedy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 from collections.abc import Iterable, Sized
 
 MOST_FAULTS = 20
-"""Faults that one message lists."""
+"""Most faults that one message lists."""
 
 
 class TensorParallelError(Exception):
     """Base of all errors raised by tp_transformers."""
 
     def __init__(self, subject: str, *, got: str | None = None, expected: str = "", fix: str = "") -> None:
-        """A message in its usual form: subject, got, expected, fix; without `got`, the subject is all of it."""
+        """Formats the message from subject, got, expected and fix; without `got`, `subject` is the message."""
         super().__init__(subject if got is None else describe(subject, got=got, expected=expected, fix=fix))
 
 
@@ -35,19 +35,19 @@ class CheckpointError(TensorParallelError, OSError):
 
 
 class UnsupportedError(TensorParallelError, NotImplementedError):
-    """The request is understood but cannot be served."""
+    """The request is understood but not supported."""
 
 
 class RemoteRankError(TensorParallelError, RuntimeError):
-    """Another rank failed; this one stopped with it."""
+    """Another rank failed, so this rank stopped too."""
 
 
 class UsageError(TensorParallelError, ValueError):
-    """An argument of a command is not one that it can serve."""
+    """An argument of a command is not valid."""
 
 
 def lacks(library: str, problem: str, *, subject: str) -> UnsupportedError:
-    """The error of a `subject` that needs a private name of `library`, which the installed release lacks."""
+    """The error for a `subject` that needs a private name of `library` which the installed release lacks."""
     return UnsupportedError(
         subject,
         got=f"{release(library)}: {problem}",
@@ -57,17 +57,17 @@ def lacks(library: str, problem: str, *, subject: str) -> UnsupportedError:
 
 
 def release(library: str) -> str:
-    """Return the name of a library that is imported, and its version."""
+    """Return the name of an imported library and its version."""
     return f"{library} {getattr(sys.modules.get(library), '__version__', '')}".rstrip()
 
 
 def describe(subject: str, *, got: str, expected: str, fix: str) -> str:
-    """Return a message in its usual form: subject, got, expected, fix."""
+    """Format a message from subject, got, expected and fix."""
     return f"{subject}: got {got}, expected {expected}. {fix}"
 
 
 def error_text(error: BaseException) -> str:
-    """Return "ErrorType: message"; errors of other libraries may raise where they are to tell their message."""
+    """Return "ErrorType: message". The `__str__` of other libraries' errors may raise."""
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:
@@ -81,12 +81,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def hint_for(faults: Sized, name: str, valid: Iterable[str]) -> str:
-    """As `nearest`, and "" where there are more faults than a message lists: to look for names takes time."""
+    """As `nearest`, but "" once there are as many faults as a message lists: the search takes time."""
     return nearest(name, valid) if len(faults) < MOST_FAULTS else ""
 
 
 def list_faults(title: str, faults: Iterable[str], *, most: int = MOST_FAULTS) -> str:
-    """Return one message of all `faults`, each told once; of the first `most`, where there are more."""
+    """Return one message with the distinct `faults`, at most the first `most`."""
     lines = sorted(set(faults))
     count = f"{len(lines)} fault" + "s" * (len(lines) > 1)
     more = [f"... and {len(lines) - most} more"] if len(lines) > most else []
@@ -94,7 +94,7 @@ def list_faults(title: str, faults: Iterable[str], *, most: int = MOST_FAULTS) -
 
 
 def shorten(text: str, length: int) -> str:
-    """Return `text`, with its middle left out where it is longer than `length` characters."""
+    """Return `text` with at most `length` characters; the middle of a longer text is left out."""
     return text if len(text) <= length else f"{text[: length - length // 2 - 3]}...{text[len(text) - length // 2 :]}"
 
 
@@ -104,7 +104,7 @@ def shown(value: object) -> str:
 
 
 class _Repr(reprlib.Repr):
-    """Few entries of few levels; a list of aliases of lists of aliases has billions."""
+    """Limits entries and levels; a YAML list of aliases of lists of aliases may have billions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Repr(reprlib.Repr):
         self.maxstring = self.maxother = 70
 
     def repr_int(self, value: int, level: int) -> str:
-        """As `repr`, except where Python refuses numbers of that length."""
+        """As `repr`, except for numbers that are too long for Python to print."""
         return super().repr_int(value, level) if value.bit_length() < 1000 else f"a number of {value.bit_length()} bits"
 
 

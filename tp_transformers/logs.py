@@ -1,10 +1,10 @@
-"""Logging of the package, through Python's logging: the loggers below "tp_transformers", with the rank in each record.
+"""Logging of the package: Python loggers below "tp_transformers", with the rank in each record.
 
-Records below WARNING are dropped unless an application asks for them, by `logging.getLogger("tp_transformers")` or by
+The default level is WARNING. An application changes it by `logging.getLogger("tp_transformers")`, or by
 TP_TRANSFORMERS_VERBOSITY=info in the environment (debug, info, warning, error or critical, as for transformers). One
-rank writes the records that are alike on all. Records have the attributes `rank` and `world_size`, and begin with the
-former where there are several. Handlers stay the application's: with the variable alone, and no handler anywhere,
-stderr is one.
+rank logs the records that are equal on all. Records have the attributes `rank` and `world_size`, and begin with the
+rank if there are several. The application sets the handlers; if there is none and the variable is set, records go to
+stderr.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module; its records know their rank."""
+    """The logger of a module; adds the rank to its records."""
     logger = logging.getLogger(name)
-    if _say_rank not in logger.filters:
-        logger.addFilter(_say_rank)
+    if _add_rank not in logger.filters:
+        logger.addFilter(_add_rank)
     return logger
 
 
-def _say_rank(record: logging.LogRecord) -> bool:
-    """A filter that lets everything pass; of loggers rather than handlers, so that all handlers see its additions."""
-    dist = sys.modules.get("torch.distributed")  # nothing has been initialised where it was not imported
+def _add_rank(record: logging.LogRecord) -> bool:
+    """A filter that adds the rank and passes every record; on loggers, so that all handlers see the additions."""
+    dist = sys.modules.get("torch.distributed")  # not initialised if it was not imported
     rank, size = 0, 1
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -39,7 +39,7 @@ def _say_rank(record: logging.LogRecord) -> bool:
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes records that no handler of the application will."""
+    """Writes records that have no handler of the application."""
 
     def emit(self, record: logging.LogRecord) -> None:
         package = logging.getLogger(PACKAGE)
@@ -48,15 +48,15 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def read_environment() -> None:
-    """Set the level that the environment asks for; without the variable, nothing is touched."""
-    asked = os.environ.get(VARIABLE, "").lower()
-    if not asked:
+    """Set the level from the environment variable; no-op without it."""
+    level = os.environ.get(VARIABLE, "").lower()
+    if not level:
         return
     package = get_logger(PACKAGE)
-    if asked not in _LEVELS:
-        package.warning("%s: got %s, expected one of %s; ignored", VARIABLE, asked, ", ".join(_LEVELS))
+    if level not in _LEVELS:
+        package.warning("%s: got %s, expected one of %s; ignored", VARIABLE, level, ", ".join(_LEVELS))
         return
-    package.setLevel(asked.upper())
+    package.setLevel(level.upper())
     if not package.handlers:
         handler = _Stderr()
         handler.setFormatter(logging.Formatter(f"{PACKAGE}: %(message)s"))

@@ -1,7 +1,7 @@
-"""Attributes of ours on objects of other libraries: typed access to them, each by one `Mark`.
+"""Typed access to the attributes that this package sets on objects of other libraries, one `Mark` each.
 
-A mark is defined beside the type of its values: `tp_strategy` of a module, `tp_shard` of a parameter,
-`tp_group` of a model.
+A mark is defined in the module of its value's type: `tp_strategy` of a module, `tp_shard` of a parameter, `tp_group` of
+a model.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ class Mark(Generic[T]):
         self.name = name
 
     def find(self, owner: object) -> T | None:
-        """The value; None where `owner` has none."""
+        """The value, or None if `owner` has none."""
         return cast("T | None", getattr(owner, self.name, None))
 
     def of(self, owner: object) -> T:
-        """The value. Raises AttributeError where `owner` has none."""
+        """The value. Raises AttributeError if `owner` has none."""
         return cast("T", getattr(owner, self.name))
 
     def put(self, owner: object, value: T) -> None:
-        """Give `owner` the value."""
+        """Set the value on `owner`."""
         setattr(owner, self.name, value)
 
 
 def untyped(value: object) -> Any:
-    """`value`, with attributes that its type does not declare: those that a library sets at run time."""
+    """`value` typed as Any, for attributes that a library sets at run time and does not declare."""
     return value

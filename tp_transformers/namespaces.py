@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used: the package by itself costs no import of torch."""
+"""Lazy imports: the names of a package are imported on first use, so that the package does not import torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from importlib import import_module
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of `package`.
+    """Return `__getattr__` and `__dir__` for `package`.
 
-    Type checkers read the same names in the package's `if TYPE_CHECKING:`.
+    For type checkers, the package also imports the names under `if TYPE_CHECKING:`.
 
     Args:
         homes: module, relative to the package -> its names, separated by spaces.

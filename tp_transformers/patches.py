@@ -1,7 +1,7 @@
-"""Changes to objects of other libraries that the whole process shares; each is undone when nothing needs it.
+"""Process-wide patches of other libraries; each is undone when nothing needs it any more.
 
-A patch is held by every tensor-parallel model for as long as it lives, or by `enable()` until `disable()`. The table in
-`loading/README.md` has all of them.
+Every tensor-parallel model holds its patches for its lifetime, and `enable()` until `disable()`. `loading/README.md`
+has a table of all patches.
 """
 
 from __future__ import annotations
@@ -27,23 +27,21 @@ Install = Callable[[], Undo]
 
 
 class Patch:
-    """One change: made for the first holder, undone after the last.
+    """One patch, reference-counted: applied for the first holder, undone after the last.
 
-    Where a name that it replaces is missing, the library stays unchanged, and one warning names it. Models that need
-    the change are then refused: by `hold_for`, or, where only some calls need it, by those.
+    If a name to replace is missing, the library stays unchanged, and one warning names it. Then `hold_for` raises for
+    models that need the patch, or, if only some calls need it, these calls raise.
     """
 
     def __init__(
         self, owner: str, name: str, install: Install, *, module: str = "", without: Install | None = None
     ) -> None:
-        """Describe a change to `name` of the library `owner`.
+        """Describe a patch of `name` in the library `owner`.
 
         Args:
-            owner: name of the library, as it is imported.
-            name: the changed names, for messages.
-            install: makes the change, and returns its undoing.
-            module: the change waits until this module is imported.
-            without: makes another change where a name is missing, such as one by `refusing` at the place of use.
+            owner: import name of the library. name: the patched names, for messages. install: applies the patch, and
+            returns a function that undoes it. module: apply the patch only once this module is imported. without:
+            applies another patch if a name is missing, such as one that raises at the place of use (`refusing`).
         """
         self.owner, self.name = owner, name
         self._install, self._module, self._without = install, module, without
@@ -51,23 +49,23 @@ class Patch:
         self._undo: Undo | None = None
         self._logged: set[str] = set()
         self.missing = ""
-        """The names that the library lacks, in words; empty where it lacks none."""
+        """The names that the library lacks, as text; "" if it lacks none."""
 
     @property
     def is_on(self) -> bool:
-        """True while somebody holds it."""
+        """True while it has holders."""
         return self._undo is not None
 
     def hold(self) -> None:
-        """Count one holder more."""
+        """Add a holder."""
         if self._undo is None:
             self._undo = when_imported(self._module, self._make) if self._module else self._make()
         self._holders += 1
 
     def hold_for(self, model: object) -> None:
-        """Hold until `model` is collected.
+        """Hold until `model` is garbage-collected.
 
-        Raises UnsupportedError where a name is missing, unless the place of use refuses by itself.
+        Raises UnsupportedError if a name is missing, unless `without` handles that at the place of use.
         """
         self.hold()
         weakref.finalize(model, self.release).atexit = False
@@ -75,18 +73,18 @@ class Patch:
             self.refuse()
 
     def release(self) -> None:
-        """Count one holder less."""
+        """Remove a holder."""
         self._holders -= 1
         if not self._holders and self._undo is not None:
             undo, self._undo = self._undo, None
             undo()
 
     def refuse(self) -> NoReturn:
-        """Raise UnsupportedError, which names the missing name."""
+        """Raise UnsupportedError with the missing names."""
         raise lacks(self.owner, self.missing, subject=f"{self.name} with a tensor-parallel model")
 
     def refusing(self, needs: Callable[..., bool]) -> Callable[..., Any]:
-        """A replacement, for `without`, which refuses calls with arguments that need the change."""
+        """A replacement, for `without`, that raises for calls whose arguments need the patch."""
 
         def refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if needs(*args, **kwargs):
@@ -100,7 +98,7 @@ class Patch:
         try:
             return self._install()
         except _PROBLEMS as error:
-            self.missing = str(getattr(error, "problem", error)).partition(" (")[0]  # without the path of a file
+            self.missing = str(getattr(error, "problem", error)).partition(" (")[0]  # without a file's path
         if self.missing not in self._logged and os.environ.get("RANK", "0") == "0":
             logger.warning(
                 "%s: %s; tp_transformers leaves %s unchanged, and tensor-parallel models %s",
@@ -114,15 +112,15 @@ class Patch:
 
 
 def nothing() -> Undo:
-    """No change, where models can do without one."""
+    """Apply no patch: models work without it."""
     return lambda: None
 
 
 class MissingError(UnsupportedError):
-    """A library has no function or method of the name that is to be replaced."""
+    """A library lacks a function or method to replace."""
 
     def __init__(self, *names: tuple[Any, str]) -> None:
-        """The message of `names`, each with its class or module."""
+        """`names`: pairs of a class or module and the name that it lacks."""
         owner = names[0][0]
         library = getattr(owner, "__module__", owner.__name__).partition(".")[0]
         paths = (f"{getattr(owner, '__qualname__', owner.__name__)}.{name}" for owner, name in names)
@@ -137,7 +135,7 @@ Change = tuple[Any, str, Callable[..., Any]]
 
 
 def replace_all(changes: Iterable[Change]) -> Undo:
-    """Replace several methods or functions: all of them, or, where one is missing, none; returns the undoing."""
+    """Replace several methods or functions, or none if one is missing; returns a function that undoes it."""
     changes = list(changes)
     missing = [(owner, name) for owner, name, _ in changes if inspect.getattr_static(owner, name, None) is None]
     if missing:
@@ -152,11 +150,11 @@ def replace_all(changes: Iterable[Change]) -> Undo:
 
 
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
-    """Replace a method of a class or a function of a module; returns the undoing.
+    """Replace a method of a class or a function of a module; returns a function that undoes it.
 
-    `replacement` takes the original function, then its arguments. If another library has wrapped the replacement
-    since, undoing leaves that wrapper in place, and the replacement below it calls the original. Raises MissingError
-    where `owner` has no such name.
+    `replacement` takes the original function, then its arguments. If another library has since wrapped the
+    replacement, undoing leaves the wrapper in place, and the replacement just calls the original. Raises MissingError
+    if `owner` lacks `name`.
     """
     descriptor = inspect.getattr_static(owner, name, None)
     if descriptor is None:
@@ -186,8 +184,7 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
 
 
 def when_imported(name: str, install: Install) -> Undo:
-    """Run `install` at once where the module `name` is imported, else when it has been; returns a function that undoes
-    either."""
+    """Run `install` once the module `name` is imported, or now if it already is; returns a function that undoes it."""
     if name in sys.modules:
         return install()
     waiting = _Waiting(name, install)
@@ -196,7 +193,7 @@ def when_imported(name: str, install: Install) -> Undo:
 
 
 class _Waiting(MetaPathFinder):
-    """A finder in `sys.meta_path` that asks those behind it, and runs a function after one module's code."""
+    """A finder in `sys.meta_path` that delegates to the finders after it, and runs a function after one import."""
 
     def __init__(self, name: str, install: Install) -> None:
         self._name, self._install = name, install
@@ -205,9 +202,9 @@ class _Waiting(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._name:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # two that wait for one module would ask each other
-        others = (finder.find_spec(name, path, target) for finder in behind)
-        spec = next((spec for spec in others if spec is not None), None)
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # all others: two of these would call each other
+        specs = (finder.find_spec(name, path, target) for finder in behind)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

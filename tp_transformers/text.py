@@ -9,7 +9,7 @@ from itertools import groupby, zip_longest
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes in words, in units of 1000."""
+    """Format a number of bytes, in units of 1000."""
     for unit, scale, digits in (("GB", 10**9, 2), ("MB", 10**6, 1)):
         if nbytes >= scale:
             return f"{nbytes / scale:.{digits}f} {unit}"
@@ -17,35 +17,36 @@ def size(nbytes: int) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Integers, with runs of them folded: 0-3, 7."""
-    runs = [
-        [number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    """Format integers, with consecutive ones as a range: 0-3, 7."""
+    groups = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
     ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)
 
 
 PIPED = 120
-"""Columns of text that goes to no terminal, unless COLUMNS says otherwise."""
+"""Width of text without a terminal, unless COLUMNS is set."""
 _NARROWEST = 12
-"""Characters of a column of a table, at least, where words are broken."""
+"""Minimum width of a table column, if words are broken."""
 
 
 def terminal_width() -> int:
-    """The columns of the terminal, by COLUMNS or by what it says itself; PIPED where there is none."""
+    """Width of the terminal in characters, or COLUMNS if set; PIPED without a terminal."""
     return shutil.get_terminal_size((PIPED, 0)).columns
 
 
 def fold(line: str, width: int, indent: int) -> list[str]:
-    """A line as several of at most `width` characters, all but the first with `indent`; long words stay whole."""
+    """Wrap a line to `width` characters, with `indent` from the second line on; long words are not broken."""
     return textwrap.wrap(
         line, max(width, indent + 1), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: bool = False, width: int | None = None) -> list[str]:
-    """A line for each row, with cells below each other; with `right`, all but the first are aligned to the right.
+    """Format rows as lines with aligned columns; with `right`, all but the first column are right-aligned.
 
-    Where lines are longer than `width`, cells are folded, as few as will do.
+    If lines are longer than `width`, as few cells as possible are wrapped.
     """
     cells = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in cells]
@@ -55,21 +56,21 @@ def columns(rows: Sequence[Sequence[str]], *, right: bool = False, width: int | 
             wide = [index for index, most in enumerate(widths) if most > least[index]]
             if not wide:
                 break
-            # The column in which the fewest cells are folded by one character less.
+            # The column in which the fewest cells are wrapped if it is one character narrower.
             folded = {index: sum(len(cell) >= widths[index] for cell in cells[index]) for index in wide}
             widths[min(wide, key=lambda index: (folded[index], -widths[index]))] -= 1
     sides = ["<", *(">" if right else "<") * (len(widths) - 1)]
     lines = []
     for row in rows:
         texts = [_cell(cell, most) for cell, most in zip(row, widths, strict=True)]
-        for parts in zip_longest(*texts, fillvalue=""):
-            line = "  ".join(f"{part:{side}{most}}" for part, side, most in zip(parts, sides, widths, strict=True))
+        for row_lines in zip_longest(*texts, fillvalue=""):
+            line = "  ".join(f"{text:{side}{most}}" for text, side, most in zip(row_lines, sides, widths, strict=True))
             lines.append(line.rstrip())
     return lines
 
 
 def _cell(cell: str, width: int) -> list[str]:
-    """The lines of a cell, indented as it is."""
+    """Wrap a cell, keeping its indentation."""
     indent = " " * _indent(cell)
     later = f"{indent}  " if indent else ""
     text = cell.strip()

@@ -1,8 +1,8 @@
-"""All that this package uses of torch below its public names, and a check that it is there.
+"""The private API of torch that this package uses, and a check that it exists.
 
-Private are names that begin with an underscore, and all names of modules that do. Functions and classes are bound here,
-once, and imported from here; attributes of objects (`param._local_tensor`) are read at their place. `PRIVATE` lists
-both, and a test lets no other module use more. A function that torch lacks raises UnsupportedError when it is called.
+Private are names that begin with an underscore, and all names in modules that do. Functions and classes are bound here
+once, and imported from here; attributes of objects (`param._local_tensor`) are read in place. `PRIVATE` lists both, and
+a test lets no other module use more. A function that torch lacks raises UnsupportedError when it is called.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _BY_ITSELF = "meshes find the new group by themselves"
 
 @dataclass(frozen=True)
 class Private:
-    """The use of a private name of torch."""
+    """The use of one private name of torch."""
 
     use: str
     users: str
     """Packages that use it."""
     without: str = _REFUSED
-    """The consequence in a release of torch that lacks it."""
+    """The consequence if the installed torch lacks it."""
 
 
 PRIVATE: dict[str, Private] = {
@@ -81,7 +81,7 @@ PRIVATE: dict[str, Private] = {
     "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "strategies training"),
     "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "slices strategies"),
     "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "model plan_search strategies"),
-    # Attributes, methods and arguments, each at its place.
+    # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
     "torch.Tensor._version": Private("values that have changed since", "strategies"),
     "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model strategies"),
@@ -124,15 +124,15 @@ PRIVATE: dict[str, Private] = {
 
 
 def check() -> None:
-    """Raise UnsupportedError where torch lacks a name that every tensor-parallel model needs."""
-    found = _lacking(_REFUSED)
-    if found:
-        raise lacks("torch", f"no {', '.join(found)}", subject="tp_plan")
+    """Raise UnsupportedError if torch lacks a name that every tensor-parallel model needs."""
+    missing = _lacking(_REFUSED)
+    if missing:
+        raise lacks("torch", f"no {', '.join(missing)}", subject="tp_plan")
 
 
 def lacking() -> dict[str, str]:
-    """{name: consequence} of the private names that the installed torch lacks; it imports torch's compiler."""
-    return {name: PRIVATE[name].without for name in _lacking(*{each.without for each in PRIVATE.values()})}
+    """{name: consequence} for the private names that the installed torch lacks; imports torch's compiler."""
+    return {name: PRIVATE[name].without for name in _lacking(*{private.without for private in PRIVATE.values()})}
 
 
 @cache
@@ -144,29 +144,29 @@ def _exists(path: str) -> bool:
     """True if torch has the name: an attribute, one that `__init__` or another function sets, or an argument."""
     owner, _, name = path.rpartition(".")
     try:
-        found = _resolve(owner)
+        value = _resolve(owner)
     except (AttributeError, ImportError):
         return False
-    if hasattr(found, name) or name in getattr(found, "__annotations__", ()):
+    if hasattr(value, name) or name in getattr(value, "__annotations__", ()):
         return True
-    code = getattr(getattr_static(found, "__init__", None) if isinstance(found, type) else found, "__code__", None)
+    code = getattr(getattr_static(value, "__init__", None) if isinstance(value, type) else value, "__code__", None)
     return code is not None and name in code.co_names + code.co_varnames
 
 
 def _resolve(path: str) -> Any:
-    """The object of a dotted path. Raises AttributeError or ImportError."""
-    found: Any = torch
+    """Import the object at a dotted path. Raises AttributeError or ImportError."""
+    value: Any = torch
     parts = path.split(".")
-    for number, part in enumerate(parts[1:], 2):
-        if isinstance(found, ModuleType) and not hasattr(found, part):
-            found = import_module(".".join(parts[:number]))
+    for number, name in enumerate(parts[1:], 2):
+        if isinstance(value, ModuleType) and not hasattr(value, name):
+            value = import_module(".".join(parts[:number]))
         else:
-            found = getattr(found, part)
-    return found
+            value = getattr(value, name)
+    return value
 
 
 class _Missing:
-    """A function or class that torch lacks; its use raises UnsupportedError."""
+    """Placeholder for a function or class that torch lacks; its use raises UnsupportedError."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -181,7 +181,7 @@ class _Missing:
 
 
 def _take(path: str, *default: Any) -> Any:
-    """The object that `PRIVATE` lists; without it `default`, or an object that refuses its use."""
+    """Import an object listed in `PRIVATE`; if torch lacks it, return `default`, or else a `_Missing`."""
     assert path in PRIVATE
     try:
         return _resolve(path)
@@ -190,15 +190,15 @@ def _take(path: str, *default: Any) -> Any:
 
 
 as_torch = _take("torch._C.DisableTorchFunctionSubclass")
-"""A context in which operators take a shard for an ordinary tensor."""
+"""Context manager in which operators treat a shard as a plain tensor."""
 make_wrapper_subclass = _take("torch.Tensor._make_wrapper_subclass")
 is_transformed = _take("torch._C._are_functorch_transforms_active")
 top_saved_tensors_hooks = _take("torch._C._autograd._top_saved_tensors_default_hooks")
-"""The hooks on saved tensors that are in force, or None."""
+"""Return the active hooks on saved tensors, or None."""
 current_backward = _take("torch._C._current_graph_task_id")
-"""The number of the backward that runs; -1 outside of one."""
+"""Return the id of the running backward; -1 outside of one."""
 is_watched = _take("torch._C._len_torch_dispatch_stack")
-"""True if a dispatch mode sees every operator."""
+"""Return the number of active dispatch modes."""
 assert_async = _take("torch._assert_async")
 foreach_norm = _take("torch._foreach_norm")
 TracingContext = _take("torch._guards.TracingContext")
@@ -226,14 +226,14 @@ GLOBAL_HOOKS = (
     _take("torch.nn.modules.module._global_backward_pre_hooks", {}),
     _take("torch.nn.modules.module._global_backward_hooks", {}),
 )
-"""Hooks on all modules at once, by their numbers."""
+"""The global hooks on all modules, by handle id."""
 
 
 def untraced(function: F) -> F:
-    """Let torch.compile leave `function`, and all that it calls, to Python where nobody inlines it.
+    """Let torch.compile skip `function` and everything that it calls, unless a traced caller inlines it.
 
-    It does what `torch.compiler.disable` does, without a call around each call, and without the import of Dynamo. A
-    caller that is traced inlines the function nevertheless.
+    As `torch.compiler.disable`, but without a wrapper and without importing Dynamo; and a traced caller still inlines
+    the function.
     """
     action = _take("torch._C._dynamo.eval_frame._FrameAction", None)
     strategy = _take("torch._C._dynamo.eval_frame._FrameExecStrategy", None)
@@ -245,16 +245,16 @@ def untraced(function: F) -> F:
 
 
 DYNAMO = "torch._dynamo.eval_frame"
-"""A module that torch.compile imports, in a second; others wait until it has."""
+"""A module that torch.compile imports, which takes a second; patches of it wait for that import."""
 
 
 def compiled_class() -> Any:
-    """The class that torch.compile makes of a module; it imports Dynamo. Raises AttributeError where there is none."""
+    """The class of compiled modules; imports Dynamo. Raises AttributeError if torch lacks it."""
     return _resolve("torch._dynamo.eval_frame.OptimizedModule")
 
 
 def lower_as_collectives(operators: Iterable[Any]) -> None:
-    """Let Inductor take `operators` for collectives, as those of torch, which it neither reorders nor drops."""
+    """Let Inductor treat `operators` like torch's collectives, which it neither reorders nor drops."""
     add_layout_constraint = _take("torch._inductor.lowering.add_layout_constraint")
     strides = _take("torch._inductor.lowering.constrain_to_fx_strides")
     register_lowering = _take("torch._inductor.lowering.register_lowering")

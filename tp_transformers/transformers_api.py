@@ -1,7 +1,7 @@
-"""The private API of transformers that this package uses, and a check that it is there.
+"""The private API of transformers that this package uses, and a check that it exists.
 
-Public are the names of `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
-from below them, except `training/trainer_checkpoints.py`, whose module of transformers is imported late.
+Public are the names in `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
+anything else, except `training/trainer_checkpoints.py`, which imports a module of transformers late.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from .errors import UnsupportedError
 
 __all__ = [
-    "BaseStreamer",  # base of the streamers that pass tokens on, one a rank
-    "ForCausalLMLoss",  # the one loss that loss parallelism replaces
-    "LoadStateDictConfig",  # argument of the load of the weights
-    "LoadStateDictInfo",  # result of the load of the weights
-    "WeightRenaming",  # renamings of tensors, in the model's weight conversions
+    "BaseStreamer",  # base of the streamers that receive tokens, one per rank
+    "ForCausalLMLoss",  # the only loss that loss parallelism replaces
+    "LoadStateDictConfig",  # argument of the weight load
+    "LoadStateDictInfo",  # result of the weight load
+    "WeightRenaming",  # renaming of tensors in the model's weight conversions
     "auto_classes",
-    "build_glob_alternation",  # finds the conversion of a tensor's name, as transformers does
+    "build_glob_alternation",  # matches a tensor's name to its conversion, as transformers does
     "check",
-    "core_model_loading",  # its operations, by class, which are expressed on slices
-    "custom_object_save",  # a saved model keeps its repository's own code
-    "dot_natural_key",  # the order in which transformers takes the tensors of one conversion
-    "extract_commit_hash",  # commit of a file in the Hub's cache
-    "get_class_from_dynamic_module",  # the class of a repository's own code, once it may run
-    "get_state_dict_dtype",  # dtype="auto" of weights that stay on the Hub
+    "core_model_loading",  # its conversion operations, which are reimplemented on slices
+    "custom_object_save",  # saves the custom code of a model's repository
+    "dot_natural_key",  # the order in which transformers processes the tensors of one conversion
+    "extract_commit_hash",  # commit of a file in the Hub cache
+    "get_class_from_dynamic_module",  # a class of a repository's custom code, once it is trusted
+    "get_state_dict_dtype",  # dtype="auto" for weights that are streamed from the Hub
     "modeling_utils",  # two of its functions are replaced
     "parallel_styles",  # strategies that users register with transformers
-    "rename_source_key",  # name of a checkpoint's tensor in the model
-    "revert_weight_conversion",  # saved files have the checkpoint's names and shapes
-    "str_to_torch_dtype",  # names of dtypes in safetensors headers
+    "rename_source_key",  # maps a checkpoint tensor's name to its name in the model
+    "revert_weight_conversion",  # maps names and shapes back to the checkpoint's for saved files
+    "str_to_torch_dtype",  # dtype names in safetensors headers
 ]
 
 OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
-"""Versions of transformers that this package is made for: OLDEST <= version < FIRST_UNSUPPORTED."""
+"""Supported versions of transformers: OLDEST <= version < FIRST_UNSUPPORTED."""
 
 METHODS = {
     "_load_pretrained_model": "replaced by our load",
     "_adjust_missing_and_unexpected_keys": "the load's report leaves out the keys that a class ignores",
     "_from_config": "a model on the meta device",
 }
-"""Private methods of PreTrainedModel, with the use of each."""
+"""Private methods of PreTrainedModel -> their use."""
 
 _ARGUMENTS: Mapping[tuple[Any, str], tuple[str, ...]] = {
     (PreTrainedModel, "_load_pretrained_model"): ("model", "state_dict", "checkpoint_files", "load_config"),
@@ -83,7 +83,7 @@ _ARGUMENTS: Mapping[tuple[Any, str], tuple[str, ...]] = {
         "user_agent",
     ),
 }
-"""First arguments of the functions that `enable()` replaces."""
+"""First parameters of the functions that `enable()` replaces."""
 
 _FIELDS: Mapping[type, set[str]] = {
     LoadStateDictConfig: {
@@ -95,22 +95,22 @@ _FIELDS: Mapping[type, set[str]] = {
     },
     LoadStateDictInfo: {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"},
 }
-"""Fields that our load reads or returns."""
+"""Fields that the load of this package reads or returns."""
 
 
 def check() -> None:
-    """Raise UnsupportedError unless the installed transformers has the private API that this package is made for."""
+    """Raise UnsupportedError unless the installed transformers has the private API that this package uses."""
     version = transformers.__version__
     problems = []
-    if not OLDEST <= tuple(int(part) for part in version.split(".")[:2]) < FIRST_UNSUPPORTED:
+    if not OLDEST <= tuple(int(number) for number in version.split(".")[:2]) < FIRST_UNSUPPORTED:
         problems.append("another version")
     problems += [f"no {name}" for name in METHODS if not hasattr(PreTrainedModel, name)]
     problems += ["no _BaseAutoModelClass"] if not hasattr(modeling_auto, "_BaseAutoModelClass") else []
     for (owner, name), needed in _ARGUMENTS.items():
         function: Callable[..., Any] | None = getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters) if function is not None else ()
-        if found[: len(needed)] != needed:
-            problems.append(f"{name}({', '.join(found)})")
+        parameters = tuple(inspect.signature(function).parameters) if function is not None else ()
+        if parameters[: len(needed)] != needed:
+            problems.append(f"{name}({', '.join(parameters)})")
     for cls, fields in _FIELDS.items():
         lacking = fields - {info.name for info in dataclasses.fields(cls)}
         if lacking:
@@ -125,7 +125,7 @@ def check() -> None:
 
 
 def auto_classes() -> list[type]:
-    """Every Auto class for models that has a `from_pretrained` of its own."""
+    """Every Auto model class that defines its own `from_pretrained`."""
     classes: list[type] = [modeling_auto._BaseAutoModelClass]
     for cls in classes:
         classes.extend(cls.__subclasses__())
@@ -133,7 +133,7 @@ def auto_classes() -> list[type]:
 
 
 def parallel_styles() -> Any:
-    """transformers' own interface of strategies, a mapping of names."""
+    """transformers' registry of parallel styles, by name."""
     try:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
     except ImportError:  # before 5.16

@@ -1,4 +1,4 @@
-"""Proof of a plan against one process: `from tp_transformers.verify import verify`."""
+"""Verify a plan against the unsharded model: `from tp_transformers.verify import verify`."""
 
 from .commands.verify.verify import Verdict, verify
 

@@ -1,1 +1,1 @@
-"""The parts of a transformers model. No other package asks for the kind of a module."""
+"""The kinds of modules in a transformers model. No other package determines the kind of a module."""

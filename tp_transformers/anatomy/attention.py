@@ -1,7 +1,6 @@
-"""Attention: tests for attention modules of each kind, their configs, and their numbers of heads.
+"""Attention: predicates for each kind of attention module, their configs, and their numbers of heads.
 
-transformers' attention modules have no class in common: they are known by their class's name, their attributes and
-their configs.
+transformers' attention modules have no common base class: they are recognised by class name, attributes and config.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """Attributes of transformers' attention modules, or of their configs, with counts and sizes of heads."""
 LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Names, in configs of latent attention, of the widths of the latent and of its heads' keys and values."""
+"""Config fields of latent attention: widths of the latent, and of the keys and values of a head."""
 
 
 def is_attention(module: nn.Module) -> bool:
-    """True if a module is attention, or a layer around it, as T5's are; see `is_around_attention`."""
+    """True for attention, and for a layer that contains it, as in T5; see `is_around_attention`."""
     return "Attention" in type(module).__name__
 
 
 def is_around_attention(module: nn.Module) -> bool:
-    """True if a module holds the attention that does the work, as T5's layers do."""
+    """True if a module contains an attention module, as T5's layers do."""
     return any(map(is_attention, list(module.modules())[1:]))
 
 
 def is_cross_attention(name: str) -> bool:
-    """True if the attention of that name attends to an encoder: EncDecAttention, encoder_attn, crossattention.self."""
+    """True for the name of cross-attention: EncDecAttention, encoder_attn, crossattention.self."""
     own = name.removesuffix(".self").rpartition(".")[2].lower()
     return "cross" in own or own.startswith("enc")
 
 
 def attention_config(module: nn.Module, model: PreTrainedModel) -> Any:
-    """The config that says how many heads an attention module has: its own, or that of the text."""
+    """The config with the head counts of an attention module: its own, or the model's text config."""
     return getattr(module, "config", None) or model.config.get_text_config()
 
 
 def config_around(modules: Mapping[str, nn.Module], name: str) -> Any:
-    """The config of the module `name`, or of the nearest around it that has one; `modules` are all of the model's.
+    """The config of the module `name`, or of the nearest module around it with a config.
 
-    It is the one that a strategy is bound to.
+    Strategies are bound to this config. `modules` are all modules of the model.
     """
     while name and not hasattr(modules[name], "config"):
         name = name.rpartition(".")[0]
@@ -58,7 +57,7 @@ def config_around(modules: Mapping[str, nn.Module], name: str) -> Any:
 
 
 def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
-    """(query heads, KV heads) by a module's attributes or its config; 0 where neither says."""
+    """(query heads, KV heads) from a module's attributes or its config; 0 if neither has them."""
     query = first_of(QUERY_COUNTS, module, config) or 0
     return query, first_of(KV_COUNTS, module, config) or query
 
@@ -66,13 +65,13 @@ def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
 def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
     """(cached heads, features of a key, features of a value) of an attention module.
 
-    Raises PlanError where the config has no usable counts.
+    Raises PlanError if the config has no usable counts.
     """
     query, kv = head_counts(module, config)
     rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
-    if rank and hasattr(module, "expand_kv"):  # it keeps the latent and the rotary key, which all heads share
+    if rank and hasattr(module, "expand_kv"):  # it caches the latent and the rotary key, which all heads share
         return 1, rank, rope
-    if rank and nope:  # it keeps the key and value of every query head, made from the latent
+    if rank and nope:  # it caches the key and value of every query head, expanded from the latent
         return query, nope + rope, value
     width = first_of(HEAD_SIZES, module, config)
     if width is None:
@@ -86,22 +85,22 @@ def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
             )
         width = hidden // query
     projection = getattr(module, "k_proj", None)
-    made = features(projection) if isinstance(projection, nn.Module) else None
-    if made is not None and made[1] % width == 0:
-        kv = made[1] // width
-    if getattr(module, "new_decoder_architecture", False):  # Falcon keeps a copy of its group's for every query head
+    projected = features(projection) if isinstance(projection, nn.Module) else None
+    if projected is not None and projected[1] % width == 0:
+        kv = projected[1] // width
+    if getattr(module, "new_decoder_architecture", False):  # Falcon caches the group's key and value per query head
         kv = query
     return kv, width, width
 
 
 def reads_counts_of_config(module: nn.Module) -> bool:
-    """True if the forward of an attention module may take a count of heads from its config, as Moonshine's does."""
+    """True if the forward of an attention module may read a head count from its config, as Moonshine's does."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and not {"num_attention_heads", *KV_COUNTS}.isdisjoint(code.co_names)
 
 
 def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
-    """The first of `names` that is an integer above 0 in the first of `owners` that has one."""
+    """The first positive integer among the attributes `names` of the first of `owners` that has one."""
     values = (_get(owner, name) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
@@ -109,5 +108,5 @@ def first_of(names: tuple[str, ...], *owners: Any) -> int | None:
 def _get(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name, None)
-    except Exception:  # a config whose layers differ refuses to speak for all of them, in its own way
+    except Exception:  # a config with different layers raises for fields that differ between them
         return None

@@ -1,4 +1,4 @@
-"""Configs and classes: the config of a checkpoint, the model class that it names, and its model on the meta device."""
+"""Configs and classes: the config of a checkpoint, its model class, and its model on the meta device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..transformers_api import get_class_from_dynamic_module
 
 
 def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
-    """The config of a folder, a file or a name on the Hub. Raises UsageError where there is none.
+    """Read the config of a folder, a file or a model on the Hub. Raises UsageError if there is none.
 
-    `where` are arguments of `from_pretrained` such as revision. Only `trust_remote_code=True` among them runs code of a
-    repository's own, without a question; an UnsupportedError says that it is needed.
+    `where` are arguments of `from_pretrained` such as revision. Custom code of the repository only runs, without a
+    prompt, with `trust_remote_code=True`; raises UnsupportedError if it is needed.
     """
     path = os.fspath(name)
     if os.path.isfile(path) and os.path.basename(path) == "config.json":
-        name = os.path.dirname(path) or "."  # the folder may hold code of its own
+        name = os.path.dirname(path) or "."  # the folder may contain custom code
     elif os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, where.get("subfolder") or "", "config.json")):
             fix = "Name the folder of a model, or a model on the Hub (org/name)."
@@ -35,7 +35,7 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     try:
         where = {"trust_remote_code": False, **where}
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
-    except Exception as error:  # a config class may raise anything about a field
+    except Exception as error:  # a config class may raise any error about a field
         if not where["trust_remote_code"] and "trust_remote_code" in str(error):
             raise _needs_code(str(name)) from None
         got, expected = (
@@ -47,31 +47,31 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
 
 
 def is_path(name: str) -> bool:
-    """True for a text that cannot be the name of a model on the Hub."""
+    """True if `name` cannot be the name of a model on the Hub."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def own_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:
-    """The class of a repository's own code, which is run; None where the config names none.
+    """The custom model class of a repository, whose code this runs; None if it has none or is not trusted.
 
     Args:
-        config: as `read_config` returned it.
-        where: its arguments.
+        config: the result of `read_config`.
+        where: the arguments of `read_config`.
     """
-    named: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
-    models = {auto: reference for auto, reference in named.items() if auto.startswith("AutoModel")}
+    auto_map: Mapping[str, Any] = getattr(config, "auto_map", None) or {}
+    models = {auto: reference for auto, reference in auto_map.items() if auto.startswith("AutoModel")}
     auto = next(iter(sorted(models, key=lambda auto: (auto == "AutoModel", "CausalLM" not in auto))), None)
     if auto is None or not where.get("trust_remote_code"):
         return None
     where = {key: value for key, value in where.items() if key not in ("trust_remote_code", "subfolder")}
     cls: type[PreTrainedModel] = get_class_from_dynamic_module(models[auto], config.name_or_path, **where)
-    cls.register_for_auto_class(auto)  # as the Auto class does: saves copy the code
+    cls.register_for_auto_class(auto)  # as the Auto class does, so that saves copy the code
     return cls
 
 
 def known_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:
-    """The class of a checkpoint with this config: its own if its code may run, else the first that it names; else the
-    one that generates, if any does. None where there is none.
+    """The model class of a checkpoint: custom code if trusted, else the first class that the config names, else a
+    registered class, one that generates if possible. None if there is none.
 
     `where` are the arguments of `read_config`.
     """
@@ -79,28 +79,28 @@ def known_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel]
 
 
 def model_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel]:
-    """The same, for what `plan`, `verify` and `suggest` look at. Raises UnsupportedError where there is none."""
-    return _found(config, known_class(config, **where))
+    """As `known_class`, for the commands `plan`, `verify` and `suggest`. Raises UnsupportedError if there is none."""
+    return _required(config, known_class(config, **where))
 
 
 def generating_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that generates with a model of this config, even if the config names another.
+    """A class that generates with a model of this config, even if the config names another class.
 
-    It has the parameters of all classes, a head among them, as a plan for the model type needs. Raises UnsupportedError
-    where transformers has no class for the config.
+    It has the parameters of all classes of the model type, including a head, so that a plan covers them. Raises
+    UnsupportedError if transformers has no class for the config.
     """
-    return _found(config, _generating((*_named(config), *_registered(config))))
+    return _required(config, _generating((*_named(config), *_registered(config))))
 
 
 def without_memory(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model on the meta device; `config` is copied, since some classes change theirs."""
+    """Make a model on the meta device; `config` is copied, since some classes modify it."""
     with torch.device("meta"):
         model: PreTrainedModel = cls._from_config(copy.deepcopy(config))
     return model
 
 
 def _named(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
-    """The classes of transformers that the config names."""
+    """The transformers classes that the config names."""
     for name in getattr(config, "architectures", None) or ():
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
@@ -108,7 +108,7 @@ def _named(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
 
 
 def _registered(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
-    """The classes that the Auto classes know for the config; those first that take all that it can be given."""
+    """The classes that Auto classes register for the config; those with the most modalities first."""
     mappings: list[Mapping[Any, Any]] = [
         transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -119,17 +119,17 @@ def _registered(config: PretrainedConfig) -> Iterator[type[PreTrainedModel]]:
     if config.is_encoder_decoder:
         mappings.append(mappings.pop(1))
     for mapping in mappings:
-        found = mapping.get(type(config), None)
-        yield from found if isinstance(found, tuple) else filter(None, (found,))
+        registered = mapping.get(type(config), None)
+        yield from registered if isinstance(registered, tuple) else filter(None, (registered,))
 
 
 def _generating(classes: Any) -> type[PreTrainedModel] | None:
     """The first of `classes` that generates, else the first."""
-    found = list(classes)
-    return next((cls for cls in found if cls.can_generate()), next(iter(found), None))
+    candidates = list(classes)
+    return next((cls for cls in candidates if cls.can_generate()), next(iter(candidates), None))
 
 
-def _found(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
+def _required(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> type[PreTrainedModel]:
     if cls is None:
         if getattr(config, "auto_map", None):
             raise _needs_code(f"model_type {config.model_type}")
@@ -149,9 +149,9 @@ def _needs_code(subject: str) -> UnsupportedError:
 
 
 def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
-    """(name, model) of the models that `model` is made of: a language model, a vision tower, ..., from the outside in.
+    """(name, model) of the models inside `model`: a language model, a vision tower, ..., outermost first.
 
-    They are those with a type of their own; a base model has its model's.
+    They are the submodels with a different model type; a base model has the type of its model.
     """
     own = getattr(getattr(model, "config", None), "model_type", None)
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Layers: the module lists of a model, the layer around a parameter, and a description that equal layers share."""
+"""Layers: the module lists of a model, the layer of a parameter, and a description to compare layers by."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
-    """The outermost lists of modules, by name: the layers that repeat in a model; experts in them may be lists too.
+    """(name, list) of the outermost module lists: the repeated layers of a model; layers may contain lists of experts.
 
-    `name` is the model's own in the names.
+    `name` is the prefix of the names.
     """
     for step, child in model.named_children():
         path = f"{name}.{step}".lstrip(".")
@@ -22,9 +22,9 @@ def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleLis
 
 
 def layer_around(model: nn.Module, name: str) -> str | None:
-    """The layer that a parameter is in: the member of an outermost list, if the parameter is in a module of it.
+    """The name of the layer of a parameter: an entry of an outermost module list.
 
-    None where it is in none.
+    None if it is in no layer, or a direct parameter of the layer.
     """
     path = name.split(".")
     owner = model
@@ -36,10 +36,10 @@ def layer_around(model: nn.Module, name: str) -> str | None:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that is a stack of them, inner ones first: the units in which FSDP gathers parameters.
+    """The layers of a model, inner ones first; FSDP wraps each of them.
 
-    They are the modules that transformers would not spread over devices (`_no_split_modules`); where the class names
-    none, the members of its outermost lists.
+    They are the modules that transformers keeps on one device (`_no_split_modules`), or else the entries of the
+    outermost module lists.
     """
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in kinds]
@@ -47,7 +47,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def kind(layer: nn.Module) -> tuple[Any, ...]:
-    """A description that alike layers share: modules, shapes of parameters, and flags such as a window's."""
+    """A description that is equal for equal layers: modules, parameter shapes, and settings such as a window."""
     return tuple(
         (
             name,

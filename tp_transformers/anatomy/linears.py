@@ -1,4 +1,4 @@
-"""Linears, embeddings, convolutions, experts and dropouts: whether a module is one, and how wide it is."""
+"""Linears, embeddings, convolutions, experts and dropouts: predicates and widths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """(input, output) features of a linear or an embedding, with a row as its input; None for any other module.
+    """(input, output) features of a linear or embedding (rows, features); None for any other module.
 
-    Linears of experts, one matrix of (experts, out, in) that is given tokens sorted by expert, count as one linear.
+    Stacked experts, one weight (experts, out, in) for tokens sorted by expert, count as one linear.
     """
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
@@ -39,39 +39,39 @@ def output_width(module: nn.Module) -> int:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """True if a linear's weight is (in, out), as GPT-2's Conv1D has it: strategies cut it along the other dim."""
+    """True if a linear's weight is (in, out), as in GPT-2's Conv1D: strategies shard it along the other dim."""
     return isinstance(module, Conv1D)
 
 
 def has_inputs_first(module: nn.Module) -> bool:
-    """True if rows of the matrices are input features, for drawings: a Conv1D, an embedding, transposed experts."""
+    """True if weight rows are input features (Conv1D, embedding, transposed experts); used for drawings."""
     return isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))
 
 
 def embeds_states(module: nn.Module, config: Any) -> bool:
-    """True for an embedding of hidden states; norms and sums take all its features."""
+    """True for an embedding with the hidden size; norms and residual sums need all its features."""
     return isinstance(module, nn.Embedding) and module.embedding_dim == getattr(config, "hidden_size", None)
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """True if the module's parameters are those of experts: (experts, ...), matrices and their biases."""
+    """True if the module's parameters are expert weights (experts, ...) and their biases."""
     shapes = [param.shape for param in module.parameters(recurse=False)]
     return (
         not isinstance(module, CONVOLUTIONS)
         and features(module) is None
         and {2, 3} >= {len(shape) for shape in shapes} >= {3}
         and len({shape[0] for shape in shapes}) == 1
-        and not any(map(features, module.children()))  # of a mixer, which has heads
+        and not any(map(features, module.children()))  # else a mixer, which has heads
     )
 
 
 def stacked_experts(module: nn.Module) -> int:
-    """How many experts' matrices stand one below the other, (experts * features, hidden), in parameters of a module.
+    """Number of experts whose matrices are concatenated, (experts * features, hidden), in the parameters of a module.
 
-    0 where there are none; DBRX keeps them so.
+    0 if there are none. DBRX stores experts like this.
     """
     count = vars(module).get("num_experts")
     shapes = [param.shape for param in module.parameters()]
-    if not isinstance(count, int) or count < 2 or not shapes or any(features(part) for part in module.modules()):
+    if not isinstance(count, int) or count < 2 or not shapes or any(features(child) for child in module.modules()):
         return 0
     return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0

@@ -1,4 +1,4 @@
-"""Names of modules and parameters: layer numbers in them, modules around them, and tied parameters."""
+"""Names of modules and parameters: layer numbers, enclosing modules, and tied parameters."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 V = TypeVar("V", bound=Hashable)
 
 CACHES = ("cache", "cache_params", "past_key_values")
-"""Names of the argument of a forward that is a cache: the first one since transformers 5.24."""
+"""Names of a forward's cache argument; "cache" since transformers 5.24."""
 
 
 def fold_layers(name: str) -> str:
-    """A name with its layer numbers replaced by `*`: of plans and messages, where a model may not be at hand."""
+    """Replace the layer numbers in a name by `*`; needs no model."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def fold_lists(model: nn.Module, name: str) -> str:
-    """A name with the numbers of module lists replaced by `*`; those of an nn.Sequential tell its modules apart."""
+    """Replace the indices of module lists in a name by `*`; indices of an nn.Sequential stay, as its modules differ."""
     owner: Any = model
     path = []
     for step in name.split("."):
@@ -33,57 +33,57 @@ def fold_lists(model: nn.Module, name: str) -> str:
 
 
 def folded(values: Iterable[tuple[str, V]]) -> dict[str, dict[V, list[str]]]:
-    """{name with `*` for layer numbers: {value: the names that have it}}, all in the order of `values`."""
-    found: dict[str, dict[V, list[str]]] = {}
+    """Group names by `fold_layers` and value: {folded name: {value: names}}, in the order of `values`."""
+    groups: dict[str, dict[V, list[str]]] = {}
     for name, value in values:
-        found.setdefault(fold_layers(name), {}).setdefault(value, []).append(name)
-    return found
+        groups.setdefault(fold_layers(name), {}).setdefault(value, []).append(name)
+    return groups
 
 
 def layer_number(name: str) -> int | None:
-    """The first number in a name, which is that of a layer; None where there is none."""
+    """The first number in a name, which is the layer's; None without numbers."""
     return next((int(step) for step in name.split(".") if step.isdigit()), None)
 
 
 def names_around(name: str) -> Iterator[str]:
-    """The name of a module, and of those around it, from the inside out; not the model."""
+    """The name of a module and of the modules around it, innermost first; without the model."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def is_inside(name: str, module: str) -> bool:
-    """True if the module, parameter or pattern `name` belongs to `module`, and is not that itself."""
+    """True if the module, parameter or pattern `name` is inside `module` (and not `module` itself)."""
     return name.startswith(f"{module}.")
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """The base model's name in the full model; "" where they are one."""
+    """The base model's name in the full model; "" if `model` is the base model."""
     if model.base_model is not model:
         return str(model.base_model_prefix)
-    # A class may declare the prefix of a larger model that it is a part of (Llama4ForCausalLM).
+    # A class may declare the prefix of a larger model that contains it (Llama4ForCausalLM).
     return "model" if hasattr(getattr(model, "model", None), "base_model_prefix") else ""
 
 
 def tied_parameters(model: nn.Module) -> Mapping[str, str]:
-    """{tied parameter: the parameter that it is tied to}, by the config and the class; empty for other modules."""
+    """{tied parameter: the parameter that it is tied to}, from the config and the class; empty for other modules."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def untie(model: PreTrainedModel, name: str) -> None:
-    """Take a parameter off `tied_parameters`: transformers will then not tie it."""
+    """Remove a parameter from `tied_parameters`, so that transformers does not tie it."""
     del model.all_tied_weights_keys[name]
 
 
 def inner(module: nn.Module, name: str) -> Any:
-    """The object with a dotted name in a module; None where there is nothing."""
-    found: Any = module
+    """The object with a dotted name in a module; None if it does not exist."""
+    value: Any = module
     for step in name.split("."):
-        found = getattr(found, step, None)
-    return found
+        value = getattr(value, step, None)
+    return value
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter or buffer, and its name there."""
+    """The module that owns a parameter or buffer, and its name there."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute

@@ -1,12 +1,12 @@
-"""Collectives with the backward that tensor parallelism needs, also of uneven shards.
+"""Differentiable collectives for tensor parallelism, also for uneven shards.
 
-The pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 where the sequence
-is cut): each function's backward is the other collective of its pair. README.md has a table of them.
+The conjugate pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 for
+sequence parallelism): the backward of each function is the other collective of its pair. README.md has a table.
 
-Backwards apply the other function of the pair, so that gradients of gradients are exact, too: where autograd records a
-backward (`create_graph=True`), it records the collectives in it with their own backwards.
+Each backward calls the other autograd function of its pair, so that higher-order gradients (`create_graph=True`) are
+exact too.
 
-Sharded dims need not divide: `widths` gives the length of every rank's slice.
+Sharded dims need not be divisible by the number of ranks: `widths` lists the shard length of every rank.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from ..slices.layout import Shared
 from . import direct
 
 Group = dist.ProcessGroup
-Cut = tuple[int, tuple[int, ...]]
-"""(dim, length of every rank's slice along it)."""
+Sharding = tuple[int, tuple[int, ...]]
+"""(dim, shard length of every rank along it)."""
 Counts = Sequence[int]
-"""A number of rows for every rank."""
+"""Number of rows for each rank."""
 Place = tuple[int, int, int]
-"""(start in this rank's shard, start in the buffer that all ranks sum, length)."""
+"""(start in this rank's shard, start in the all-reduced buffer, length)."""
 
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Identity; backward sums the gradients of all ranks of `group` (all-reduce), in `reduce_dtype` or in their own."""
+    """Identity; backward all-reduces the gradients over `group`, in `reduce_dtype` or else in their own dtype."""
     return _apply(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
-    """Sum over the ranks of `group` (all-reduce); backward is the identity.
+    """All-reduce over the ranks of `group`; backward is the identity.
 
-    `in_place`: nobody else reads `x`, the backward that is recorded included, so that its memory may take the sum.
+    `in_place`: write the sum to `x`. Neither other code nor a recorded backward may read `x` afterwards.
     """
     records = torch.is_grad_enabled() and x.requires_grad
-    # A dispatch mode may keep `x`: selective activation checkpointing gives it to the recomputation, which sums again.
+    # A dispatch mode may keep `x`: selective activation checkpointing passes it to the recomputation, which sums again.
     is_kept = records and (torch.compiler.is_dynamo_compiling() or direct.is_watched())
     if in_place and x.is_contiguous() and not is_kept:
         if not records:
             direct.all_reduce(x, group)
             return x
         direct.all_reduce(x.detach(), group)
-        # For gradients of gradients. As Tensor.register_hook, without a handle.
+        # For higher-order gradients. Tensor.register_hook without the handle.
         x._backward_hooks = OrderedDict(reduced=partial(copy_to_region, group=group))
         x.grad_fn._register_hook_dict(x)  # type: ignore[union-attr]
         return x
@@ -62,9 +62,9 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
 
 
 def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
-    """Join the slices of all ranks along `dim` (all-gather); backward keeps this rank's slice of the gradient.
+    """All-gather the shards along `dim`; backward keeps this rank's shard of the gradient.
 
-    `widths[rank]` is the length of that rank's slice; `x` has length `widths[own rank]` along `dim`.
+    `widths[rank]` is the shard length of that rank; `x` has length `widths[own rank]` along `dim`.
     """
     if not torch.is_grad_enabled():
         return all_gather_uneven(x, widths, group, dim=dim)
@@ -72,30 +72,26 @@ def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: i
 
 
 def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
-    """This rank's slice of `x` along `dim`; backward joins the gradients of all ranks (all-gather)."""
+    """Keep this rank's shard of `x` along `dim`; backward all-gathers the gradients."""
     return _apply(_ScatterToRegion, x, tuple(widths), group, dim)
 
 
 def gather_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
-    """Join the slices of all ranks along `dim` (all-gather); backward sums the gradients of all ranks, and keeps this
-    rank's slice (reduce-scatter).
-    """
+    """All-gather the shards along `dim`; backward reduce-scatters the gradients."""
     return _apply(_GatherToRegion, x, tuple(widths), group, dim)
 
 
 def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks (reduce-scatter); backward joins the gradients of all
-    ranks (all-gather).
-    """
+    """Reduce-scatter `x` along `dim`; backward all-gathers the gradients."""
     return _apply(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
 
 
 def exchange_regions(
     x: Tensor, widths: Sequence[int], parts: Sequence[int], group: Group, *, dim: int = -1, into: int = 0
 ) -> Tensor:
-    """This rank's slice along `into` of the whole, joined along `dim` (all-to-all); backward is the reverse all-to-all.
+    """Change the sharded dim from `dim` to `into` (all-to-all); backward is the reverse all-to-all.
 
-    `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` that of its result along `into`.
+    `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` the length of its result along `into`.
     """
     return _apply(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
 
@@ -109,24 +105,24 @@ def copy_shared(
     *,
     dim: int,
 ) -> Tensor:
-    """Identity; backward sums the gradients of indices that several ranks hold over those ranks.
+    """Identity; backward sums the gradients of replicated indices over the ranks that hold them.
 
-    It is one all-reduce over all ranks of `group`, of `length` indices along `dim`: each shared index has a slot there,
+    It is one all-reduce over all ranks of `group`, of `length` indices along `dim`. Each replicated index has a slot,
     which is zero on ranks that do not hold it. So no process group of the holders is needed.
 
     Args:
-        shared: the indices of `x` along `dim` that other ranks hold too; empty on some ranks.
+        shared: the ranges of `x` along `dim` that other ranks hold too; may be empty on some ranks.
         length: number of indices that several ranks hold, the same on all ranks.
-        reduce_dtype: dtype of the sum, which is then rounded to the gradient's; None for the gradient's own.
+        reduce_dtype: dtype of the sum, which is then rounded to the gradient's dtype; None for the gradient's dtype.
     """
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
-    places = tuple((part.local, part.slot, part.length) for part in shared)
+    places = tuple((entry.local, entry.slot, entry.length) for entry in shared)
     return _apply(_CopyShared, x, places, length, dim, group, reduce_dtype)
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
-    """The number that every rank has for this one; `counts[rank]` is that which this one has for `rank`: (size,)."""
+    """All-to-all of one number per rank: send `counts[rank]`, return the number that each rank sent: (size,)."""
     ones = [1] * group.size()
     return direct.all_to_all(counts, ones, ones, group)
 
@@ -135,17 +131,17 @@ def exchange_rows(tensors: Sequence[Tensor], sent: Counts, received: Counts, gro
     """Send rows of each of `tensors` to every rank, in one all-to-all; backward is the reverse all-to-all.
 
     Args:
-        tensors: (sum of `sent`, any width) each, of any dtypes, by the rank that rows are for. Integers have no
+        tensors: (sum of `sent`, any width) each, of any dtypes, rows sorted by destination rank. Integers have no
             gradient.
-        sent: rows for every rank, this one included; any may be 0.
-        received: rows from every rank.
-        group: the ranks; all have to call it, also those without any rows.
+        sent: number of rows for each rank, this one included; may be 0.
+        received: number of rows from each rank.
+        group: collective over all its ranks, also those without rows.
 
     Returns:
-        A tensor for each: (sum of `received`, its width), by the rank that rows come from.
+        A tensor for each input: (sum of `received`, its width), rows sorted by source rank.
     """
-    found: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
-    return found
+    exchanged: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
+    return exchanged
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
@@ -154,19 +150,19 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
-    """All-gather slices of different lengths along `dim`, without autograd: shorter ones travel padded."""
+    """All-gather shards of different lengths along `dim`, without autograd; shorter shards are sent with padding."""
     dim, longest, shortest = dim % x.ndim, max(widths), min(widths)
-    whole = direct.all_gather(_padded(x, longest, dim), group)
+    gathered = direct.all_gather(_padded(x, longest, dim), group)
     if dim == 0 and shortest == longest:
-        return whole
-    pieces = whole.chunk(len(widths))
+        return gathered
+    shards = gathered.chunk(len(widths))
     if shortest < longest:
-        pieces = tuple(piece.narrow(dim, 0, width) for piece, width in zip(pieces, widths, strict=True))
-    return torch.cat(pieces, dim)
+        shards = tuple(shard.narrow(dim, 0, width) for shard, width in zip(shards, widths, strict=True))
+    return torch.cat(shards, dim)
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:
-    """`x` with zeros behind it, up to a `length` along `dim`."""
+    """Pad `x` with zeros at the end of `dim`, up to `length`."""
     if x.shape[dim] == length:
         return x
     padding = list(x.shape)
@@ -175,7 +171,7 @@ def _padded(x: Tensor, length: int, dim: int) -> Tensor:
 
 
 def all_gather_number(number: int, group: Group, device: torch.device | str) -> tuple[int, ...]:
-    """The `number` of every rank."""
+    """All-gather one integer."""
     return tuple(all_gather_uneven(torch.tensor([number], device=device), [1] * group.size(), group).tolist())
 
 
@@ -185,7 +181,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without its support of torch.func, which takes a third of the time."""
+    """`function.apply` without its torch.func support, which takes a third of the time."""
     if torch.compiler.is_dynamo_compiling():
         return function.apply
     direct.refuse_transforms()
@@ -207,7 +203,7 @@ class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
         ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        # A copy: the caller's tensor may be an activation that others still read.
+        # A copy: other code may still read the caller's tensor.
         if not torch.compiler.is_dynamo_compiling() and direct.is_watched() and group.size() > 1:
             return direct.all_reduced(x.to(reduce_dtype or x.dtype), group).to(x.dtype)
         total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -252,9 +248,9 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
     @staticmethod
     def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
         ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        dim, longest = dim % x.ndim, max(widths)  # shorter slices travel padded
-        parts = [_padded(part, longest, dim) for part in x.split(list(widths), dim)]
-        own, width = direct.reduce_scatter(torch.cat(parts), group), widths[dist.get_rank(group)]
+        dim, longest = dim % x.ndim, max(widths)  # shorter shards are sent with padding
+        shards = [_padded(shard, longest, dim) for shard in x.split(list(widths), dim)]
+        own, width = direct.reduce_scatter(torch.cat(shards), group), widths[dist.get_rank(group)]
         return own if width == longest else own.narrow(dim, 0, width)
 
     @staticmethod
@@ -264,20 +260,20 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Cut, into: Cut, group: Group) -> Tensor:
-        ctx.cut, ctx.into, ctx.group = cut, into, group
-        (dim, widths), (other, parts), rank = cut, into, dist.get_rank(group)
+    def forward(ctx: Any, x: Tensor, source: Sharding, into: Sharding, group: Group) -> Tensor:
+        ctx.source, ctx.into, ctx.group = source, into, group
+        (dim, widths), (into_dim, into_widths), rank = source, into, dist.get_rank(group)
         shapes = [list(x.shape) for _ in widths]
         for shape, width in zip(shapes, widths, strict=True):
-            shape[dim], shape[other] = width, parts[rank]
+            shape[dim], shape[into_dim] = width, into_widths[rank]
         sizes = [torch.Size(shape).numel() for shape in shapes]
-        pieces = [piece.reshape(-1) for piece in x.split(list(parts), other)]
-        received = direct.all_to_all(torch.cat(pieces), [piece.numel() for piece in pieces], sizes, group)
-        return torch.cat([piece.view(shape) for piece, shape in zip(received.split(sizes), shapes, strict=True)], dim)
+        chunks = [chunk.reshape(-1) for chunk in x.split(list(into_widths), into_dim)]
+        received = direct.all_to_all(torch.cat(chunks), [chunk.numel() for chunk in chunks], sizes, group)
+        return torch.cat([chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes, strict=True)], dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_Exchange, grads[0], ctx.into, ctx.cut, ctx.group), None, None, None
+        return _apply(_Exchange, grads[0], ctx.into, ctx.source, ctx.group), None, None, None
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -285,21 +281,21 @@ class _ExchangeRows(torch.autograd.Function):
     def forward(ctx: Any, sent: Counts, received: Counts, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.settings = (received, sent, group)
         ctx.have_gradients = [tensor.is_floating_point() for tensor in tensors]
-        # As bytes, so that values of several dtypes travel together.
+        # As bytes, so that one collective sends several dtypes.
         rows = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
         packed = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         arrived = direct.all_to_all(packed, sent, received, group)
-        parts = arrived.split([row.shape[1] for row in rows], 1)
-        found = [part.contiguous().view(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
-        ctx.mark_non_differentiable(*[each for each in found if not each.is_floating_point()])
-        return tuple(found)
+        columns = arrived.split([row.shape[1] for row in rows], 1)
+        outputs = [column.contiguous().view(tensor.dtype) for column, tensor in zip(columns, tensors, strict=True)]
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         sent, received, group = ctx.settings
-        given = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
-        found = iter(exchange_rows(given, sent, received, group))
-        return (None, None, None, *(next(found) if has else None for has in ctx.have_gradients))
+        kept = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
+        exchanged = iter(exchange_rows(kept, sent, received, group))
+        return (None, None, None, *(next(exchanged) if has else None for has in ctx.have_gradients))
 
 
 class _CopyShared(torch.autograd.Function):

@@ -1,13 +1,13 @@
-"""Collectives of plain tensors without autograd: in shared memory, or calls of the backend past torch's dispatcher.
+"""Collectives of plain tensors without autograd: through shared memory, or direct calls of the backend.
 
-The way from `torch.distributed.all_reduce` to the backend passes the dispatcher, which takes longer in a decode step
-than all else that a layer has beside its arithmetic. So the backend is called itself, as the dispatcher's kernel does.
-Where a dispatch mode listens (`CommDebugMode`, `FakeTensorMode`), torch.distributed is called. torch.compile sees
-functional collectives, which it reorders, and fuses with the matrix products around them. Where it leaves a caller to
-Python, it leaves the collective, too (`untraced`): compiled by itself, the steps in shared memory would go wrong.
+`torch.distributed.all_reduce` passes the dispatcher, which in a decode step takes longer than everything else of a
+layer except its arithmetic. So the backend is called directly, as the dispatcher's kernel does. If a dispatch mode is
+active (`CommDebugMode`, `FakeTensorMode`), torch.distributed is called. torch.compile traces functional collectives,
+which it reorders, and fuses with adjacent matrix products. After a graph break in a caller, the collective is not
+compiled either (`untraced`): compiled on its own, the steps in shared memory would go wrong.
 
-CPU tensors of ranks that share memory go through it, under torch.compile by operators of our own. Where a dispatch mode
-listens on some ranks alone, these tell the others in the memory, and all call torch.distributed.
+CPU tensors go through shared memory if the ranks have it; under torch.compile, as custom operators. If a dispatch mode
+is active on some ranks only, these set a flag in the memory, and all ranks call torch.distributed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .shared_memory.joining import NAMES, memory_of
 
 Group = dist.ProcessGroup
 
-# Their names until torch 2.12; the old ones warn from then on.
+# Renamed in torch 2.12, where the old names warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -53,11 +53,11 @@ for _options in (_SUM, _PARTS, _SCATTER):
     _options.asyncOp = False
 
 _backends: dict[tuple[int, torch.device], Any] = {}
-"""The backends of groups, by their `id` and the device of a tensor."""
+"""Backends, by the `id` of their group and the device of the tensor."""
 
 
 def refuse_transforms() -> None:
-    """Raise UnsupportedError inside of `torch.func.vmap`, `grad`, ..., and of forward-mode differentiation."""
+    """Raise UnsupportedError inside `torch.func.vmap`, `grad`, ..., and forward-mode differentiation."""
     if is_transformed():
         raise UnsupportedError(
             "torch.func of a tensor-parallel model",
@@ -76,7 +76,7 @@ def refuse_transforms() -> None:
 
 @untraced
 def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM) -> None:
-    """Sum `x` over the ranks in place, or take its maximum; nothing where there is one, or no group."""
+    """Sum `x` over the ranks in place, or take the maximum; no-op for one rank or without a group."""
     if group is None or group.size() == 1:
         return
     if torch.compiler.is_dynamo_compiling():
@@ -96,7 +96,7 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM
 
 @untraced
 def all_reduced(x: Tensor, group: Group) -> Tensor:
-    """The sum of `x` over the ranks, as a functional collective: a dispatch mode may keep any tensor that it sees."""
+    """The sum of `x` over the ranks, as a new tensor: a dispatch mode may keep `x`."""
     memory = _memory(group, x)
     if memory is not None and memory.all_reduce(copy := x.clone(), by_backend=True):
         return copy
@@ -106,7 +106,7 @@ def all_reduced(x: Tensor, group: Group) -> Tensor:
 
 @untraced
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """The `x: (n, ...)` of all ranks, (ranks * n, ...); `x` itself where there is one."""
+    """All-gather `x: (n, ...)` to (ranks * n, ...); returns `x` itself for one rank."""
     if group.size() == 1:
         return x
     if torch.compiler.is_dynamo_compiling():
@@ -114,20 +114,20 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
             return _op_all_gather(x, group.size(), group.group_name)
         gathered: Tensor = traced_all_gather(x, 0, group)
         return gathered
-    x, whole = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    x, out = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
     memory = _memory(group, x)
-    if memory is not None and memory.all_gather(x, whole.chunk(group.size()), by_backend=is_watched() > 0):
-        return whole
+    if memory is not None and memory.all_gather(x, out.chunk(group.size()), by_backend=is_watched() > 0):
+        return out
     if (backend := _backend(group, x)) is None:
-        _all_gather(whole, x, group=group)
-    elif (work := backend._allgather_base(whole, x, _PARTS)) is not None:
+        _all_gather(out, x, group=group)
+    elif (work := backend._allgather_base(out, x, _PARTS)) is not None:
         work.wait()
-    return whole
+    return out
 
 
 @untraced
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """This rank's rows, (n, ...), of the sum of all ranks' `x: (ranks * n, ...)`; `x` itself where there is one."""
+    """Reduce-scatter `x: (ranks * n, ...)` to (n, ...); returns `x` itself for one rank."""
     if group.size() == 1:
         return x
     if torch.compiler.is_dynamo_compiling():
@@ -148,7 +148,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 @untraced
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Send `sent[rank]` rows of `x: (sum of sent, ...)` to every rank, and receive `received[rank]` rows, in order."""
+    """Send `sent[rank]` rows of `x: (sum of sent, ...)` to each rank; receive `received[rank]` rows, in rank order."""
     if torch.compiler.is_dynamo_compiling() and _has_operators(x, group):
         return _op_all_to_all(x, list(sent), list(received), group.group_name)
     x, arrived = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
@@ -160,7 +160,7 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: G
 
 @untraced
 def broadcast(x: Tensor, group: Group | None, source: int) -> None:
-    """Give `x`, in place, the values of rank `source` of the group; nothing where there is one, or no group."""
+    """Broadcast `x`, in place, from rank `source` of the group; no-op for one rank or without a group."""
     if group is None or group.size() == 1:
         return
     memory = _memory(group, x)
@@ -169,14 +169,14 @@ def broadcast(x: Tensor, group: Group | None, source: int) -> None:
 
 
 def begun(group: Group, device: torch.device) -> int:
-    """How many collectives this rank has begun."""
+    """Number of collectives that this rank has begun."""
     memory = memory_of(group)
     own = group._get_backend(device)._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return int(own) + (memory.collectives if memory is not None else 0)
 
 
 def _memory(group: Group, x: Tensor) -> Transport | None:
-    """The memory through which `x` travels; None where it takes the way of torch.distributed."""
+    """The shared memory to send `x` through; None for torch.distributed."""
     if not x.is_cpu or type(x) not in (Tensor, nn.Parameter) or x.is_complex():
         return None
     memory = memory_of(group)
@@ -186,53 +186,53 @@ def _memory(group: Group, x: Tensor) -> Transport | None:
 
 
 def _backend(group: Group, x: Tensor) -> Any:
-    """The backend of the group for tensors such as `x`; None where the operator has to be called."""
+    """The backend of `group` for the device of `x`; None if torch.distributed has to be called."""
     refuse_transforms()
     if is_watched() or type(x) is not Tensor or x.is_complex():
         return None
-    return _backends.get((id(group), x.device)) or _find(group, x)
+    return _backends.get((id(group), x.device)) or _find_backend(group, x)
 
 
-def _find(group: Group, x: Tensor) -> Any:
-    if type(group) is not Group:  # one that is written in Python
+def _find_backend(group: Group, x: Tensor) -> Any:
+    if type(group) is not Group:  # a subclass written in Python
         return None
-    found = _backends[id(group), x.device] = group._get_backend(x.device)
+    backend = _backends[id(group), x.device] = group._get_backend(x.device)
     weakref.finalize(group, _backends.clear).atexit = False
-    return found
+    return backend
 
 
-# The same as operators, which torch.compile keeps in its graphs as they are. They make new tensors, so that a graph may
-# keep their inputs, and find the process group by its name when they run: after `renew_process_group`, the new one.
-# A graph keeps all of them, also where a rank has no use for its result, and calls them in the order of the forward,
-# also where shards of other lengths let another order take less memory: ranks have graphs of their own.
+# The same collectives as custom operators, opaque to torch.compile. They return new tensors, so that a graph may keep
+# their inputs, and look up the process group by name at run time: after `renew_process_group`, the new one. A graph
+# keeps every operator, even if its result is unused, and calls them in the order of the forward. Otherwise the graphs
+# of the ranks, which have shards of different lengths, could differ in the order that takes the least memory.
 
 _LIBRARY = torch.library.Library("tp_transformers", "DEF")
 _OPERATORS: list[Any] = []
 
 
 def _has_operators(x: Tensor, group: Group) -> bool:
-    """True if a collective of such a tensor is one of the operators below in the graph that is traced."""
+    """True if torch.compile should trace a collective of `x` as one of the custom operators below."""
     return x.device.type == "cpu" and group.group_name in NAMES
 
 
 def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = _LIBRARY.define(schema)
     _LIBRARY.impl(name, function, "CPU")
-    found: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
-    has_side_effect(found)
+    operator: Callable[..., Tensor] = getattr(torch.ops.tp_transformers, name).default
+    has_side_effect(operator)
 
     def traced(*args: Any) -> Tensor:
         _keep_order()
         return shape(*args)
 
     torch.library.register_fake(f"tp_transformers::{name}", traced, lib=_LIBRARY)
-    _OPERATORS.append(found)
-    return found
+    _OPERATORS.append(operator)
+    return operator
 
 
 @cache
 def _keep_order() -> None:
-    """Tell Inductor of the operators, once."""
+    """Register the operators with Inductor, once."""
     with disable_current_modes():
         lower_as_collectives(_OPERATORS)
 

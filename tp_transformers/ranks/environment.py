@@ -1,4 +1,4 @@
-"""Ranks as their launcher numbers them: the only reader of RANK, LOCAL_RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, ..."""
+"""Ranks in the launcher's environment: the only reader of RANK, LOCAL_RANK, SLURM_PROCID, OMPI_COMM_WORLD_RANK, ..."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Launcher:
-    """The environment variables of launchers that give a process its rank."""
+    """A launcher's environment variables for the rank of a process."""
 
     name: str
     rank: str
     size: str
-    """Number of ranks that were started together."""
+    """World size."""
     local_rank: str
-    """Number of the rank among those of its node."""
+    """Index of the rank on its node."""
     local_size: str | None
-    """Number of ranks on the node; None where the launcher has no plain number for it."""
+    """Number of ranks on the node; None if the launcher sets no plain number."""
 
 
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 LAUNCHERS = (
     TORCHRUN,
-    # Not SLURM_NTASKS, which a batch script has too, though it is one process.
+    # Not SLURM_NTASKS: a batch script has it too, though it is one process.
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None),
     Launcher(
         "Open MPI's mpirun",
@@ -46,89 +46,93 @@ LAUNCHERS = (
     Launcher("MPICH's or Intel's mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     Launcher("Cray's mpirun", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
-"""The first whose variables are set counts: torchrun may be started by one of the others."""
+"""By precedence: torchrun may itself be started by one of the others."""
 
 
 def launcher() -> Launcher | None:
-    """The launcher that started this process among others; None for a process by itself."""
-    for each in LAUNCHERS:
-        rank, size = _number(each.rank), _number(each.size)
-        if rank is not None and size is not None and (size > 1 or each == TORCHRUN):
-            return each
+    """The launcher that started this process; None for a process without other ranks."""
+    for candidate in LAUNCHERS:
+        rank, size = _number(candidate.rank), _number(candidate.size)
+        if rank is not None and size is not None and (size > 1 or candidate == TORCHRUN):
+            return candidate
     return None
 
 
 def rendezvous() -> dict[str, Any]:
-    """The rank and the size that `init_process_group` takes, for a process that a launcher started.
+    """`rank` and `world_size` for `init_process_group`, for a process that a launcher started.
 
-    Raises MeshError where the ranks have no address to meet.
+    Raises MeshError if MASTER_ADDR or MASTER_PORT is not set.
     """
-    found = launcher()
-    assert found is not None
+    current = launcher()
+    assert current is not None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise MeshError(
-            f"ranks of {found.name}",
+            f"ranks of {current.name}",
             got=f"no {' and no '.join(missing)} in the environment",
             expected="the address at which they meet",
             fix="Export MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there, or use torchrun.",
         )
-    return {"rank": int(os.environ[found.rank]), "world_size": int(os.environ[found.size])}
+    return {"rank": int(os.environ[current.rank]), "world_size": int(os.environ[current.size])}
 
 
 def local_rank(rank: int) -> int | None:
-    """Number of this process, which is `rank` of all, among those of its node; None without a launcher.
+    """Local rank of this process, which has global rank `rank`; None without a launcher.
 
-    Launchers other than torchrun are believed where they give it the same rank: a script that one of them started may
-    have started its ranks itself.
+    Variables of launchers other than torchrun count only if their rank equals `rank`: the launcher may have started a
+    script that started the ranks itself.
     """
-    for each in LAUNCHERS:
-        local = _number(each.local_rank)
-        if local is not None and (each == TORCHRUN or _number(each.rank) == rank):
+    for candidate in LAUNCHERS:
+        local = _number(candidate.local_rank)
+        if local is not None and (candidate == TORCHRUN or _number(candidate.rank) == rank):
             return local
     return None
 
 
 def local_size() -> int | None:
-    """Number of ranks on this node; None without a launcher that says so."""
-    found = launcher()
-    sizes = (_number(each.local_size) for each in LAUNCHERS if found is not None and each.rank == found.rank)
+    """Number of ranks on this node; None without a launcher that sets it."""
+    current = launcher()
+    sizes = (
+        _number(candidate.local_size)
+        for candidate in LAUNCHERS
+        if current is not None and candidate.rank == current.rank
+    )
     return next((size for size in sizes if size is not None), None)
 
 
 def node_name() -> str:
-    """A name that processes have in common where they share a machine and a host name, as containers may not."""
+    """A name that is equal for processes with the same machine and host name (containers of a machine may differ)."""
     return f"{socket.gethostname()} {machine_name()}"
 
 
 def machine_name() -> str:
-    """A name that processes have in common where one kernel runs them; "" where the system has none."""
+    """The boot id, equal for processes on the same kernel; "" if the system has none."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else ""
 
 
 def local_device(device_type: str) -> torch.device:
-    """The device of this rank: the GPU of its number on its node, or the only one that it can see.
+    """The device of this rank: the GPU with the index of its local rank, or the only visible one.
 
-    Without that number, it is the device that the process group was bound to, or the current one unless that is the
-    first; else ranks take the GPUs of their node by turns, with a warning. A process by itself takes the current one.
+    Without a local rank: the device that the process group is bound to, else the current device if it is not device 0,
+    else GPU `rank % count`, with a warning. A process without other ranks takes the current device.
 
-    Raises MeshError where a node has more ranks than devices.
+    Raises MeshError if a node has more ranks than devices.
     """
     if device_type == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(device_type)
-    count, started, found = module.device_count(), dist.is_initialized(), launcher()
+    count, started, current = module.device_count(), dist.is_initialized(), launcher()
     if count <= 1:
         return torch.device(device_type, 0)
-    rank = dist.get_rank() if started else int(os.environ[found.rank]) if found is not None else 0
+    rank = dist.get_rank() if started else int(os.environ[current.rank]) if current is not None else 0
     local = local_rank(rank)
     if local is None:
         bound = getattr(dist.group.WORLD, "bound_device_id", None)
         if bound is not None and bound.type == device_type and bound.index is not None:
             return torch.device(device_type, bound.index)
         local = module.current_device()
-        if not local and (started or found is not None):
+        if not local and (started or current is not None):
             local = rank % count
             if rank == 0:
                 logger.warning(

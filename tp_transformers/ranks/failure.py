@@ -1,4 +1,4 @@
-"""The rank that failed first, judged from the reports of the ranks and their signs of life."""
+"""The rank that failed first, determined from the reports and heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..marks import Mark
 from .group import is_agreed
 
 GRACE = 3.0
-"""Seconds that the ranks have to fail alike, once one has failed."""
+"""Seconds after the first report in which the other ranks may report a failure too."""
 
 
 @dataclass(frozen=True)
@@ -20,36 +20,36 @@ class Report:
     """The report of a rank that failed."""
 
     order: int
-    """Its place among the ranks that failed."""
+    """Position of the rank in the order of reports."""
     collectives: int
-    """How many it has begun since it entered the call that failed."""
+    """Number of collectives that it has begun since it entered the call that failed."""
     error: str
     """ "ErrorType: message"."""
     trace: str
     """The traceback."""
     follows: bool
-    """True if the error says that another rank cannot be reached: that one failed first."""
+    """True if the error is a consequence: another rank, which failed first, could not be reached."""
     is_last: bool = False
-    """True if this rank can make no collective any more."""
+    """True if this rank cannot make further collectives."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a model's process group has ended."""
+    """The reason why a model's process group was ended."""
 
     rank: int
-    """The rank that failed first, of all that were started."""
+    """Global rank of the rank that failed first."""
     text: str
-    """A clause about it: "failed with ValueError: ..."."""
+    """A clause for the message: "failed with ValueError: ..."."""
     trace: str = ""
     """Its traceback."""
     is_lost: bool = False
-    """True if the rank gives no sign of life."""
+    """True if the rank sends no heartbeats."""
     is_of_all: bool = False
-    """True if no rank failed, but they wait in different calls: all ranks raise it, this one too."""
+    """True if no rank failed, but all wait in different calls: every rank raises the error."""
 
     def to_error(self) -> RemoteRankError:
-        """The error of all other ranks, with the same message."""
+        """The error that the other ranks raise, with the same message on each."""
         advice = "Call tp_transformers.renew_process_group(model) on all ranks to go on, or end them."
         trace = f"\n\nTraceback of rank {self.rank}:\n{self.trace}" if self.trace else ""
         error = RemoteRankError(
@@ -61,17 +61,17 @@ class Failure:
 
 
 FAILURE: Mark[Failure] = Mark("_failure")
-"""Why the error was raised, on an error that others than the rank that failed raise."""
+"""The failure, on an error that ranks other than the failed one raise."""
 
 
 def lost(rank: int, seconds: float) -> Failure:
-    """The failure of a rank that is silent."""
+    """The failure of a rank without heartbeats."""
     text = f"gave no sign of life for {seconds:.0f} s: it was killed or stopped, or its machine cannot be reached"
     return Failure(rank, text, is_lost=True)
 
 
 def left(rank: int) -> Failure:
-    """The failure of a rank that has ended as it should, while others wait for it."""
+    """The failure of a rank that exited normally, while others wait for it."""
     text = (
         "has ended, or no longer holds the model, while others wait for it in a call that it has not made: "
         "all ranks of a model have to make the same calls"
@@ -80,7 +80,7 @@ def left(rank: int) -> Failure:
 
 
 def is_alike(reports: Mapping[int, Report], size: int) -> bool:
-    """True if all `size` ranks failed after as many collectives, so that none waits for another, and can go on."""
+    """True if all `size` ranks failed after equally many collectives: none waits for another, so all can go on."""
     counts = {report.collectives for report in reports.values()}
     return len(reports) == size and len(counts) == 1 and not any(report.is_last for report in reports.values())
 
@@ -88,14 +88,14 @@ def is_alike(reports: Mapping[int, Report], size: int) -> bool:
 def judge(
     reports: Mapping[int, Report], before: Sequence[int], now: Sequence[int], seconds: float, ranks: Sequence[int]
 ) -> Failure | None:
-    """The failure that all ranks raise; None as long as it is not known.
+    """The failure that all ranks raise; None while undecided.
 
     Args:
-        reports: the report of each rank that failed, by its place in the group; at least one.
-        before: each rank's signs of life when the first report was seen, a number that grows; below 0 once it left.
-        now: the same `seconds` later.
-        seconds: those that have passed.
-        ranks: of the group, as they are numbered among all that were started.
+        reports: the report of each rank that failed, by group rank; at least one.
+        before: heartbeat counter of each rank when the first report was seen; below 0 once a rank has left.
+        now: the heartbeat counters `seconds` later.
+        seconds: time since the first report was seen.
+        ranks: the global ranks of the group.
     """
     if seconds < GRACE and len(reports) < len(now):
         return None
@@ -106,15 +106,15 @@ def judge(
             return left(ranks[silent[0]]) if now[silent[0]] < 0 else lost(ranks[silent[0]], seconds)
         if seconds < 1.5 * GRACE:
             return None
-    elif silent and seconds < 2 * GRACE:  # a busy machine may not have run them; they may fail, too
+    elif silent and seconds < 2 * GRACE:  # on a busy machine they may be late, and may fail too
         return None
     return Failure(ranks[first], f"failed with {reports[first].error}", reports[first].trace)
 
 
 def follows(error: BaseException) -> bool:
-    """True if `error` is of a collective, or of a vote, that another rank was missing from."""
+    """True if `error` comes from a collective or vote that failed because another rank was missing."""
     if is_agreed(error):
         return error.__cause__ is not None and follows(error.__cause__)
     return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or any(each in error_text(error) for each in ("gloo", "NCCL"))
+        isinstance(error, dist.DistError) or any(backend in error_text(error) for backend in ("gloo", "NCCL"))
     )

@@ -1,4 +1,4 @@
-"""The ranks that share one model: values gathered from all of them, and votes that make them fail together."""
+"""The ranks that share one model: gather values from all of them, and vote so that they fail together."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .messages import exchange
 from .shared_memory.joining import memory_of
 
 TP_AXIS = "tp"
-"""Name of the DeviceMesh axis over which tensors are split."""
+"""Name of the DeviceMesh axis for tensor parallelism."""
 
 HEARTBEAT = 5.0
-"""Seconds after which ranks that wait for one another's jobs meet; far below the timeout of a collective."""
+"""Seconds between the collectives of ranks that wait for jobs; far below the timeout of a collective."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -38,69 +38,69 @@ class TensorParallelGroup:
     """The ranks that share one model, seen from one of them."""
 
     device_mesh: DeviceMesh | None
-    """The 1-D mesh of the `tp` axis; None for one process without a process group."""
+    """The 1-D mesh of the `tp` axis; None for a single process without a process group."""
     rank: int
-    """This process on the axis."""
+    """Rank of this process on the axis."""
     size: int
     """Length of the axis."""
     device: torch.device
     """Device of this rank's shards."""
     copies: tuple[tuple[int, ...], ...] | None = None
-    """The world ranks of every copy of a model that is data-parallel; else None."""
+    """The global ranks of each copy of a data-parallel model; None without copies."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype of sums over the ranks of gradients of shared parameters; None for the gradients' own."""
+    """Dtype to all-reduce gradients of shared parameters in; None for the gradients' own dtype."""
     mesh: DeviceMesh | None = None
-    """The mesh of all copies of the model, its `tp` axis included; None without a process group."""
+    """The mesh over all copies of the model, `tp` axis included; None without a process group."""
 
     @property
     def is_first_replica(self) -> bool:
-        """True on the ranks of the first copy of the model, the one that is saved."""
+        """True on the ranks of the first copy of the model, which is the copy to save."""
         if self.mesh is None or self.mesh.ndim == 1:
             return True
         names, position = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or ()
-        return not any(at for at, name in zip(position, names, strict=True) if name != TP_AXIS)
+        return not any(index for index, name in zip(position, names, strict=True) if name != TP_AXIS)
 
     @property
     def writes(self) -> bool:
-        """True on the one rank that writes files for all ranks of all copies."""
+        """True on the rank that writes files for all ranks of all copies."""
         return self.rank == 0 and self.is_first_replica
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The axis' process group; None for one process without one."""
+        """The process group of the axis; None for a single process without one."""
         return self.device_mesh.get_group() if self.device_mesh is not None else None
 
     @property
     def global_ranks(self) -> list[int]:
-        """The world rank of every rank of the axis."""
+        """The global ranks of the axis."""
         return self.device_mesh.mesh.tolist() if self.device_mesh is not None else [0]
 
     def check_same(self, values: Mapping[str, Any]) -> None:
-        """Raise MeshError on all ranks where they do not have the same `values`: {what it is: pickled and compared}."""
+        """Raise MeshError on all ranks if a value differs between them. `values`: {subject of the error: value}."""
         everyone = self.gather(dict(values))
         for subject in values:
-            others = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
-            if not others:
+            differing = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
+            if not differing:
                 continue
             raise agreed(
                 MeshError(
                     subject,
-                    got=f"one on rank 0 and another on rank {others[0]}",
+                    got=f"one on rank 0 and another on rank {differing[0]}",
                     expected="the same on all ranks",
                     fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
                 )
             )
 
     def gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, pickled and gathered; all ranks have to call it, and it is a vote, too.
+        """Gather the `value` of every rank, pickled. A collective and a vote.
 
-        Raises RemoteRankError where a rank has ended, or cannot be reached.
+        Raises RemoteRankError if a rank has ended or cannot be reached.
         """
         return self.everywhere(lambda: value)
 
     @untraced
     def _gather(self, value: Any) -> list[Any]:
-        """The `value` of every rank, in one collective."""
+        """Gather the `value` of every rank in one collective."""
         if self.size == 1 or self.process_group is None:
             return [value]
         message, memory = pickle.dumps(value), memory_of(self.process_group)
@@ -110,11 +110,11 @@ class TensorParallelGroup:
                 messages = exchange(message, self.process_group, self.device)
         except RuntimeError as error:
             lost = RemoteRankError(f"another rank ended, or cannot be reached: {error}")
-            raise agreed(lost) from error  # there is nobody left to vote with
-        return [pickle.loads(each) for each in messages]
+            raise agreed(lost) from error  # a vote is impossible
+        return [pickle.loads(data) for data in messages]
 
     def everywhere(self, function: Callable[[], T]) -> list[T]:
-        """The results of `function()` on every rank, gathered in one collective; where it fails on one, all fail."""
+        """Run `function` on every rank and gather the results in one collective; if it fails on one rank, all fail."""
         answers: list[T]
         with self.agree() as answers:
             answers.append(function())
@@ -122,7 +122,7 @@ class TensorParallelGroup:
 
     @property
     def threads(self) -> int:
-        """Threads that this rank may keep busy: its share of the cores that it can see, at most 8."""
+        """Number of threads for this rank: visible cores per rank of the node, at most 8."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         ranks = local_size() or self.size
         return max(1, min(8, cores // ranks))
@@ -131,9 +131,9 @@ class TensorParallelGroup:
         return self
 
     def meet(self, jobs: Collection[Future[Any]]) -> list[Report | None]:
-        """Return on all ranks once the `jobs` of each are done: for every rank, the error of a job that failed.
+        """Wait until the `jobs` of all ranks are done; returns for each rank the error of a failed job, or None.
 
-        The ranks gather this every HEARTBEAT seconds, since no collective may wait for as long as a job takes.
+        The ranks gather their status every HEARTBEAT seconds, since a job may take longer than a collective's timeout.
         """
         while True:
             is_done = not wait(jobs, HEARTBEAT).not_done
@@ -142,13 +142,13 @@ class TensorParallelGroup:
             reports = [report for report, _ in answers]
             if all(done for _, done in answers):
                 return reports
-            if any(report and not done for report, done in answers):  # a vote: that rank failed before it came here
+            if any(report and not done for report, done in answers):  # a vote of a rank that failed before its jobs
                 self._raise(None, reports)
 
     def together(self, function: Callable[[], T]) -> T:
-        """Run `function` on all ranks, however long it takes on some; where one fails, all do.
+        """Run `function` on all ranks, without a limit on its time; if one rank fails, all fail.
 
-        It runs in the calling thread, where signals arrive; meanwhile another thread meets those of other ranks.
+        It runs in the calling thread, where signals arrive; meanwhile another thread calls `meet`.
         """
         if self.size == 1:
             return function()
@@ -156,7 +156,7 @@ class TensorParallelGroup:
         with ThreadPoolExecutor(1, initializer=bind_thread, initargs=(self.device,)) as executor:
             try:
                 executor.submit(int).result()
-            except Exception as error:  # there is no thread, so that this one meets the other ranks, with the error
+            except Exception as error:  # no thread could start: this one reports the error to the other ranks
                 job.set_exception(error)
                 reports = self.meet([job])
             else:
@@ -172,7 +172,7 @@ class TensorParallelGroup:
         return job.result()
 
     def first_on_node(self, function: Callable[[bool], T]) -> T:
-        """Run `function(True)` on the first rank of each node, then `function(False)` on the others.
+        """Run `function(True)` on the first rank of each node, then `function(False)` on the other ranks.
 
         If it fails on one rank, all fail.
         """
@@ -184,13 +184,13 @@ class TensorParallelGroup:
 
     @contextmanager
     def agree(self) -> Iterator[list[Any]]:
-        """Run the block on all ranks, or fail on all: one collective at its end.
+        """Context manager whose body succeeds on all ranks or fails on all: one collective at its end.
 
-        If all ranks fail alike, each raises its own error; else all raise that of the lowest rank that failed, which
-        the message names. So a fault on one rank leaves no other waiting.
-        Blocks may nest; an error that has been agreed on inside passes through the outer ones without a second vote.
-        Keep collectives out of the block, or guard them with a block of their own.
-        The vote carries the values that the block appends to its list: afterwards the list has all ranks'.
+        If all ranks fail with the same error, each raises its own; otherwise all raise the error of the lowest rank
+        that failed, and the message names that rank. So a fault on one rank leaves no other rank waiting. May be
+        nested; an error that an inner one has agreed on passes through the outer ones without a second vote. The body
+        may contain no collectives, except within an inner `agree()`. The vote also gathers the values that the body
+        appends to the yielded list: afterwards it has those of all ranks.
         """
         failure: Exception | None = None
         answers: list[Any] = []
@@ -200,13 +200,13 @@ class TensorParallelGroup:
             if self.size == 1 or is_agreed(error):
                 raise
             failure = error
-        # All votes are alike: that of a rank that failed early meets another one of those that went on.
+        # All votes have one format: the vote of a rank that failed early pairs with a later vote of the other ranks.
         votes = self._gather((reported(failure), answers))
         self._raise(failure, [report for report, _ in votes])
-        answers[:] = [answer for _, each in votes for answer in each]
+        answers[:] = [answer for _, per_rank in votes for answer in per_rank]
 
     def _raise(self, failure: Exception | None, reports: Sequence[Report | None]) -> None:
-        """Raise the error of all ranks, if one reports an error: the own `failure` if they are alike on all."""
+        """Raise if any rank reports an error: this rank's `failure` if all reports are equal, else the common error."""
         if not any(reports):
             return
         common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
@@ -214,14 +214,14 @@ class TensorParallelGroup:
 
 
 GROUP: Mark[TensorParallelGroup] = Mark("tp_group")
-"""The ranks that share a model, on the model."""
+"""Mark on a model: the ranks that share it."""
 
 _AGREED: Mark[bool] = Mark("_agreed_on")
-"""True on an error that all ranks raise."""
+"""Mark on an error: all ranks raise it."""
 
 
 def agreed(error: E) -> E:
-    """The error itself, which all ranks raise: `TensorParallelGroup.agree` lets it pass without a vote."""
+    """Mark an error that all ranks raise, so that `TensorParallelGroup.agree` lets it pass without a vote."""
     _AGREED.put(error, True)
     return error
 
@@ -232,7 +232,7 @@ def is_agreed(error: BaseException) -> bool:
 
 
 def reported(failure: BaseException | None) -> Report | None:
-    """The (class, message) of the error that other ranks raise for `failure`; None for None."""
+    """The (class, message) of the error that the other ranks raise for `failure`; None for None."""
     if failure is None:
         return None
     if isinstance(failure, TensorParallelError):
@@ -241,9 +241,9 @@ def reported(failure: BaseException | None) -> Report | None:
 
 
 def bind_thread(device: torch.device) -> None:
-    """Make `device` the current one of this thread, which started with device 0.
+    """Set the current device of this thread; a new thread starts with device 0.
 
-    Its first call on device 0 would make a context there: about 0.5 GB of memory of another rank's GPU.
+    A first call on device 0 would create a context there: about 0.5 GB of memory on another rank's GPU.
     """
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)

@@ -1,4 +1,4 @@
-"""Ranks on this machine for a command: torchrun starts them, and they end with the command."""
+"""Start ranks on this machine with torchrun; they end with the command that started them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import IO
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl(2): the signal that a process gets when its parent ends."""
+"""Option of Linux's prctl(2): the signal to send to a process when its parent ends."""
 
 
 def end_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """Let the kernel end this process when its parent ends, even by SIGKILL; elsewhere than on Linux, do nothing."""
+    """Let the kernel end this process when its parent ends, even by SIGKILL; no-op except on Linux."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, by)
 
@@ -33,17 +33,17 @@ def torchrun(
 ) -> int:
     """Run `program` on `ranks` processes; returns the exit code.
 
-    torch gets its share of the cores in each, unless OMP_NUM_THREADS says otherwise. If one rank fails, torchrun ends
-    the others; so does an interrupt, the end of `timeout` seconds, or on Linux that of this process.
+    Each gets cores / ranks threads for torch, unless OMP_NUM_THREADS is set. All ranks end if one of them fails, on an
+    interrupt, after `timeout` seconds, and on Linux if this process ends.
 
     Args:
         program: a script and its arguments, or `-m` and a module.
-        ranks: their number.
-        timeout: seconds that they may take.
-        output: the file of their output; None for this process' own.
-        agent: the module that is torchrun.
-        environment: variables beside those of this process.
-        hears_terminal: whether Ctrl-C reaches the ranks themselves, or this process alone.
+        ranks: number of processes.
+        timeout: seconds until they are ended.
+        output: file for stdout and stderr; None to inherit.
+        agent: the module to run as torchrun.
+        environment: variables to add to the environment of this process.
+        hears_terminal: if True, Ctrl-C reaches the ranks directly, else only this process.
 
     Raises:
         subprocess.TimeoutExpired: if the ranks take longer.
@@ -60,7 +60,7 @@ def torchrun(
     ) as process:
         try:
             return process.wait(timeout)
-        except BaseException:  # torchrun passes a SIGTERM on to its ranks; a SIGKILL would leave them behind
+        except BaseException:  # torchrun forwards SIGTERM to its ranks; SIGKILL would orphan them
             process.terminate()
             try:
                 process.wait(30)

@@ -1,4 +1,4 @@
-"""Join the ranks that share a model: process group, device and DeviceMesh, checked."""
+"""Join the ranks that share a model: start and check the process group, the device and the DeviceMesh."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .shared_memory.joining import share
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     """Join the tensor-parallel group: from `device_mesh`, a running process group, or a launcher's environment.
 
-    Starts the process group if there is none and a launcher (torchrun, srun, mpirun) has started ranks: gloo on CPU,
-    with nccl beside it on CUDA, the device bound before the group starts. Without one it is one process, with no group
-    at all.
+    Starts the process group if none is running and a launcher (torchrun, srun, mpirun) started this process: gloo on
+    CPU; gloo and nccl on CUDA, with the device bound before the group starts. Without a launcher the group is one
+    process without a process group.
 
-    Raises MeshError where `device_mesh` has no `tp` axis (and is not 1-D) or fails `check_ranks`, where a node has more
-    ranks than GPUs, or where the environment has no address at which ranks meet.
+    Raises MeshError if `device_mesh` has no `tp` axis (and is not 1-D) or fails `check_ranks`, if a node has more ranks
+    than GPUs, or if the environment has no rendezvous address.
     """
-    given = device_mesh
+    user_mesh = device_mesh
     if device_mesh is None and (dist.is_initialized() or launcher() is not None):
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
@@ -38,14 +38,14 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     device = local_device(device_mesh.device_type)
     bind_thread(device)
     share(device_mesh.get_group())
-    mesh = device_mesh if given is None else given
+    mesh = device_mesh if user_mesh is None else user_mesh
     return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, mesh=mesh)
 
 
 def restart(group: TensorParallelGroup, store: Store) -> None:
-    """Start all ranks' process group again, after it has ended; all of them have to call it, with the same new store.
+    """Restart the default process group after it has ended. Collective over all ranks, with the same new store.
 
-    Meshes of `group`, which know it by name, take the new one.
+    The meshes of `group` look it up by name, and so use the new one.
     """
     backend, rank, size = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
     device = None if group.device.type == "cpu" else group.device
@@ -56,12 +56,12 @@ def restart(group: TensorParallelGroup, store: Store) -> None:
     registry = getattr(root, "_pg_registry", None)
     assert group.process_group is not None
     share(group.process_group)
-    if registry is not None and group.process_group is not None:  # of compiled forwards
+    if registry is not None and group.process_group is not None:  # compiled forwards use it
         registry[group.process_group.group_name] = group.process_group
 
 
 def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
-    """Raise MeshError if `tp_size` is given and is not the number of ranks."""
+    """Raise MeshError if `tp_size` is neither None nor the number of ranks."""
     if tp_size is None or tp_size == group.size:
         return
     raise MeshError(
@@ -76,9 +76,9 @@ def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
 
 
 def check_ranks(device_mesh: DeviceMesh) -> None:
-    """Raise MeshError where this process is not in the mesh, or ranks do not ascend along each of its axes.
+    """Raise MeshError if this process is not in the mesh, or the ranks do not ascend along every axis.
 
-    Torch sorts the ranks of a process group, but places a DTensor's shards in the order of the mesh.
+    torch sorts the ranks of a process group, but places the shards of a DTensor in the order of the mesh.
     """
     ranks = device_mesh.mesh
     if device_mesh.get_coordinate() is None:
@@ -124,14 +124,14 @@ def _default_device_type() -> str:
 
 
 def _start_process_group() -> str:
-    """Start the default process group unless it runs; returns the device type of its meshes."""
+    """Start the default process group unless it is running; returns the device type for meshes."""
     if dist.is_initialized():
         return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
     device_type = _default_device_type()
     if device_type == "cuda":
         device = local_device(device_type)
         torch.cuda.set_device(device)
-        # Gloo beside it: FSDP2 with CPU offload has parameters on the CPU.
+        # Gloo too: FSDP2 with CPU offload has parameters on the CPU.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous())
     else:
         dist.init_process_group("gloo", **rendezvous())
@@ -140,18 +140,18 @@ def _start_process_group() -> str:
 
 
 def _stop_process_group() -> None:
-    """At exit, end the group that we started: torch warns of one that is left, and NCCL may hang on it."""
+    """Destroy the process group at exit: torch warns of a remaining group, and NCCL may hang on it."""
     if dist.is_initialized():
         dist.destroy_process_group()
     _await_gloo_threads()
 
 
 def _await_gloo_threads(seconds: float = 5.0) -> None:
-    """Wait until gloo's threads sleep, `seconds` at most.
+    """Wait until gloo's threads are idle, at most `seconds`.
 
-    After a collective they take the GIL to drop its tensors. Python ends a thread that asks for the GIL
-    while the interpreter finalizes, and C++ then aborts the process ("terminate called without an active exception").
-    Destroying the group does not stop them, as models and meshes still refer to it.
+    After a collective they take the GIL to release its tensors. Python ends a thread that requests the GIL while the
+    interpreter finalizes, and C++ then aborts the process ("terminate called without an active exception").
+    Destroying the group does not stop them, since models and meshes still hold references to it.
     """
     deadline, before = time.monotonic() + seconds, None
     switches = _context_switches("pt_gloo_runloop")
@@ -161,11 +161,11 @@ def _await_gloo_threads(seconds: float = 5.0) -> None:
 
 
 def _context_switches(name: str) -> list[str] | None:
-    """Context switches of this process' threads of a name; None while one of them runs. Empty where there is no /proc.
+    """Context switches of this process' threads called `name`; None while one is running. Empty without /proc.
 
     A thread that waits for the GIL wakes every 5 ms, so its count changes.
     """
-    found = []
+    counts = []
     for thread in Path("/proc/self/task").glob("*"):
         try:
             status = (thread / "status").read_text()
@@ -174,5 +174,5 @@ def _context_switches(name: str) -> list[str] | None:
         if status.startswith(f"Name:\t{name}\n"):
             if "State:\tR" in status:
                 return None
-            found += [line for line in status.splitlines() if "ctxt_switches" in line]
-    return found
+            counts += [line for line in status.splitlines() if "ctxt_switches" in line]
+    return counts

@@ -1,4 +1,4 @@
-"""Messages that the ranks of a process group gather through its backend."""
+"""All-gather of byte messages through the backend of a process group."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
 LETTER = 504
-"""Bytes of a message that ranks gather in one collective; longer ones take a second one."""
+"""Longest message, in bytes, that one collective gathers; longer messages take a second collective."""
 
 
 def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """The message of every rank of `group`.
+    """Gather the message of every rank of `group`.
 
-    `dist.all_gather_object` first gathers the lengths; here they come with the first LETTER bytes, which hold most
-    messages.
+    `dist.all_gather_object` takes an extra collective for the lengths; here they are sent with the first LETTER bytes.
     """
     on = torch.device("cpu") if "cpu:" in get_backend_config(group) else device
 
-    def gather(part: bytes, nbytes: int) -> list[bytes]:
-        own = torch.frombuffer(bytearray(part.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)
-        parts = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(parts, own, group=group)
-        return [each.cpu().numpy().tobytes() for each in parts]
+    def gather(data: bytes, nbytes: int) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)
+        buffers = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(buffers, own, group=group)
+        return [buffer.cpu().numpy().tobytes() for buffer in buffers]
 
-    letters = gather(len(message).to_bytes(8, "little") + message[:LETTER], 8 + LETTER)
-    lengths = [int.from_bytes(letter[:8], "little") for letter in letters]
+    heads = gather(len(message).to_bytes(8, "little") + message[:LETTER], 8 + LETTER)
+    lengths = [int.from_bytes(head[:8], "little") for head in heads]
     longer = max(lengths) - LETTER
-    rests = gather(message[LETTER:], longer) if longer > 0 else [b""] * len(letters)
-    return [(letter[8:] + rest)[:n] for letter, rest, n in zip(letters, rests, lengths, strict=True)]
+    tails = gather(message[LETTER:], longer) if longer > 0 else [b""] * len(heads)
+    return [(head[8:] + tail)[:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]

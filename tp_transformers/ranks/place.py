@@ -1,4 +1,4 @@
-"""The line of the user's code that this process is at, read from the frames of its threads."""
+"""The line of the user's code that this process is executing, from the stack frames of its threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import shorten
 
 _PACKAGE = __name__.partition(".")[0]
 _NOT_CALLS = tuple(f"{_PACKAGE}.{name}" for name in ("patches", "commands", "__main__"))
-"""Modules with frames around the calls of a model, which do not name them."""
+"""Modules of wrappers around a call; their functions do not name the call."""
 _COLLECTIVES = (
     f"{_PACKAGE}.ranks",
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
     "torch.distributed._functional_collectives",
 )
-"""Modules with the innermost frames of a thread that waits in a collective."""
+"""Modules of the innermost frame of a thread that waits in a collective."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NAMES = {
@@ -32,28 +32,28 @@ _NAMES = {
     "_clip": "clip_grad_norm_",
     "step_of": "an optimizer's step",
 }
-"""Names of calls by the functions that begin them, where those have others."""
+"""Names to report for entry functions that have other names."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is."""
+    """The position of a process in its code."""
 
     call: str
-    """The outermost call of this package: "save_pretrained", "generate", "forward", ...; "" outside of all."""
+    """The outermost call of this package: "save_pretrained", "generate", "forward", ...; "" for none."""
     waits: bool
-    """True in a collective, of this package or of the user's own."""
+    """True while it waits in a collective, of this package or of the user's code."""
     line: str
-    """The innermost line of the user's own code: "train.py:12: model.save_pretrained(folder)"."""
+    """The innermost line of the user's code: "train.py:12: model.save_pretrained(folder)"."""
 
 
 def here() -> Place:
-    """The place of this process: of its main thread, or of another one that waits in a call of this package."""
+    """The position of the main thread, or of another thread if only that waits in a call of this package."""
     frames = {thread: list(_outwards(frame)) for thread, frame in sys._current_frames().items()}
     frames.pop(threading.get_ident())
     main = frames.get(threading.main_thread().ident or 0, [])
-    others = (each for each in frames.values() if _waits(each) and _call(each))
-    thread = main if _call(main) else next(others, main)
+    waiting = (stack for stack in frames.values() if _waits(stack) and _call(stack))
+    thread = main if _call(main) else next(waiting, main)
     return Place(_call(thread), _waits(thread), _line(thread))
 
 
@@ -80,7 +80,7 @@ def _call(frames: list[FrameType]) -> str:
 
 
 def _line(frames: list[FrameType]) -> str:
-    """The innermost line outside of all libraries; the outermost one where there is none."""
+    """The innermost line outside of all libraries, or else the outermost line."""
     own = (frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARIES, _OWN, "<")))
     frame = next(own, frames[-1] if frames else None)
     if frame is None:

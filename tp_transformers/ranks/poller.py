@@ -1,4 +1,4 @@
-"""The thread of a process that polls the ranks' store, for the watches of all models."""
+"""A thread that polls the ranks' store for the watches of all models of the process."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ logger = get_logger(__name__)
 BEAT = 0.5
 """Seconds between two polls."""
 SOON = 0.005
-"""Seconds between two polls while somebody waits for their result."""
+"""Seconds between two polls while a thread waits for the result."""
 
 ENDING = 30.0
-"""Seconds that the thread has to end: one that still asks a store while Python ends would abort the process."""
+"""Seconds to wait for the thread at exit: a store request while Python finalizes would abort the process."""
 
 
 class Polled(Protocol):
-    """A task that the thread polls for as long as others hold it."""
+    """An object to poll while it is referenced elsewhere."""
 
     @property
     def is_urgent(self) -> bool:
-        """True if somebody waits."""
+        """True if a thread waits for the result."""
 
     def poll(self) -> None:
-        """Look once, without waiting."""
+        """Poll once, without blocking."""
 
 
 class Poller:
-    """Polls every BEAT seconds; its thread starts with the first that is added, and ends with the process."""
+    """Polls every BEAT seconds. The thread starts with the first `add` and ends with the process."""
 
     def __init__(self) -> None:
         self._polled: list[tuple[weakref.ref[Polled], Callable[[], None]]] = []
         self._lock, self._wake, self._ends = threading.Lock(), threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    def add(self, polled: Polled, farewell: Callable[[], None]) -> None:
-        """Poll `polled` until it is collected, or the process ends; then call `farewell`, which must not hold it.
+    def add(self, polled: Polled, on_end: Callable[[], None]) -> None:
+        """Poll `polled` until it is garbage-collected or the process ends; then call `on_end`.
 
-        If it is polled already, this `farewell` takes the place of the other.
+        `on_end` must not reference `polled`. If `polled` was added before, it replaces the earlier `on_end`.
         """
         with self._lock:
             self._polled = [entry for entry in self._polled if entry[0]() is not polled]
-            self._polled.append((weakref.ref(polled), farewell))
+            self._polled.append((weakref.ref(polled), on_end))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tp_transformers poller", daemon=True)
                 self._thread.start()
@@ -58,40 +58,40 @@ class Poller:
         self._wake.set()
 
     def all(self) -> list[Polled]:
-        """Those that live."""
+        """The objects that are still alive."""
         with self._lock:
             return [polled for ref, _ in self._polled if (polled := ref()) is not None]
 
     def _run(self) -> None:
         while not self._ends:
             is_urgent = self._poll()
-            self._bid_farewell(lambda ref: ref() is None)
+            self._finish(lambda ref: ref() is None)
             self._wake.wait(SOON if is_urgent else BEAT)
             self._wake.clear()
 
     def _poll(self) -> bool:
-        """Poll all once; true if one of them is urgent. The thread holds none of them while it sleeps."""
-        found = self.all()
-        for polled in found:
+        """Poll all once; returns True if one is urgent. The thread keeps no reference to them while it sleeps."""
+        objects = self.all()
+        for polled in objects:
             try:
                 polled.poll()
-            except Exception:  # the thread is there for others, too
+            except Exception:  # the thread serves other objects too
                 logger.exception("%s cannot be polled", type(polled).__name__)
-        return any(polled.is_urgent for polled in found)
+        return any(polled.is_urgent for polled in objects)
 
-    def _bid_farewell(self, is_gone: Callable[[weakref.ref[Polled]], bool]) -> None:
+    def _finish(self, is_gone: Callable[[weakref.ref[Polled]], bool]) -> None:
         with self._lock:
             gone = [entry for entry in self._polled if is_gone(entry[0])]
             self._polled = [entry for entry in self._polled if entry not in gone]
-        for _, farewell in gone:
-            farewell()
+        for _, on_end in gone:
+            on_end()
 
     def _stop(self) -> None:
         self._ends = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(ENDING)
-        self._bid_farewell(lambda ref: True)
+        self._finish(lambda ref: True)
 
 
 POLLER = Poller()

@@ -1,4 +1,4 @@
-"""States of random number generators, of any device."""
+"""States of random number generators, on any device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the default generator of `device`, on the CPU."""
+    """The state of the default generator of `device`, as a CPU tensor."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
 
 
 def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Give the default generator of `device` a state that `random_state` returned."""
+    """Set the default generator of `device` to a state from `random_state`."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:
@@ -28,7 +28,7 @@ def random_states(device: torch.device) -> tuple[Any, ...]:
 
 
 def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
-    """Give the default generators the states that `random_states` returned."""
+    """Set the default generators to the states from `random_states`."""
     python, numpy, cpu, own = states
     random.setstate(python)
     np.random.set_state(numpy)

@@ -1,7 +1,7 @@
-"""The TCP connections between ranks, which gloo waits on: a collective returns once its own are shut.
+"""The TCP connections between ranks: shut them down to end a gloo collective that waits.
 
-torch has no way to abort gloo (`ProcessGroup.abort` does nothing there), but gloo raises in every operation that waits
-when one of its connections ends.
+torch cannot abort gloo (`ProcessGroup.abort` does nothing there), but every waiting operation of gloo raises when one
+of its connections ends.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from ..marks import untyped
 from ..torch_api import get_default_store
 
 Ends = tuple[Any, Any]
-"""(own address, the other end's) of a connection."""
+"""(local address, remote address) of a connection."""
 
 
 def innermost(store: Store) -> Store:
-    """The store without prefixes that `store` lies in; those of a renewed process group would add up."""
+    """Unwrap the prefixes of `store`; with every renewed process group they would grow."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
 def store_of_ranks() -> Store | None:
-    """A connection of its own to the store of the launch; None where that is a user's own, in Python."""
+    """A new connection to the launch's store; None if that is a custom store written in Python."""
     try:
-        found: Store = untyped(innermost(get_default_store())).clone()
+        store: Store = untyped(innermost(get_default_store())).clone()
     except RuntimeError:
         return None
-    return found
+    return store
 
 
 def connections(store: Store) -> dict[int, Ends]:
-    """The ends of every TCP connection of this process by file descriptor, without those of `store`."""
-    port, found = getattr(innermost(store), "port", None), {}
+    """The TCP connections of this process by file descriptor, without those to `store`."""
+    port, by_descriptor = getattr(innermost(store), "port", None), {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with _opened(int(name)) as connection:
             ends = _ends(connection) if connection is not None else None
         if ends is not None and port not in (ends[0][1], ends[1][1]):
-            found[int(name)] = ends
-    return found
+            by_descriptor[int(name)] = ends
+    return by_descriptor
 
 
-def between(own: dict[int, Ends], others: list[Ends]) -> dict[int, Ends]:
-    """Those of this process that `others`, the connections of other ranks, are the other ends of."""
-    known = set(others)
-    return {descriptor: ends for descriptor, ends in own.items() if (ends[1], ends[0]) in known}
+def between(own: dict[int, Ends], remote: list[Ends]) -> dict[int, Ends]:
+    """The connections in `own` to a remote end in `others`, the connections of the other ranks."""
+    remote_ends = set(remote)
+    return {descriptor: ends for descriptor, ends in own.items() if (ends[1], ends[0]) in remote_ends}
 
 
-def shut(found: dict[int, Ends]) -> None:
-    """Shut the connections that are still the same; a call that waits on either end of one raises."""
-    for descriptor, ends in found.items():
+def shut(links: dict[int, Ends]) -> None:
+    """Shut down the connections that are unchanged; a call that waits at either end raises."""
+    for descriptor, ends in links.items():
         with _opened(descriptor) as connection, suppress(OSError):
             if connection is not None and _ends(connection) == ends:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -64,7 +64,7 @@ def shut(found: dict[int, Ends]) -> None:
 
 @contextmanager
 def _opened(descriptor: int) -> Iterator[socket.socket | None]:
-    """A duplicate of a socket that stays open when gloo closes the socket; None for other descriptors."""
+    """A duplicate of a socket, which stays open when gloo closes it; None for other descriptors."""
     connection = None
     with suppress(OSError):
         own = os.dup(descriptor)
@@ -77,7 +77,7 @@ def _opened(descriptor: int) -> Iterator[socket.socket | None]:
 
 
 def _ends(connection: socket.socket) -> Ends | None:
-    """The ends of a TCP connection; None for other sockets, those that are shut, and those that only listen."""
+    """The ends of a TCP connection; None for other sockets, closed ones, and listening ones."""
     is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
     try:
         return (connection.getsockname(), connection.getpeername()) if is_tcp else None

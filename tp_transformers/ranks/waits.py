@@ -1,8 +1,8 @@
-"""Messages about ranks that have not come to the call in which this one waits.
+"""Warnings about ranks that have not made the call in which this rank waits.
 
-Each rank says in the store where it is, once it has begun no collective between two polls. A rank that has waited in a
-collective for PATIENCE seconds logs which others are elsewhere, and where: they may come later. Where all ranks wait,
-in different calls, none of them ever will; that is an error on all.
+Each rank publishes its position in the store, if it has begun no collective between two polls. A rank that has waited
+in a collective for PATIENCE seconds logs the positions of the ranks that are not in the call: they may come later. If
+all ranks wait in different calls, they are deadlocked: an error on all ranks.
 """
 
 from __future__ import annotations
@@ -23,76 +23,80 @@ from .poller import BEAT
 logger = get_logger(__name__)
 
 PATIENCE = 10.0
-"""Seconds in a collective after which a rank tells of those that are not in it; then after twice as many, and so on.
-Above the seconds after which ranks that wait for one another's jobs meet (`group.HEARTBEAT`)."""
+"""Seconds in a collective until a rank logs the missing ranks; each further warning comes after twice the time.
+Longer than `group.HEARTBEAT`, the time between the collectives of ranks that wait for jobs."""
 
 
 class Waits:
-    """The messages that one rank sends, and gets from the others, for one watch."""
+    """Publishes the position of this rank for a watch, and reads those of the other ranks."""
 
     def __init__(self, group: TensorParallelGroup, store: Store) -> None:
-        """Nothing is said before `look`; `store` is that of the watch."""
+        """`store` is the store of the watch. Nothing is published before `look`."""
         self.group, self._store = group, store
         self._is_world = group.size == dist.get_world_size()
-        self._count, self._said = -1, ""
+        self._count, self._published = -1, ""
         self._since = self._next = 0.0
-        self._heard: dict[int, tuple[str, float]] = {}
+        self._received: dict[int, tuple[str, float]] = {}
         self._beats: dict[int, tuple[int, float]] = {}
 
     def look(self, now: float, count: int) -> Failure | None:
-        """Say where this rank is, and tell whom it waits for; the failure where no rank can go on.
+        """Publish the position of this rank and log missing ranks; returns the failure if no rank can go on.
 
         `count` is the number of collectives that this rank has begun.
         """
         has_moved, self._count = count != self._count, count
         place = None if has_moved else here()
-        said = json.dumps(asdict(place)) if place is not None else ""
-        if said != self._said:
-            self._store.set(f"place {self.group.rank}", said)
-            self._said = said
+        message = json.dumps(asdict(place)) if place is not None else ""
+        if message != self._published:
+            self._store.set(f"place {self.group.rank}", message)
+            self._published = message
         if place is None or not place.waits or not place.call:
             self._since, self._next = now, PATIENCE
-            self._heard.clear()
+            self._received.clear()
             return None
-        others, since = self._others(now)
+        places, since = self._other_places(now)
         if now - self._since < PATIENCE:
             return None
-        missing = {rank: other for rank, other in others.items() if other.call != place.call}
-        all_wait = len(others) == self.group.size - 1 and all(other.waits for other in others.values())
-        if missing and all_wait and self._is_world:  # else some may wait for ranks beyond the group, which come later
+        missing = {rank: peer for rank, peer in places.items() if peer.call != place.call}
+        all_wait = len(places) == self.group.size - 1 and all(peer.waits for peer in places.values())
+        if missing and all_wait and self._is_world:  # else a rank may wait for ranks outside the group, which may come
             return self._stuck(place, missing) if now - since >= PATIENCE else None
         if missing and now - self._since >= self._next:
             self._next *= 2
-            _tell(place, missing, now - self._since, self.group.global_ranks)
+            _warn(place, missing, now - self._since, self.group.global_ranks)
         return None
 
-    def _others(self, now: float) -> tuple[dict[int, Place], float]:
-        """Where the other ranks are, of those that live and have stopped, and when the last change was heard of."""
+    def _other_places(self, now: float) -> tuple[dict[int, Place], float]:
+        """Positions of the other ranks that are alive but begin no collectives, and the time of the last change."""
         for rank in range(self.group.size):
             key = f"place {rank}"
             if rank != self.group.rank and self._store.check([key]):
-                said, beat = self._store.get(key).decode(), self._store.add(beat_of(rank), 0)
-                if said != self._heard.get(rank, ("", now))[0]:
-                    self._heard[rank] = said, now
+                message, beat = self._store.get(key).decode(), self._store.add(beat_of(rank), 0)
+                if message != self._received.get(rank, ("", now))[0]:
+                    self._received[rank] = message, now
                 if beat != self._beats.get(rank, (0, now))[0]:
                     self._beats[rank] = beat, now
-        live = {rank for rank, (beat, at) in self._beats.items() if beat > 0 and now - at < 6 * BEAT}
-        stopped = {rank: Place(**json.loads(said)) for rank, (said, _) in self._heard.items() if said and rank in live}
-        return stopped, max((since for _, since in self._heard.values()), default=now)
+        live = {rank for rank, (beat, seen_at) in self._beats.items() if beat > 0 and now - seen_at < 6 * BEAT}
+        stopped = {
+            rank: Place(**json.loads(message))
+            for rank, (message, _) in self._received.items()
+            if message and rank in live
+        }
+        return stopped, max((since for _, since in self._received.values()), default=now)
 
     def _stuck(self, place: Place, missing: Mapping[int, Place]) -> Failure:
-        rank, other = next(iter(missing.items()))
+        rank, peer = next(iter(missing.items()))
         ranks = self.group.global_ranks
         return Failure(
             ranks[rank],
-            f"has not called {place.call}: it waits in {_named(other)}, while rank {ranks[self.group.rank]} waits in "
+            f"has not called {place.call}: it waits in {_named(peer)}, while rank {ranks[self.group.rank]} waits in "
             f"{_named(place)}. All ranks of a model have to make the same calls: call {place.call} on all of them",
             is_of_all=True,
         )
 
 
 def beat_of(rank: int) -> str:
-    """The key under which a rank leaves its signs of life in the store of a watch."""
+    """The key of a rank's heartbeat counter in the store of a watch."""
     return f"beat {rank}"
 
 
@@ -100,11 +104,11 @@ def _named(place: Place) -> str:
     return f"{place.call or 'a collective'} ({place.line})"
 
 
-def _tell(place: Place, missing: Mapping[int, Place], seconds: float, ranks: list[int]) -> None:
+def _warn(place: Place, missing: Mapping[int, Place], seconds: float, ranks: list[int]) -> None:
     names = " and ".join(str(ranks[rank]) for rank in missing)
     where = "; ".join(
-        f"rank {ranks[rank]} is alive, {f'in {_named(other)}' if other.call else f'at {other.line}'}"
-        for rank, other in missing.items()
+        f"rank {ranks[rank]} is alive, {f'in {_named(peer)}' if peer.call else f'at {peer.line}'}"
+        for rank, peer in missing.items()
     )
     logger.warning(
         "%s (%s) has waited %.0f s for rank%s %s, which %s not called it: %s. All ranks of a model have to call it.",

@@ -1,11 +1,12 @@
-"""Messages of a rank that failed alone, beside the collectives that the others wait in.
+"""Failure detection outside of collectives: the other ranks learn of a failed or lost rank through a store.
 
     rank 1 raises in a forward ─ its report ─> store <─ polled ─ a thread of every rank
-      all ranks report, after as many collectives: they failed alike; each raises its own error, and may go on
-      some have not after GRACE seconds: all end their process group, and raise rank 1's error
+      all ranks report, after equally many collectives: each raises its own error, and may go on
+      some have not reported after GRACE seconds: all end their process group, and raise rank 1's error
 
-The store is that of the ranks' rendezvous. A thread of every process polls it, and leaves a sign of life there; nothing
-is added to a healthy collective. Each rank hears the next one: where that is silent for `limit` seconds, it tells all.
+The store is the rendezvous store. A thread of each process polls it, and increments a heartbeat counter there; a
+healthy collective costs nothing more. Each rank monitors the next one, and reports it after `limit` seconds without a
+heartbeat.
 """
 
 from __future__ import annotations
@@ -36,50 +37,52 @@ from .waits import Waits, beat_of
 logger = get_logger(__name__)
 
 LIMIT = 10.0
-"""Seconds without a sign of life after which a rank counts as lost, unless a load says otherwise."""
+"""Default seconds without a heartbeat until a rank counts as lost."""
 TRACE = 6000
-"""Characters of a traceback that other ranks are told."""
+"""Characters of a traceback to send to other ranks."""
 LEFT = -(1 << 40)
-"""Added to a rank's signs of life when its model is gone."""
+"""Added to a rank's heartbeat counter when its model is deleted."""
 
 
 class Watch:
-    """The ranks of one model; each hears when another one fails or is lost.
+    """Watches the ranks of one model for failed and lost ranks.
 
-    `with watch:` surrounds a call that all ranks make; it may be nested. If the call fails on some ranks and not on
-    others, all raise, and every later call raises RemoteRankError at once.
+    Use `with watch:` around a call that all ranks make; it may be nested. If the call fails on some ranks only, all
+    raise, and every later call raises RemoteRankError immediately.
     """
 
     failure: Failure | None
-    """The reason for the end of the process group; None while it lives."""
+    """The reason for the end of the process group; None while it is running."""
     process_group: Any
-    """The ranks' process group, which stays known where it has been destroyed."""
+    """The ranks' process group; the reference is kept after it was destroyed."""
     number: int
-    """The same on all ranks, and another one for each watch and each process group."""
+    """Identifies the watch and its process group; the same on all ranks."""
 
     def __init__(self, group: TensorParallelGroup, limit: float = LIMIT, *, is_of_copies: bool = False) -> None:
-        """Begin to watch; all ranks of `group`, of two or more, have to call it.
+        """Begin to watch. Collective over `group`, which has at least two ranks.
 
         Args:
-            limit: seconds until a silent rank counts as lost.
-            is_of_copies: whether the ranks hold the same part of several copies of a model, which are not in step.
+            limit: seconds without a heartbeat until a rank counts as lost.
+            is_of_copies: True if the ranks hold the same shard in several copies of a model, which run asynchronously.
         """
         self.group, self.limit, self.is_of_copies = group, limit, is_of_copies
         self.beyond: Watch | None = None
-        """The watch of this process over the copies, which surrounds every call of this one."""
+        """This process' watch over the copies, entered around every call of this watch."""
         self.owes_backward = False
-        """True from a forward that autograd recorded until a backward has ended."""
+        """True between a forward that autograd recorded and the end of its backward."""
         self._depth, self._entered, self._entered_at = 0, 0, 0.0
         self.begin()
 
     def begin(self) -> None:
-        """Begin with a process group, the model's first one or a new one; all ranks have to call it."""
+        """Watch a process group: the model's first one or a renewed one. Collective."""
         store, rank = store_of_ranks(), self.group.rank
         assert store is not None
         own = connections(store)
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
         ranks = self.group.gather((number, list(own.values())))
-        self._links = between(own, [ends for each, (_, found) in enumerate(ranks) if each != rank for ends in found])
+        self._links = between(
+            own, [ends for peer, (_, peer_ends) in enumerate(ranks) if peer != rank for ends in peer_ends]
+        )
         self.number = ranks[0][0]
         self._store = PrefixStore(f"tp_transformers/watch {self.number}", store)
         self.process_group = untyped(self.group.process_group)
@@ -89,18 +92,18 @@ class Watch:
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
         self._waits = Waits(self.group, self._store)
-        self.failure = None  # from here on it is polled
+        self.failure = None  # polled from here on
         POLLER.add(self, partial(_leave, self._store, rank))
 
     @property
     def meeting(self) -> Store:
-        """A store for the ranks to meet once more."""
+        """A store for the rendezvous of a new process group."""
         return PrefixStore("a new process group", self._store)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
         return self
 
-    # In the thread that calls the model.
+    # Called in the thread that calls the model.
 
     def __enter__(self) -> Watch:
         if not self._depth:
@@ -117,7 +120,7 @@ class Watch:
             return
         try:
             if error is None:
-                self.check()  # collectives of NCCL return when they are aborted
+                self.check()  # an aborted NCCL collective returns without an error
             elif isinstance(error, Exception):
                 self.tell(error)
         except RemoteRankError as remote:
@@ -133,9 +136,9 @@ class Watch:
             raise self.failure.to_error()
 
     def tell(self, error: Exception) -> None:
-        """Make `error` known to all ranks, and wait until it is known whether all have failed alike.
+        """Report `error` to all ranks, and wait for the verdict: did all ranks fail, or did another one fail first?
 
-        Raises RemoteRankError from `error` where another rank failed first.
+        Raises RemoteRankError from `error` if another rank failed first.
         """
         if is_agreed(error) and not follows(error):
             return
@@ -145,7 +148,7 @@ class Watch:
             POLLER.soon()
             self._settled.wait(max(self.limit, 3 * GRACE))
         if self._unreachable_at is not None and not follows(error):
-            return  # nobody can be told
+            return  # the store is unreachable
         if self.failure is not None:
             if self.failure.is_of_all or self.failure.rank != self.group.global_ranks[self.group.rank]:
                 raise self.failure.to_error() from error
@@ -155,18 +158,18 @@ class Watch:
                     error.add_note("All ranks have been told; their process group has ended.")
 
     def _collectives(self) -> int:
-        """How many collectives this rank has begun."""
+        """Number of collectives that this rank has begun."""
         return direct.begun(self.process_group, self.group.device)
 
-    # In the thread that polls.
+    # Called in the polling thread.
 
     @property
     def is_urgent(self) -> bool:
-        """True while ranks find out which of them have failed."""
+        """True while the verdict on an error is pending."""
         return self.failure is None and (self._error is not None or self._began is not None)
 
     def poll(self) -> None:
-        """Give a sign of life, publish an error, and look for those of others."""
+        """Send a heartbeat, publish this rank's error, and look for errors of other ranks."""
         if self.failure is not None:
             return
         now = monotonic()
@@ -176,7 +179,7 @@ class Watch:
             except RuntimeError as error:
                 logger.debug("the store at which the ranks met is gone: %s", error)
                 self._unreachable_at = now
-        if self._unreachable_at is not None:  # torch warns of each try
+        if self._unreachable_at is not None:  # no further attempts: torch warns of each
             waits = self._depth and now - max(self._entered_at, self._unreachable_at) > self.limit
             if self.is_urgent or waits:
                 text = "or the launcher has ended: the store at which the ranks met cannot be reached"
@@ -189,18 +192,18 @@ class Watch:
             self._publish(self._error)
             self._error = None
         if self._store.add(f"reports {self._round}", 0):
-            self._settle(now)
+            self._decide(now)
         else:
-            self._hear(now)
-            first = next(iter(watches(self.process_group)), None)  # of several models of these ranks, one tells
+            self._check_next(now)
+            first = next(iter(watches(self.process_group)), None)  # of several models on these ranks, one warns
             stuck = self._waits.look(now, self._collectives()) if first is self and not self.is_of_copies else None
             if stuck is not None:
                 self._end(stuck)
 
     def _publish(self, error: Exception) -> None:
-        known = FAILURE.find(error)
-        if known is not None:  # of the ranks of another watch
-            self._rule(known)
+        failure = FAILURE.find(error)
+        if failure is not None:  # from another watch
+            self._rule(failure)
         memory = memory_of(self.process_group)
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
@@ -213,8 +216,8 @@ class Watch:
         self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
         self._store.add(f"reports {self._round}", 1)
 
-    def _settle(self, now: float) -> None:
-        """Find the verdict of the ranks, or give it."""
+    def _decide(self, now: float) -> None:
+        """Read the verdict on the reports, or decide it."""
         verdict = f"verdict {self._round}"
         if not self._store.check([verdict]):
             if self._began is None:
@@ -226,28 +229,28 @@ class Watch:
                 if failure is None:
                     return
             self._rule(failure)
-        found = json.loads(self._store.get(verdict))
-        self._conclude(Failure(**found) if found is not None else None)
+        decided = json.loads(self._store.get(verdict))
+        self._conclude(Failure(**decided) if decided is not None else None)
 
     def _rule(self, failure: Failure | None) -> None:
-        """Give the verdict, unless another rank has; None where all failed alike."""
+        """Publish a verdict unless another rank has done so; None if all ranks failed by themselves."""
         self._store.compare_set(f"verdict {self._round}", "", json.dumps(failure and asdict(failure)))
 
     def _end(self, failure: Failure) -> None:
-        """Give a verdict that no report asks for."""
+        """Publish a verdict without a report."""
         self._rule(failure)
         self._store.add(f"reports {self._round}", 1)
 
-    def _hear(self, now: float) -> None:
-        """Hear the next rank; tell all if it has been silent for too long."""
-        other = (self.group.rank + 1) % self.group.size
-        beat = self._store.add(beat_of(other), 0)
-        if beat != self._heard or now - self._polled_at > 4 * BEAT:  # this process may have been stopped itself
+    def _check_next(self, now: float) -> None:
+        """Check the heartbeat of the next rank; end the process group if it has been missing for too long."""
+        next_rank = (self.group.rank + 1) % self.group.size
+        beat = self._store.add(beat_of(next_rank), 0)
+        if beat != self._heard or now - self._polled_at > 4 * BEAT:  # this process itself may have been stopped
             self._heard, self._heard_at = beat, now
-        has_left = beat < 0  # others may finish later: it is missed where one waits for it
+        has_left = beat < 0  # a fault only if this rank waits for it: ranks may finish at different times
         since = max(self._heard_at, self._entered_at) if has_left else self._heard_at
         if now - since > self.limit and (self._depth or not has_left):
-            rank = self.group.global_ranks[other]
+            rank = self.group.global_ranks[next_rank]
             self._end(left(rank) if has_left else lost(rank, now - since))
 
     def _beats(self) -> list[int]:
@@ -260,13 +263,13 @@ class Watch:
         }
 
     def _conclude(self, failure: Failure | None) -> None:
-        """Go on where all failed alike; else end the process group, for all models of these ranks."""
+        """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks."""
         self._round, self._began = self._round + 1, None
         if failure is not None:
             bind_thread(self.group.device)
-            for other in watches(self.process_group):
-                other.failure = failure
-                other._settled.set()
+            for watch in watches(self.process_group):
+                watch.failure = failure
+                watch._settled.set()
             memory = memory_of(self.process_group)
             if memory is not None:
                 memory.end("the ranks' process group has ended")
@@ -277,20 +280,20 @@ class Watch:
 
 
 def watches(process_group: Any) -> list[Watch]:
-    """The watches of this process over the ranks of `process_group`."""
-    return [each for each in POLLER.all() if isinstance(each, Watch) and each.process_group == process_group]
+    """This process' watches over the ranks of `process_group`."""
+    return [polled for polled in POLLER.all() if isinstance(polled, Watch) and polled.process_group == process_group]
 
 
-def watched(found: Iterable[Watch]) -> ExitStack:
-    """The watches, entered."""
-    with ExitStack() as stack:  # which leaves the first again, if the second raises
-        for each in found:
-            stack.enter_context(each)
+def watched(all_watches: Iterable[Watch]) -> ExitStack:
+    """Enter the watches."""
+    with ExitStack() as stack:  # if one raises, it exits the earlier ones
+        for watch in all_watches:
+            stack.enter_context(watch)
         return stack.pop_all()
 
 
 def watched_ranks(group: TensorParallelGroup) -> ExitStack:
-    """The watches of the models of these ranks, entered; none without a process group, or where it was destroyed."""
+    """Enter the watches of all models of these ranks; none if the process group is missing or destroyed."""
     try:
         process_group = group.process_group
     except RuntimeError:
@@ -299,5 +302,5 @@ def watched_ranks(group: TensorParallelGroup) -> ExitStack:
 
 
 def _leave(store: Store, rank: int) -> None:
-    with suppress(RuntimeError):  # the store may have ended with the rank that keeps it
+    with suppress(RuntimeError):  # the store may have ended with the rank that hosts it
         store.add(beat_of(rank), LEFT)

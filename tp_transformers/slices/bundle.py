@@ -1,11 +1,11 @@
-"""Quantised tensors: several stored tensors that stand for one, and are cut as one.
+"""Quantised tensors: several stored tensors that encode one tensor and are sliced as one.
 
-    256 columns of int4, 32 a group        values  (8, 32) int32    8 columns an index
-                                           scales  (8, 8)          32 columns an index
-    its columns [80, 256)                  values[:, 10:32], scales[:, 2:8]
+    256 columns of int4 in groups of 32    values  (8, 32) int32    8 columns per index
+                                           scales  (8, 8)          32 columns per index
+    columns [80, 256)                      values[:, 10:32], scales[:, 2:8]
 
-A `Bundle` has the shape of the tensor that it stands for, and is selected in its indices. Each member is read in its
-own units, into memory that has room for whole units of all members, so that a format decodes whole units alone.
+A `Bundle` has the shape of the decoded tensor, and is sliced by its indices. The slice is aligned outwards to the
+quantisation groups of all stored tensors, so that a format only decodes complete groups.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .lazy import LazyTensor, Leaf
 from .stored import Selection, compose, lengths
 
 _TILE = 1 << 20
-"""Elements that are decoded at a time."""
+"""Elements decoded at a time."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of a member that goes with a dim of the whole: `width` indices of it for every `unit` of the whole."""
+    """A dim of a stored tensor that follows `dim` of the full tensor: `width` indices for every `unit` of `dim`."""
 
     dim: int
     unit: int = 1
     width: int = 1
 
     def members(self, length: int) -> int:
-        """Indices of the member for the first `length` of the whole."""
+        """Indices of the stored tensor that cover the first `length` indices of the full tensor."""
         return -(-length * self.width // self.unit)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of the stored tensors; a dim without a cut is read completely, whatever is selected."""
+    """One of the stored tensors. A dim with cut None is read in full, whatever the slice."""
 
     tensor: LazyTensor
     cuts: tuple[Cut | None, ...]
@@ -51,14 +51,14 @@ class Member:
 
 
 Parts = Mapping[str, torch.Tensor]
-"""Values of the members of whole units, by name."""
+"""Values of the stored tensors, of complete groups, by name."""
 
 Decode = Callable[[Parts, Sequence[int]], torch.Tensor]
-"""The values, of a shape, that parts stand for; elements depend on their own units alone."""
+"""Decode stored values to a tensor of the given shape. An element depends on its own group only."""
 
 
 class Bundle(Expression):
-    """Members that stand for a tensor of `shape` (..., n, m) and `dtype`, which `decode` makes of them."""
+    """Stored tensors that `decode` turns into a tensor of `shape` (..., n, m) and `dtype`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Bundle(Expression):
         decode: Decode,
         selection: Selection | None = None,
     ) -> None:
-        """Raises ValueError where a member is not as long as its cuts say."""
+        """Raises ValueError if the shape of a stored tensor does not match its cuts."""
         for name, member in members.items():
             expected = tuple(
                 length if cut is None else cut.members(shape[cut.dim])
@@ -86,110 +86,113 @@ class Bundle(Expression):
         return Bundle(self.members, self.whole, self.dtype, self.decode, tuple(selection))
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """The members into memory of their own, then their value into place."""
+        """Read the stored tensors into buffers, then decode them into `destination`."""
         units = [
             math.lcm(*(cut.unit for member in self.members.values() for cut in member.cuts if cut and cut.dim == dim))
             for dim in range(len(self.whole))
         ]
-        hulls = [
-            _Hull(ranges, unit, length) for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
+        aligned = [
+            _Aligned(ranges, unit, length)
+            for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
         ]
-        parts: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         origins: dict[str, Origin] = {}
         for name, member in self.members.items():
             places = [
-                [(0, 0, length)] if cut is None else hulls[cut.dim].places(cut, length)
+                [(0, 0, length)] if cut is None else aligned[cut.dim].places(cut, length)
                 for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
             ]
             shape = [
-                length if cut is None else cut.members(hulls[cut.dim].length)
+                length if cut is None else cut.members(aligned[cut.dim].length)
                 for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
             ]
-            # What is not read is decoded too, and left out.
-            parts[name] = torch.zeros(shape, dtype=member.tensor.dtype, device=destination.device)
-            for box in product(*places):
-                part, view = member.tensor, parts[name]
-                for dim, (start, position, length) in enumerate(box):
-                    if length != part.shape[dim]:
-                        part = part.select(dim, [(start, start + length)])
+            # Elements that are not read are decoded too, and not copied.
+            buffers[name] = torch.zeros(shape, dtype=member.tensor.dtype, device=destination.device)
+            for block in product(*places):
+                source, view = member.tensor, buffers[name]
+                for dim, (start, position, length) in enumerate(block):
+                    if length != source.shape[dim]:
+                        source = source.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
-                yield from part.pieces(view)
+                yield from source.pieces(view)
             origins[name] = Origin(member.name, tuple(member.tensor.shape), places)
         cuts = {name: member.cuts for name, member in self.members.items()}
-        yield Decoded(parts, cuts, tuple(hulls), self.decode, origins), destination
+        yield Decoded(buffers, cuts, tuple(aligned), self.decode, origins), destination
 
 
-class _Hull:
-    """The whole units of one dim that a selection touches, one after the other."""
+class _Aligned:
+    """The slice of one dim, aligned outwards to multiples of `unit`; the aligned ranges are stored consecutively."""
 
     def __init__(self, ranges: Sequence[Range], unit: int, length: int) -> None:
         self.ranges, self.unit = [(start, stop) for start, stop in ranges if start < stop], unit
-        self.blocks = joined((at * unit, min((at + 1) * unit, length)) for at in self._touched(unit))
-        self.length = sum(stop - start for start, stop in self.blocks)
+        self.aligned = joined((index * unit, min((index + 1) * unit, length)) for index in self._touched(unit))
+        self.length = sum(stop - start for start, stop in self.aligned)
 
     def _touched(self, unit: int) -> list[int]:
-        """Units of another size, in ascending order, that hold selected indices."""
-        return sorted({at for start, stop in self.ranges for at in range(start // unit, (stop - 1) // unit + 1)})
+        """The multiples of `unit` that contain selected indices, ascending; `unit` may differ from the aligned one."""
+        return sorted({index for start, stop in self.ranges for index in range(start // unit, (stop - 1) // unit + 1)})
 
     def position(self, index: int) -> int:
-        """Place of a selected index, or of one in its unit, in the hull."""
+        """Position of `index`, which lies in an aligned range, in the aligned buffer."""
         position = 0
-        for start, stop in self.blocks:
+        for start, stop in self.aligned:
             if start <= index < stop:
                 break
             position += stop - start
         return position + index - start
 
     @cached_property
-    def runs(self) -> list[Range]:
-        """The selected indices, in their order, as ranges of the hull."""
+    def positions(self) -> list[Range]:
+        """The selected ranges, in order, as positions in the aligned buffer."""
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
 
     def places(self, cut: Cut, length: int) -> list[Place]:
-        """The part of a member of `length` that the selection touches."""
-        made: list[Place] = []
-        for at in self._touched(cut.unit):
-            start, stop = at * cut.width, min((at + 1) * cut.width, length)
-            position = cut.members(self.position(at * cut.unit))
-            if made and (made[-1][0] + made[-1][2], made[-1][1] + made[-1][2]) == (start, position):
-                made[-1] = (*made[-1][:2], stop - made[-1][0])
+        """The ranges of a stored dim of `length` to read for the slice."""
+        result: list[Place] = []
+        for index in self._touched(cut.unit):
+            start, stop = index * cut.width, min((index + 1) * cut.width, length)
+            position = cut.members(self.position(index * cut.unit))
+            if result and (result[-1][0] + result[-1][2], result[-1][1] + result[-1][2]) == (start, position):
+                result[-1] = (*result[-1][:2], stop - result[-1][0])
             else:
-                made.append((start, position, stop - start))
-        return made
+                result.append((start, position, stop - start))
+        return result
 
 
 Place = tuple[int, int, int]
-"""(index in a stored tensor, index in the part of it, count)."""
+"""(start in the stored tensor, start in its buffer, length)."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The stored tensor that a part was read of."""
+    """The stored tensor that a buffer was read from."""
 
     name: str
     shape: tuple[int, ...]
     places: Sequence[Sequence[Place]]
-    """The range that was read of each dim."""
+    """The ranges read, for each dim."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """The members of a selection in memory, of whole units, and the values that they stand for."""
+    """The stored tensors of a slice in memory, in complete groups, with their decoder."""
 
     parts: Parts
     cuts: Mapping[str, Sequence[Cut | None]]
-    hulls: Sequence[_Hull]
+    dims: Sequence[_Aligned]
     decode: Decode
     origins: Mapping[str, Origin]
-    """By the names of the parts."""
+    """By name, as `parts`."""
     nbytes: int = 0
 
     def fill(self, destination: torch.Tensor) -> None:
-        """Decode index by index of leading dims, a few rows at a time; round once to the destination's dtype."""
+        """Decode a few rows at a time, for every index of the leading dims; round once to the destination's dtype."""
         if not math.prod(destination.shape):
             return
-        *leading, rows, columns = self.hulls
-        selected = [[at for start, stop in hull.runs for at in range(start, stop)] for hull in leading]
+        *leading, rows, columns = self.dims
+        selected = [
+            [position for start, stop in ranges.positions for position in range(start, stop)] for ranges in leading
+        ]
         step = max(_TILE // columns.length // rows.unit, 1) * rows.unit
         for places in product(*map(enumerate, selected)):
             parts, into = self.parts, destination
@@ -200,14 +203,14 @@ class Decoded:
                 tile = (low, min(low + step, rows.length))
                 shape = (*(1 for _ in leading), tile[1] - low, columns.length)
                 values = self.decode(self._narrow(parts, len(leading), tile), shape)
-                for row, first, last in _within(rows.runs, tile):
-                    some = values.narrow(-2, first - low, last - first)
-                    for column, start, stop in _within(columns.runs, (0, columns.length)):
+                for row, first, last in _within(rows.positions, tile):
+                    tile_values = values.narrow(-2, first - low, last - first)
+                    for column, start, stop in _within(columns.positions, (0, columns.length)):
                         place = into.narrow(-2, row, last - first).narrow(-1, column, stop - start)
-                        _copy(some[..., start:stop], place)
+                        _copy(tile_values[..., start:stop], place)
 
     def _narrow(self, parts: Parts, dim: int, tile: Range) -> Parts:
-        """The parts of the indices `tile` of a dim of the hull, which are whole units."""
+        """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""
         narrowed = dict(parts)
         for name, cuts in self.cuts.items():
             for at, cut in enumerate(cuts):
@@ -217,10 +220,10 @@ class Decoded:
         return narrowed
 
 
-def _within(runs: Sequence[Range], tile: Range) -> Iterator[tuple[int, int, int]]:
-    """(index in the selection, start, stop) of what is in `tile` of each of the `runs` that a selection consists of."""
+def _within(ranges: Sequence[Range], tile: Range) -> Iterator[tuple[int, int, int]]:
+    """Intersect `ranges` of a slice with `tile`: (index in the slice, start, stop) for each overlap."""
     index = 0
-    for start, stop in runs:
+    for start, stop in ranges:
         low, high = max(start, tile[0]), min(stop, tile[1])
         if low < high:
             yield index + low - start, low, high
@@ -228,7 +231,7 @@ def _within(runs: Sequence[Range], tile: Range) -> Iterator[tuple[int, int, int]
 
 
 def _copy(values: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy to a destination of any strides; torch transposes element by element unless both sides are contiguous."""
+    """Copy to a destination of any strides. torch transposes element by element unless both sides are contiguous."""
     if destination.stride(-2) == 1 != destination.stride(-1):
         destination.mT.copy_(values.to(destination.dtype).mT.contiguous())
     else:

@@ -1,13 +1,13 @@
-"""Stacks, concatenations and transposes of lazy tensors: moved data, no arithmetic.
+"""Stacks, concatenations and transposes of lazy tensors: data movement without arithmetic.
 
     Stack(A, B)        [A, B] along a new dim         MergeModulelist
-    Concat(A, B)       AB along a dim there is        Concatenate
+    Concat(A, B)       AB along an existing dim       Concatenate
     Transpose(A)       A with two dims swapped
     Squeeze(A)         A without a dim of length 1
 
-Cuts need no class: a chunk is a selection of one range (`select`), a permutation along a dim is a selection of many
-(`permute`). A new kind is one subclass: it says how a selection of itself becomes selections of its sources, and which
-view of a destination each source fills, so that slices of the whole are read from the files straight into place.
+A chunk is a slice of one range (`select`), a permutation along a dim is a slice of many (`permute`). A new kind is one
+subclass: `select` maps a slice of the result to slices of its sources, `pieces` yields the view of the destination that
+each source fills. So slices are read from the files straight into the destination.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .stored import Stored
 
 
 class Expression(LazyTensor):
-    """A lazy tensor without values of its own: only the leaves among its sources are read."""
+    """A lazy tensor computed from other lazy tensors; only the leaves of the tree are read."""
 
     @abstractmethod
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """See `LazyTensor.pieces`."""
 
     def materialize(self) -> torch.Tensor:
-        """Put every leaf into its place."""
+        """Let every leaf fill its view of the result."""
         result = torch.empty(self.shape, dtype=self.dtype)
         for leaf, view in self.pieces(result):
             leaf.fill(view)
@@ -38,65 +38,65 @@ class Expression(LazyTensor):
 
 
 class Stack(Expression):
-    """`parts` of one shape, side by side along a new `dim`: n of (..., m) -> (..., n, ..., m)."""
+    """`torch.stack` of `parts`, all of one shape, along a new `dim`: n of (..., m) -> (..., n, ..., m)."""
 
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
-        """Raises ValueError where there are no parts, or their shapes or dtypes differ."""
-        _check_same("Stack", [(part.shape, part.dtype) for part in parts])
-        self.parts, self.stack_dim = parts, dim
-        shape = parts[0].shape
-        self.shape = torch.Size((*shape[:dim], len(parts), *shape[dim:]))
-        self.dtype = parts[0].dtype
+    def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
+        """Raises ValueError if there are no parts, or their shapes or dtypes differ."""
+        _check_same("Stack", [(tensor.shape, tensor.dtype) for tensor in tensors])
+        self.parts, self.stack_dim = tensors, dim
+        shape = tensors[0].shape
+        self.shape = torch.Size((*shape[:dim], len(tensors), *shape[dim:]))
+        self.dtype = tensors[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """Some of the parts, or the same selection of each."""
+        """Select parts along the stacked dim; slice every part along another dim."""
         if dim == self.stack_dim:
-            parts = [part for start, stop in ranges for part in self.parts[start:stop]]
-            return Stack(parts, dim) if parts else _nothing(self, dim)
+            tensors = [tensor for start, stop in ranges for tensor in self.parts[start:stop]]
+            return Stack(tensors, dim) if tensors else _nothing(self, dim)
         inner = dim - (dim > self.stack_dim)
-        return Stack([part.select(inner, ranges) for part in self.parts], self.stack_dim)
+        return Stack([tensor.select(inner, ranges) for tensor in self.parts], self.stack_dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Every part fills one index of the new dim."""
-        for index, part in enumerate(self.parts):
-            yield from part.pieces(destination.select(self.stack_dim, index))
+        """Each part fills one index of the stacked dim."""
+        for index, tensor in enumerate(self.parts):
+            yield from tensor.pieces(destination.select(self.stack_dim, index))
 
 
 class Concat(Expression):
-    """`parts` one after the other along `dim`; their shapes differ in that dim alone."""
+    """`torch.cat` of `parts` along `dim`; their shapes differ only in that dim."""
 
-    def __init__(self, parts: Sequence[LazyTensor], dim: int) -> None:
-        """Raises ValueError where there are no parts, or they differ in dtype or in another dim's length."""
-        _check_same("Concat", [(part.shape[:dim], part.shape[dim + 1 :], part.dtype) for part in parts])
-        self.parts, self.concat_dim = parts, dim
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
+    def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
+        """Raises ValueError if there are no parts, or they differ in dtype or in the length of another dim."""
+        _check_same("Concat", [(tensor.shape[:dim], tensor.shape[dim + 1 :], tensor.dtype) for tensor in tensors])
+        self.parts, self.concat_dim = tensors, dim
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         self.shape = torch.Size(shape)
-        self.dtype = parts[0].dtype
+        self.dtype = tensors[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """The same selection of each part; along the concatenated dim, the indices of each part in the ranges."""
+        """Slice every part; along the concatenated dim, keep the overlap of each part with the ranges."""
         if dim != self.concat_dim:
-            return Concat([part.select(dim, ranges) for part in self.parts], self.concat_dim)
-        held: list[tuple[LazyTensor, list[Range]]] = []
+            return Concat([tensor.select(dim, ranges) for tensor in self.parts], self.concat_dim)
+        slices: list[tuple[LazyTensor, list[Range]]] = []
         for start, stop in ranges:
             position = 0
-            for part in self.parts:
-                length = part.shape[dim]
+            for tensor in self.parts:
+                length = tensor.shape[dim]
                 low, high = max(start - position, 0), min(stop - position, length)
                 if low < high:
-                    if not held or held[-1][0] is not part:
-                        held.append((part, []))
-                    held[-1][1].append((low, high))
+                    if not slices or slices[-1][0] is not tensor:
+                        slices.append((tensor, []))
+                    slices[-1][1].append((low, high))
                 position += length
-        parts = [part.select(dim, selected) for part, selected in held]
-        return concat(parts, dim) if parts else _nothing(self, dim)
+        tensors = [tensor.select(dim, selected) for tensor, selected in slices]
+        return concat(tensors, dim) if tensors else _nothing(self, dim)
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         position = 0
-        for part in self.parts:
-            length = part.shape[self.concat_dim]
-            yield from part.pieces(destination.narrow(self.concat_dim, position, length))
+        for tensor in self.parts:
+            length = tensor.shape[self.concat_dim]
+            yield from tensor.pieces(destination.narrow(self.concat_dim, position, length))
             position += length
 
 
@@ -111,7 +111,7 @@ class Transpose(Expression):
         self.dtype = source.dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Transpose:
-        """Select along the source's dim that is seen as `dim`."""
+        """Select along the dim of the source that becomes `dim`."""
         inner = {self.first: self.second, self.second: self.first}.get(dim, dim)
         return Transpose(self.source.select(inner, ranges), self.first, self.second)
 
@@ -123,7 +123,7 @@ class Squeeze(Expression):
     """`source` without `dim`, which has length 1: (n, 1, m) -> (n, m)."""
 
     def __init__(self, source: LazyTensor, dim: int) -> None:
-        """Raises ValueError where `dim` has another length."""
+        """Raises ValueError if `dim` has another length."""
         if source.shape[dim] != 1:
             raise ValueError(f"Squeeze of dim {dim}: got shape {tuple(source.shape)}, expected length 1 there")
         self.source, self.squeezed_dim = source, dim
@@ -138,30 +138,30 @@ class Squeeze(Expression):
         yield from self.source.pieces(destination.unsqueeze(self.squeezed_dim))
 
 
-def concat(parts: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """`parts` one after the other along `dim`; neighbours that are selections of one stored tensor become one.
+def concat(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
+    """Concatenate `parts` along `dim`; neighbouring slices of one stored tensor are merged.
 
     Raises ValueError as `Concat` does.
     """
     merged: list[LazyTensor] = []
-    for part in parts:
+    for tensor in tensors:
         last = merged[-1] if merged else None
-        extended = last.extended(part, dim) if isinstance(last, Stored) else None
+        extended = last.extended(tensor, dim) if isinstance(last, Stored) else None
         if extended is None:
-            merged.append(part)
+            merged.append(tensor)
         else:
             merged[-1] = extended
     return merged[0] if len(merged) == 1 else Concat(merged, dim)
 
 
 def merge_last(tensor: LazyTensor) -> LazyTensor:
-    """`tensor` with its last two dims as one: (..., n, m) -> (..., n * m). One that is not stored whole is read."""
+    """Flatten the last two dims: (..., n, m) -> (..., n * m). Reads `tensor` as `reshaped` does."""
     *outer, rows, columns = tensor.shape
     return reshaped(tensor, (*outer, rows * columns))
 
 
 def reshaped(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
-    """`tensor` in another `shape` of as many elements. One that is not stored whole is read."""
+    """Reshape `tensor` to `shape`. Reads it, unless it is a full stored tensor."""
     if tuple(tensor.shape) == tuple(shape):
         return tensor
     if isinstance(tensor, Stored) and tensor.stored_shape == tuple(tensor.shape):
@@ -170,7 +170,7 @@ def reshaped(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
 
 
 def permute(tensor: LazyTensor, dim: int, order: Sequence[int]) -> LazyTensor:
-    """`tensor` with the indices of `dim` in another `order`: index i of the result is index `order[i]` of it."""
+    """Permute the indices of `dim`: index i of the result is index `order[i]` of `tensor`."""
     return tensor.select(dim, joined((index, index + 1) for index in order) or [(0, 0)])
 
 
@@ -182,7 +182,7 @@ def _check_same(kind: str, traits: Sequence[tuple[object, ...]]) -> None:
 
 
 def _nothing(tensor: LazyTensor, dim: int) -> Resident:
-    """An empty selection of `tensor` along `dim`: no part is left to tell its shape."""
+    """An empty slice of `tensor` along `dim`."""
     shape = list(tensor.shape)
     shape[dim] = 0
     return Resident(torch.empty(shape, dtype=tensor.dtype))

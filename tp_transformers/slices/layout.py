@@ -1,13 +1,13 @@
 """Slice arithmetic on plain integers: the indices of a dim that each rank holds.
 
-Nothing here knows torch.distributed: rank 2 of 4 is two integers. A `Split` says how one length is cut over the
-ranks, a `Layout` pairs a dim of a tensor with its split.
+This module does not import torch.distributed: a rank is an index, a group its size. A `Split` divides one length over
+the ranks; a `Layout` pairs a dim of a tensor with its split.
 
     even(10, 4)        [0 1 2 | 3 4 5 | 6 7 | 8 9]
-    chunked(10, 4)     [0 1 2 | 3 4 5 | 6 7 8 | 9]                    as DTensor cuts
-    heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         whole KV groups
+    chunked(10, 4)     [0 1 2 | 3 4 5 | 6 7 8 | 9]                    as DTensor shards
+    heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         complete KV groups
     heads(8, 2, 4)     query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
-    packed([A, B])     AABB -> [AB | AB]                              each part by its own split
+    packed([A, B])     AABB -> [AB | AB]                              each part with its own split
     interleaved(q, kv) qqkvqqkv -> [qqkv | qqkv]                      fused projections stored group after group
 """
 
@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """`length` consecutive indices: from `local` on in the shard of `rank`, from `start` on in the whole."""
+    """A range of `length` indices: at `local` in the shard of `rank`, at `start` in the full tensor."""
 
     rank: int
     local: int
@@ -35,9 +35,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shared:
-    """`length` indices that all of `ranks` hold, from `local` on in this rank's shard.
+    """A range of `length` indices that all of `ranks` hold, at `local` in this rank's shard.
 
-    They start at `slot` in the concatenation of all indices that several ranks hold.
+    It starts at `slot` in the concatenation of all ranges that several ranks hold.
     """
 
     local: int
@@ -48,9 +48,9 @@ class Shared:
 
 @dataclass(frozen=True)
 class Split:
-    """How `length` indices are cut over the ranks: `ranges[rank]` lists the ranges of that rank, in its own order.
+    """A split of `length` indices over ranks: `ranges[rank]` lists the ranges of that rank, in the order of its shard.
 
-    Any two ranges are disjoint or equal; equal ones are indices that several ranks hold (replicated KV heads).
+    Any two ranges are disjoint or equal; equal ranges are replicated (KV heads).
     """
 
     length: int
@@ -62,16 +62,16 @@ class Split:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Number of indices that every rank holds."""
-        return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
+        """Number of indices of each rank."""
+        return tuple(sum(stop - start for start, stop in ranges) for ranges in self.ranges)
 
     @cached_property
     def _shared_slots(self) -> dict[Range, int]:
-        """The ranges that several ranks hold, ascending, each with the sum of the lengths of those before it."""
+        """The ranges that several ranks hold, ascending, each with its offset in their concatenation."""
         if sum(self.widths) == self.length:
             return {}
-        counts = Counter(held for ranges in self.ranges for held in set(ranges) if held[0] < held[1])
-        several = sorted(held for held, ranks in counts.items() if ranks > 1)
+        counts = Counter(entry for ranges in self.ranges for entry in set(ranges) if entry[0] < entry[1])
+        several = sorted(entry for entry, ranks in counts.items() if ranks > 1)
         lengths = (stop - start for start, stop in several)
         return dict(zip(several, accumulate(lengths, initial=0), strict=False))
 
@@ -81,38 +81,38 @@ class Split:
         return sum(stop - start for start, stop in self._shared_slots)
 
     def shared(self, rank: int) -> tuple[Shared, ...]:
-        """The indices that `rank` holds together with others."""
+        """The ranges of `rank` that other ranks hold too."""
         shared = []
         local = 0
-        for held in self.ranges[rank]:
-            length = held[1] - held[0]
-            if held in self._shared_slots:
-                ranks = tuple(other for other in range(self.size) if held in self.ranges[other])
-                shared.append(Shared(local, self._shared_slots[held], length, ranks))
+        for entry in self.ranges[rank]:
+            length = entry[1] - entry[0]
+            if entry in self._shared_slots:
+                ranks = tuple(peer for peer in range(self.size) if entry in self.ranges[peer])
+                shared.append(Shared(local, self._shared_slots[entry], length, ranks))
             local += length
         return tuple(shared)
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Every set of ranks that hold some indices together."""
-        return tuple(sorted({part.ranks for rank in range(self.size) for part in self.shared(rank)}))
+        """The sets of ranks that hold the same range."""
+        return tuple(sorted({entry.ranks for rank in range(self.size) for entry in self.shared(rank)}))
 
     @property
     def is_chunked(self) -> bool:
-        """True if the cut is `chunked`, as DTensor's `Shard` placement means it."""
-        others = chunked(self.length, self.size).ranges
-        return all(joined(mine) == joined(theirs) for mine, theirs in zip(self.ranges, others, strict=True))
+        """True if the split is `chunked`, as in DTensor's `Shard` placement."""
+        chunks = chunked(self.length, self.size).ranges
+        return all(joined(own) == joined(expected) for own, expected in zip(self.ranges, chunks, strict=True))
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """A cover of the whole without overlap: the copies that undo the split."""
+        """A cover of the full length without overlap: the copies that undo the split."""
         return self.cover(0)
 
     def cover(self, reader: int) -> tuple[Piece, ...]:
-        """A cover of the whole without overlap, for one `reader` of many.
+        """A cover of the full length without overlap, for one of several readers.
 
-        A reader that is a holder reads from itself; other indices come from their holders by turns, so that readers
-        spread over them.
+        A reader reads the ranges that it holds from itself. Other replicated ranges come from holder
+        `reader % number of holders`, which spreads the readers.
         """
         holders: dict[Range, list[Piece]] = {}
         for rank, ranges in enumerate(self.ranges):
@@ -128,7 +128,7 @@ class Split:
 
     @property
     def is_cut(self) -> bool:
-        """True if every index is held, and any two ranges are disjoint or equal: the rule for every `Split`."""
+        """True if every index is held, and any two ranges are disjoint or equal: the invariant of `Split`."""
         position = 0
         for piece in self.pieces:
             if piece.start != position:
@@ -137,16 +137,16 @@ class Split:
         return position == self.length
 
     def scaled(self, unit: int) -> Split:
-        """The same cut where every index stands for `unit` consecutive ones (heads -> rows)."""
+        """The same split with each index expanded to `unit` consecutive indices (heads -> rows)."""
         return Split(
             self.length * unit,
-            tuple(tuple((start * unit, stop * unit) for start, stop in held) for held in self.ranges),
+            tuple(tuple((start * unit, stop * unit) for start, stop in ranges) for ranges in self.ranges),
         )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The indices of a tensor that every rank holds: `dim` is cut by `split`, all other dims are whole.
+    """The layout of a sharded tensor: `dim` is sharded by `split`, all other dims are full.
 
     In `Layout | None`, None means that the tensor is replicated.
     """
@@ -155,14 +155,14 @@ class Layout:
     split: Split
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Shape of the shard of `rank` of a tensor of `shape`."""
+        """Shape of the shard of `rank`, for a full tensor of `shape`."""
         local = list(shape)
         local[self.dim] = self.split.widths[rank]
         return tuple(local)
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same indices in the same order, with neighbouring ranges joined and empty ones left out."""
+    """Join adjacent ranges and drop empty ones; the order of the indices stays."""
     result: list[Range] = []
     for start, stop in ranges:
         if start >= stop:
@@ -175,7 +175,7 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:
-    """All indices that are in any of the ranges, in ascending order."""
+    """The union of the ranges, ascending."""
     result: list[Range] = []
     for start, stop in sorted(ranges):
         if result and start <= result[-1][1]:
@@ -187,41 +187,41 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 
 @cache
 def even(length: int, size: int, *, unit: int = 1) -> Split:
-    """Cut `length` in blocks of `unit` that stay whole; the first ranks hold one block more.
+    """Split `length` evenly, in multiples of `unit`; the first ranks hold one `unit` more.
 
-    A last block shorter than `unit` counts as a block. Raises ValueError on a negative length or a non-positive size.
+    A remainder shorter than `unit` counts as one. Raises ValueError for `length < 0`, `size < 1` or `unit < 1`.
     """
     if length < 0 or size < 1 or unit < 1:
         raise ValueError(f"even({length}, {size}, unit={unit}): need length >= 0, size >= 1, unit >= 1")
     blocks = -(-length // unit)
     return Split(
         length,
-        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _shares(blocks, size)),
+        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _even_ranges(blocks, size)),
     )
 
 
 def even_widths(length: int, size: int) -> tuple[int, ...]:
-    """Number of indices of every rank in `even(length, size)`, by code that torch.compile can trace."""
+    """Number of indices of each rank in `even(length, size)`; torch.compile can trace this function."""
     return tuple(length // size + (rank < length % size) for rank in range(size))
 
 
 @cache
 def chunked(length: int, size: int) -> Split:
-    """Cut `length` as `torch.chunk` does: all ranks hold as many, rounded up, but the last ones the rest."""
+    """Split `length` as `torch.chunk` does: ceil(length / size) indices per rank; the last ranks get fewer or none."""
     chunk = -(-length // size)
     starts = [min(rank * chunk, length) for rank in range(size + 1)]
     return Split(length, tuple(((start, stop),) for start, stop in pairwise(starts)))
 
 
 def heads(query: int, kv: int, size: int) -> tuple[Split, Split]:
-    """Cut `query` attention heads and their `kv` key/value heads; returns (query split, key/value split), in heads.
+    """Split `query` attention heads and their `kv` key/value heads; returns (query split, key/value split), in heads.
 
-    With `kv >= size`, ranks hold whole KV groups. With `kv < size`, every KV head is replicated on consecutive ranks
-    and its query heads are divided among them. The query-to-KV ratio is an integer on every rank either way, so that
-    grouped-query attention works on the shard; it may differ between ranks.
+    With `kv >= size`, ranks hold complete KV groups. With `kv < size`, each KV head is replicated on consecutive ranks,
+    which split its query heads. Either way the query-to-KV ratio of a rank is an integer, so that grouped-query
+    attention works on the shard; the ratio may differ between ranks.
 
-    Raises ValueError where `kv` does not divide `query`, or where there are more ranks than query heads (such
-    attention has to be replicated).
+    Raises ValueError if `kv` does not divide `query`, or if there are more ranks than query heads (replicate such
+    attention).
     """
     if kv < 1 or query % kv:
         raise ValueError(f"{query} query heads are not a multiple of {kv} key/value heads")
@@ -233,39 +233,39 @@ def heads(query: int, kv: int, size: int) -> tuple[Split, Split]:
         return kv_split.scaled(group), kv_split
     query_ranges: list[tuple[Range, ...]] = []
     kv_ranges: list[tuple[Range, ...]] = []
-    for head, (first, last) in enumerate(_shares(size, kv)):
-        for start, stop in _shares(group, last - first):
+    for head, (first, last) in enumerate(_even_ranges(size, kv)):
+        for start, stop in _even_ranges(group, last - first):
             query_ranges.append(((head * group + start, head * group + stop),))
             kv_ranges.append(((head, head + 1),))
     return Split(query, tuple(query_ranges)), Split(kv, tuple(kv_ranges))
 
 
 def packed(parts: Sequence[Split]) -> Split:
-    """Join the cuts of parts that are stored one after the other: every rank holds its own share of each part.
+    """Combine the splits of parts that are stored consecutively: each rank holds its shard of every part.
 
-    Draws `AABB -> [AB, AB]`. Raises ValueError on no parts and on parts cut for different numbers of ranks.
+    `AABB -> [AB, AB]`. Raises ValueError without parts, or if parts are split for different numbers of ranks.
     """
     sizes = {part.size for part in parts}
     if len(sizes) != 1:
         raise ValueError(f"packed() needs parts cut for one number of ranks, got {sorted(sizes)}")
-    held: list[list[Range]] = [[] for _ in range(parts[0].size)]
+    per_rank: list[list[Range]] = [[] for _ in range(parts[0].size)]
     offset = 0
     for part in parts:
         for rank, ranges in enumerate(part.ranges):
-            held[rank].extend((offset + start, offset + stop) for start, stop in ranges)
+            per_rank[rank].extend((offset + start, offset + stop) for start, stop in ranges)
         offset += part.length
-    return Split(offset, tuple(map(tuple, held)))
+    return Split(offset, tuple(map(tuple, per_rank)))
 
 
 def interleaved(query: Split, kv: Split) -> Split:
-    """Cut a fused projection that stores, for every KV head, its query heads, the key and the value, in heads.
+    """Split a fused projection that stores, for every KV head, its query heads, the key and the value, in heads.
 
-    Draws `qqkvqqkv -> [qqkv, qqkv]`. Every rank holds the query heads of `query`, each KV head of `kv` with them, as
-    `heads` cuts them.
+    `qqkvqqkv -> [qqkv, qqkv]`. Each rank holds its query heads of `query`, followed by their KV heads of `kv`; both are
+    splits from `heads`.
     """
     group = query.length // kv.length
     stored = group + 2
-    held: list[tuple[Range, ...]] = []
+    per_rank: list[tuple[Range, ...]] = []
     for queries, keys in zip(query.ranges, kv.ranges, strict=True):
         ranges: list[Range] = []
         for head in (head for start, stop in keys for head in range(start, stop)):
@@ -275,14 +275,14 @@ def interleaved(query: Split, kv: Split) -> Split:
                 if low < high:
                     ranges.append((base + low - first, base + high - first))
             ranges.append((base + group, base + stored))
-        held.append(tuple(ranges))
-    if kv.length >= kv.size:  # whole groups: nothing is held twice, so neighbours may be joined
-        held = [tuple(joined(ranges)) for ranges in held]
-    return Split(kv.length * stored, tuple(held))
+        per_rank.append(tuple(ranges))
+    if kv.length >= kv.size:  # complete groups: no range is replicated, so adjacent ranges may be joined
+        per_rank = [tuple(joined(ranges)) for ranges in per_rank]
+    return Split(kv.length * stored, tuple(per_rank))
 
 
-def _shares(count: int, size: int) -> Iterator[Range]:
-    """Consecutive ranges of `count` over `size`; the first `count % size` hold one more."""
+def _even_ranges(count: int, size: int) -> Iterator[Range]:
+    """Split `count` into `size` consecutive ranges; the first `count % size` are longer by one."""
     base, extra = divmod(count, size)
     start = 0
     for index in range(size):

@@ -1,8 +1,8 @@
-"""Lazy tensors: a shape, a dtype and a way to read any slice, but no data.
+"""Lazy tensors: a shape, a dtype and a way to read any slice, without data.
 
-Slicing a lazy tensor returns another one; nothing is read until the loader (or any torch operation) asks for values.
-`Resident` is a tensor that is already in memory, `Deferred` is computed whole when needed. Tensors in files are in
-`stored`, those that are made of others (stacks, transposes, ...) in `composed`.
+Slicing a lazy tensor returns a lazy tensor; nothing is read until the loader or a torch operation needs values.
+`Resident` is a tensor in memory, `Deferred` is computed in full when needed. `stored` has the tensors in files,
+`composed` the stacks, transposes, ... of lazy tensors.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .layout import Range
 
 
 class Leaf(Protocol):
-    """A leaf writes values into a destination, or changes those that earlier leaves wrote, once all are read."""
+    """A step of a read: it writes values to a destination, or changes the values that earlier leaves wrote."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read for it."""
+        """Bytes to read."""
 
     def fill(self, destination: torch.Tensor) -> None:
-        """Put the values into `destination`, or change those that are there."""
+        """Write the values to `destination`, or change its values in place."""
 
 
 class LazyTensor(ABC):
-    """A tensor without data. Slices (`tensor[2:4, ..., 1:]`) are lazy tensors again, and read nothing.
+    """A tensor without data. Slicing (`tensor[2:4, ..., 1:]`) returns a lazy tensor, and reads nothing.
 
-    Anything else that a tensor can do (other indices, methods, arithmetic, torch functions) first reads the values:
-    correct everywhere, lazy where it matters. `==` compares identities.
+    Any other operation of a tensor (other indices, methods, arithmetic, torch functions) first reads the values.
+    `==` compares identities.
     """
 
     shape: torch.Size
@@ -41,18 +41,18 @@ class LazyTensor(ABC):
 
     @abstractmethod
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """The lazy tensor that keeps the half-open index `ranges` of `dim`, in that order."""
+        """Select the half-open index `ranges` of `dim`, in that order."""
 
     @abstractmethod
     def materialize(self) -> torch.Tensor:
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Leaves that fill `destination` (of `shape`), in their order, each with the view that it fills."""
+        """Yield (leaf, view of `destination`) pairs, in the order to fill them. `destination` has `shape`."""
         yield self, destination
 
     def fill(self, destination: torch.Tensor) -> None:
-        """Put the values into `destination`, of the same shape, but of any strides, device and dtype."""
+        """Write the values to `destination`, of the same shape and any strides, device and dtype."""
         destination.copy_(self.materialize())
 
     @property
@@ -77,11 +77,11 @@ class LazyTensor(ABC):
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> LazyTensor:
-        """Itself: the result is always contiguous."""
+        """Return `self`: materialized values are always contiguous."""
         return self
 
     def to(self, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Itself for its own dtype or none; the values, cast or moved, for anything else."""
+        """Return `self` for the same dtype or None; otherwise read the values, then cast or move them."""
         if not args and not kwargs and dtype in (None, self.dtype):
             return self
         return self.materialize().to(dtype, *args, **kwargs)
@@ -90,18 +90,18 @@ class LazyTensor(ABC):
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Slices of step 1 and `...` give a lazy tensor; an integer reads its slice, any other index everything."""
+        """Slices of step 1 and `...` return a lazy tensor. An integer reads its slice, any other index the tensor."""
         items = index if isinstance(index, tuple) else (index,)
         if not all(
             item is Ellipsis or isinstance(item, int) or (isinstance(item, slice) and item.step in (None, 1))
             for item in items
         ) or any(isinstance(item, bool) for item in items):
             return self.materialize()[index]
-        torch.empty(self.shape, device="meta")[index]  # raises IndexError on what is out of range
+        torch.empty(self.shape, device="meta")[index]  # raises IndexError on an index out of range
         if Ellipsis in items:
-            at = items.index(Ellipsis)
+            position = items.index(Ellipsis)
             missing = self.ndim - (len(items) - 1)
-            items = items[:at] + (slice(None),) * missing + items[at + 1 :]
+            items = items[:position] + (slice(None),) * missing + items[position + 1 :]
         result: LazyTensor = self
         dropped = []
         for dim, item in enumerate(items):
@@ -151,7 +151,7 @@ for _name in ("neg", "abs", "invert", "lt", "le", "gt", "ge", "bool", "float", "
 
 
 class Resident(LazyTensor):
-    """A tensor that is in memory already (a `state_dict` given by the caller, a converter's result)."""
+    """A tensor in memory (from the caller's `state_dict`, or the result of a converter)."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -159,26 +159,26 @@ class Resident(LazyTensor):
         self.dtype = tensor.dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Resident:
-        """The same selection of the tensor; one range is a view."""
-        parts = [self.tensor.narrow(dim, start, stop - start) for start, stop in ranges]
-        return Resident(parts[0] if len(parts) == 1 else torch.cat(parts, dim))
+        """Slice the tensor; one range returns a view."""
+        views = [self.tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+        return Resident(views[0] if len(views) == 1 else torch.cat(views, dim))
 
     def materialize(self) -> torch.Tensor:
         return self.tensor.contiguous()
 
 
 class Deferred(LazyTensor):
-    """A tensor that is computed in full when first needed (a converter that slices cannot be pushed through)."""
+    """A tensor that is computed in full when its values are read (a converter without a rule for slices)."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.compute, self.shape, self.dtype = compute, torch.Size(shape), dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Deferred:
-        """Remember the selection; it is applied to the computed value."""
+        """Record the slice; it is applied to the computed value."""
         shape = list(self.shape)
         shape[dim] = sum(stop - start for start, stop in ranges)
         return Deferred(lambda: Resident(self.compute()).select(dim, ranges).tensor, shape=shape, dtype=self.dtype)
 
     def materialize(self) -> torch.Tensor:
-        """Compute the whole value, then select."""
+        """Compute the full value, then apply the slices."""
         return self.compute().contiguous()

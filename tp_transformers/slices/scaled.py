@@ -1,11 +1,11 @@
-"""Float8 tensors with a scale for each block, read into place without a buffer.
+"""Float8 tensors with one scale per block, read straight into the destination.
 
     Scaled(values, scales, block=(2, 2))      AABB     [a b     the blocks of A times a, of B times b, ...
                                               AABB      c d]
                                               CCDD
 
-Values and scales are read by slices: a selection reads its own values, and the scales of the blocks that it touches.
-The values are read into place as they are, since every wider dtype holds them exactly, and multiplied there afterwards.
+A slice reads its own values, and the scales of the blocks that it overlaps. The float8 values are first cast into the
+destination, since every wider dtype holds them exactly, and multiplied there in place.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .lazy import LazyTensor, Leaf
 from .stored import Selection, compose, lengths
 
 _TILE = 1 << 18
-"""Elements that are multiplied at a time: in float32 they fit into a core's cache."""
+"""Elements multiplied at a time: in float32 they fit into a core's cache."""
 
-Run = tuple[int, int]
-"""(index of a scale, how many consecutive indices of a destination it is for)."""
+Repeat = tuple[int, int]
+"""(index of a scale, number of consecutive indices of the destination that it applies to)."""
 
 
 class Scaled(Expression):
-    """`values` (..., n, m) in float8 times `scales` (..., ceil(n / block), ceil(m / block)), in float32."""
+    """`values` (..., n, m) in float8 times `scales` (..., ceil(n / block), ceil(m / block)); the product is float32."""
 
     def __init__(
         self, values: LazyTensor, scales: LazyTensor, block: Sequence[int], selection: Selection | None = None
     ) -> None:
-        """`block` is the shape of a block with one scale, of the ndim of `values`; the last of a dim may be shorter.
+        """`block` is the shape of a block with one scale, with the ndim of `values`; the last of a dim may be shorter.
 
-        Raises ValueError where there is not one scale a block.
+        Raises ValueError unless there is one scale per block.
         """
         expected = tuple(-(-length // size) for length, size in zip(values.shape, block, strict=True))
         if tuple(scales.shape) != expected:
@@ -55,16 +55,16 @@ class Scaled(Expression):
         return Scaled(self.values, self.scales, self.block, tuple(selection))
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """The scales into a buffer of their own, the values into place, then their product."""
-        values, scales, runs = self._selected()
+        """Read the scales into a buffer and the values into `destination`, then multiply in place."""
+        values, scales, repeats = self._selected()
         factors = torch.empty(scales.shape, dtype=torch.float32, device=destination.device)
         yield from scales.pieces(factors)
         yield from values.pieces(destination)
-        yield _Factors(factors, runs), destination
+        yield _Factors(factors, repeats), destination
 
-    def _selected(self) -> tuple[LazyTensor, LazyTensor, tuple[tuple[Run, ...], ...]]:
-        """The values that are selected, the scales of their blocks, and for every dim the runs that share a scale."""
-        values, scales, runs = self.values, self.scales, []
+    def _selected(self) -> tuple[LazyTensor, LazyTensor, tuple[tuple[Repeat, ...], ...]]:
+        """The selected values, the scales of their blocks, and for each dim the ranges of indices with one scale."""
+        values, scales, repeats = self.values, self.scales, []
         for dim, (ranges, size) in enumerate(zip(self.selection, self.block, strict=True)):
             values = values.select(dim, ranges)
             blocks = [
@@ -76,42 +76,42 @@ class Scaled(Expression):
             touched = sorted({block for block, _ in blocks})
             scales = scales.select(dim, joined((block, block + 1) for block in touched) or [(0, 0)])
             position = {block: index for index, block in enumerate(touched)}
-            runs.append(
+            repeats.append(
                 tuple(
-                    (position[block], sum(length for _, length in run))
-                    for block, run in groupby(blocks, key=lambda part: part[0])
+                    (position[block], sum(length for _, length in group))
+                    for block, group in groupby(blocks, key=lambda part: part[0])
                 )
             )
-        return values, scales, tuple(runs)
+        return values, scales, tuple(repeats)
 
 
 @dataclass(frozen=True)
 class _Factors:
-    """Factors to multiply values by, in place, once they are read."""
+    """The step that multiplies the values by their scales in place, once both are read."""
 
     factors: torch.Tensor
     """(..., a, b), float32."""
-    runs: tuple[tuple[Run, ...], ...]
-    """For every dim, runs of indices with one factor."""
+    repeats: tuple[tuple[Repeat, ...], ...]
+    """For each dim, ranges of indices with one factor."""
     nbytes: int = 0
 
     def fill(self, destination: torch.Tensor) -> None:
-        """Multiply in float32, a few rows at a time, and round once to the destination's dtype."""
+        """Multiply in float32, a few rows at a time; round once to the destination's dtype."""
         if math.prod(destination.shape):
-            _multiply(destination, self.factors, self.runs)
+            _multiply(destination, self.factors, self.repeats)
 
 
-def _multiply(values: torch.Tensor, factors: torch.Tensor, runs: Sequence[Sequence[Run]]) -> None:
-    """Multiply `values` in place: index by index of leading dims, run by run of rows."""
-    if len(runs) > 2:
-        places = [index for index, length in runs[0] for _ in range(length)]
-        for each, index in zip(values, places, strict=True):
-            _multiply(each, factors[index], runs[1:])
+def _multiply(values: torch.Tensor, factors: torch.Tensor, repeats: Sequence[Sequence[Repeat]]) -> None:
+    """Multiply `values` in place: for each index of the leading dims, one range of rows at a time."""
+    if len(repeats) > 2:
+        places = [index for index, length in repeats[0] for _ in range(length)]
+        for item, index in zip(values, places, strict=True):
+            _multiply(item, factors[index], repeats[1:])
         return
     if values.stride(0) == 1 != values.stride(1):
-        values, factors, runs = values.t(), factors.t(), runs[::-1]
-    rows, columns = runs
-    of_column, lengths = (torch.tensor(each, device=factors.device) for each in zip(*columns, strict=True))
+        values, factors, repeats = values.t(), factors.t(), repeats[::-1]
+    rows, columns = repeats
+    of_column, lengths = (torch.tensor(item, device=factors.device) for item in zip(*columns, strict=True))
     of_column = of_column.repeat_interleave(lengths)
     step = max(_TILE // values.shape[1], 1)
     start = 0

@@ -1,4 +1,4 @@
-"""The interface of a file that bytes are read from; one class a storage."""
+"""The interface of a file to read bytes from; each storage implements it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ..errors import CheckpointError
 
 
 class Source(AbstractContextManager["Source"]):
-    """A file of known size that several threads may read from any offset. Use as a context manager, or `close()` it."""
+    """A file of known size; several threads may read at any offset. Use as a context manager, or `close()` it."""
 
     name: str
     """The file's name in error messages."""
     size: int
     """Length in bytes."""
     header_hash: str | None = None
-    """Hash of the safetensors header, once that is read."""
+    """Hash of the safetensors header, once read."""
     is_remote: bool = False
-    """True if reads cross a network, so that ranks should share the bytes that they fetch."""
+    """True if reads cross a network, so that ranks should fetch each byte once and share it."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self.bytes_read = 0
         """Bytes copied into memory so far."""
         self.reads = 0
-        """Read calls issued so far, and copies from the memory map."""
+        """Read calls and copies from the memory map so far."""
 
     def count(self, nbytes: int) -> None:
         with self._lock:
@@ -36,22 +36,22 @@ class Source(AbstractContextManager["Source"]):
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the consecutive bytes from `offset` on.
+        """Fill `buffers` in order with the consecutive bytes from `offset` on.
 
-        Raises CheckpointError where the file ends before that or cannot be read.
+        Raises CheckpointError if the file ends too early or cannot be read.
         """
 
     def read_bytes(self, offset: int, length: int) -> bytes:
-        """The bytes [offset, offset + length). Raises CheckpointError as `read` does."""
+        """Read the bytes [offset, offset + length). Raises CheckpointError as `read` does."""
         buffer = bytearray(length)
         self.read(offset, [memoryview(buffer)])
         return bytes(buffer)
 
     def check_unchanged(self) -> None:
-        """Raise CheckpointError where the file is not the one that was opened, or was written to since."""
+        """Raise CheckpointError if the file was replaced or written to since it was opened."""
 
     def fault(self, got: str, expected: str, fix: str) -> CheckpointError:
-        """The error to raise for something wrong with the file."""
+        """The error to raise for a fault of the file."""
         return CheckpointError(f"checkpoint file {self.name}", got=got, expected=expected, fix=fix)
 
     @abstractmethod

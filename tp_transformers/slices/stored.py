@@ -1,4 +1,4 @@
-"""Tensors that are bytes in a file: the runs of bytes of a selection, and its boxes."""
+"""Tensors in a file: the byte ranges of a slice, and its blocks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .lazy import LazyTensor
 from .source import Source
 
 Selection = tuple[tuple[Range, ...], ...]
-"""For every dim, the index ranges that are selected, in order."""
+"""For each dim, the selected index ranges, in order."""
 
 
 class Stored(LazyTensor):
-    """A selection of a row-major tensor in a file: runs of bytes, at regular distances in a box."""
+    """A slice of a row-major tensor in a file. The byte ranges of a block are evenly spaced."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class Stored(LazyTensor):
         self.dtype = dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Stored:
-        """The selection of this selection; ranges count in the current shape."""
+        """Slice this slice; the ranges refer to the current shape."""
         return self._with(dim, compose(self.selection[dim], ranges))
 
     def extended(self, other: LazyTensor, dim: int) -> Stored | None:
-        """This selection followed along `dim` by `other`, as one of the same stored tensor; None where it is not."""
+        """Concatenate with `other` along `dim` as one slice of the stored tensor; None where that is impossible."""
         if not isinstance(other, Stored) or (self.source, self.offset) != (other.source, other.offset):
             return None
-        alike = self._with(dim, other.selection[dim])
-        if (alike.selection, alike.stored_shape) != (other.selection, other.stored_shape):
+        candidate = self._with(dim, other.selection[dim])
+        if (candidate.selection, candidate.stored_shape) != (other.selection, other.stored_shape):
             return None
         return self._with(dim, tuple(joined((*self.selection[dim], *other.selection[dim]))) or ((0, 0),))
 
@@ -64,13 +64,13 @@ class Stored(LazyTensor):
 
     @cached_property
     def _looped(self) -> int:
-        """Number of leading dims up to the last that is not selected completely: those after it are within a run."""
+        """Number of leading dims up to the last sliced one; all dims after it lie within one byte range."""
         partial = [dim for dim, length in enumerate(self.stored_shape) if self.selection[dim] != ((0, length),)]
         return partial[-1] + 1 if partial else 0
 
     @cached_property
     def shortest_run(self) -> int:
-        """Fewest consecutive bytes of a run."""
+        """Length in bytes of the shortest byte range."""
         if not self._looped:
             return self.nbytes
         last = self._looped - 1
@@ -78,33 +78,33 @@ class Stored(LazyTensor):
 
     @property
     def rows(self) -> int:
-        """Number of runs of a box, which are all of one length."""
+        """Number of byte ranges of a block, which all have the same length."""
         return self.nbytes // self.shortest_run
 
     @cached_property
     def start(self) -> int:
-        """File offset of the first byte."""
+        """File offset of the first selected byte."""
         firsts = (min(start for start, _ in ranges) for ranges in self.selection)
         return self.offset + self._distance(firsts)
 
     @cached_property
     def span(self) -> int:
-        """Bytes in the file from the first one to the last."""
+        """Bytes of the file from the first selected byte to the last, both included."""
         lasts = (max(stop for _, stop in ranges) - 1 for ranges in self.selection)
         return self.offset + self._distance(lasts) + self.dtype.itemsize - self.start
 
     @property
     def stop(self) -> int:
-        """File offset after the last byte."""
+        """File offset after the last selected byte."""
         return self.start + self.span
 
     def _distance(self, index: Iterable[int]) -> int:
         return sum(at * stride for at, stride in zip(index, self.strides, strict=True)) * self.dtype.itemsize
 
     def runs(self) -> list[tuple[int, int]]:
-        """The selected bytes as (file offset, byte count), in the order of the selected elements.
+        """The byte ranges as (file offset, byte count), in the order of the selected elements.
 
-        Neighbours are joined: a selection of leading dims is one run, of a trailing dim one run a row.
+        Adjacent ranges are joined: a slice of the first dim is one byte range, a slice of the last dim one per row.
         """
         if not all(self.shape):
             return []
@@ -118,11 +118,11 @@ class Stored(LazyTensor):
         for ranges, step in outer:
             indices = [index * step for start, stop in ranges for index in range(start, stop)]
             rows = [row + index for row in rows for index in indices]
-        parts = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
-        return [(row + start, length) for row in rows for start, length in parts]
+        byte_ranges = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
+        return [(row + start, length) for row in rows for start, length in byte_ranges]
 
     def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
-        """The selection as boxes (one range of every dim, not empty), each with its view of `destination`."""
+        """The slice as non-empty blocks (one range per dim), each with its view of `destination`."""
         if self.nbytes and all(len(ranges) == 1 for ranges in self.selection):
             yield self, destination
             return
@@ -137,7 +137,7 @@ class Stored(LazyTensor):
     def cut(
         self, destination: torch.Tensor, limit: int, *, by_span: bool = False
     ) -> Iterator[tuple[Stored, torch.Tensor]]:
-        """Cut into parts of at most `limit` bytes (of values, or of the span), each with its view of `destination`."""
+        """Split into slices of at most `limit` bytes (values or span), each with its view of `destination`."""
         nbytes = self.span if by_span else self.nbytes
         dim = next((dim for dim, length in enumerate(self.shape) if length > 1), None)
         if nbytes <= limit or dim is None:
@@ -147,11 +147,11 @@ class Stored(LazyTensor):
         step = max(limit * length // nbytes, 1)
         for start in range(0, length, step):
             stop = min(start + step, length)
-            part = self.select(dim, [(start, stop)])
-            yield from part.cut(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
+            selected = self.select(dim, [(start, stop)])
+            yield from selected.cut(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
 
     def read(self, destination: torch.Tensor) -> int:
-        """Read run by run into contiguous CPU memory of `shape` and `dtype`; returns how many bytes."""
+        """Read each byte range into contiguous CPU memory of `shape` and `dtype`; returns the number of bytes."""
         view, position = byte_view(destination), 0
         for offset, length in self.runs():
             self.source.read(offset, [view[position : position + length]])
@@ -159,7 +159,7 @@ class Stored(LazyTensor):
         return position
 
     def materialize(self) -> torch.Tensor:
-        """Read the selection through the source."""
+        """Read the slice through the source."""
         result = torch.empty(self.shape, dtype=self.dtype)
         self.read(result)
         return result
@@ -172,7 +172,7 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
 
 
 def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
-    """The ranges that are not empty, each with the index of its start in the selection."""
+    """The non-empty ranges as (start, stop, position of the start in the slice)."""
     position = 0
     for start, stop in ranges:
         if stop > start:
@@ -181,12 +181,12 @@ def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
 
 
 def lengths(selection: Selection) -> list[int]:
-    """How many indices of each dim are selected."""
+    """Number of selected indices of each dim."""
     return [sum(stop - start for start, stop in ranges) for ranges in selection]
 
 
 def compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Select `ranges`, counted within the concatenation of `current`."""
+    """Slice a slice: `ranges` refer to the concatenation of `current`."""
     result: list[Range] = []
     for start, stop in ranges:
         position = 0

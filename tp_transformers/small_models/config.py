@@ -1,7 +1,8 @@
-"""The config of a small model of the same architecture, which is sharded in the same way.
+"""The config of a small model of the same architecture that is sharded in the same way.
 
-Numbers of heads, experts, groups and experts a token stay. Widths shrink, and so does depth, to the first layers among
-which every kind of layer occurs. No architecture is known by name; the tables below hold names of config fields.
+The numbers of heads, experts, groups and experts per token stay. Widths shrink, and the depth shrinks to the first
+layers that include every kind of layer. There are no special cases by architecture: the tables below hold config
+fields.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from .widths import (
     levels_of,
     merged_width,
     of_layers,
-    settle_widths,
     shrink_widths,
+    update_dependent_widths,
 )
 
 DEPTHS = (
@@ -38,79 +39,79 @@ DEPTHS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers", "num_self_attends_per_block"),
 )
 BY_LAYER = ("layer_types", "layers_block_type")
-"""Lists with an entry a layer, also where no field says how many layers there are."""
+"""Lists with one entry per layer; used if no field has the number of layers."""
 SHALLOW = ("num_global_layers", "num_layers_per_stack")
-"""Numbers of layers beside those of DEPTHS; no list has one entry each."""
+"""Further numbers of layers, without lists of as many entries."""
 STAGES = ("depths", "block_sizes")
-"""Lists of the numbers of layers of stages."""
+"""Lists of the number of layers of each stage."""
 INDICES = re.compile(r"\w+_(layers|indexes|indices|layer_ids)")
-"""Lists of the layers that are of some kind."""
+"""Lists of the indices of layers of one kind."""
 TAKEN = re.compile(r"\w+_feature_layers?")
-"""The layers, or the one, with states that are features of an image."""
+"""Index or indices of the layers whose hidden states are the image features."""
 TOKEN_ID = re.compile(r"\w+_token_(id|index)|image_patch_id")
 MEDIA = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 ENDS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
 WINDOWS = {"sliding_window": 4, "attention_window": 4, "attention_chunk_size": 8}
-"""Windows shorter than the prompts, so that they matter."""
+"""Windows shorter than the prompts, so that they have an effect."""
 LENGTHS = {
     "chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12,
     "num_filters": 4, "base_channels": 32, "num_embeddings": 192, "encoder_hash_byte_group_vocab": 192,
 }  # fmt: skip
-"""Other lengths that memory grows with: chunks of state-space layers, frames of speech, channels that double, codes."""
+"""Other lengths that memory grows with: state-space chunks, speech frames, channels that double, codes."""
 
 LIMIT = 10_000_000
-"""Parameters of a small model, at most, if it can be."""
+"""Most parameters of a small model, if possible."""
 MOST = 20 * LIMIT
-"""Parameters of a small model that is still tried."""
+"""Most parameters of a small model; a larger one raises."""
 FACTORS = (64, 32, 16, 8, 4, 2)
-"""Numbers to divide all widths by where a config refuses widths of their own."""
+"""Divisors for all widths, if the config rejects individually chosen widths."""
 LONGEST = 400
-"""Letters of another library's message, at most."""
+"""Most characters of another library's message."""
 VOCAB = 4 * BLOCK
 FIRST_ID = 3
 NEVER = -1
-"""A token that no model writes."""
+"""A token that no model generates."""
 PATCHES = 4
 """Patches along each side of an image."""
 
 _UNUSED = (
     *("quantization_config", "dtype", "torch_dtype", "_name_or_path", "transformers_version", "output_attentions"),
-    *("out_features", "out_indices", "stage_names"),  # a backbone's: by default its last layer
+    *("out_features", "out_indices", "stage_names"),  # of a backbone; the default is its last layer
 )
 
 
 def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> PretrainedConfig:
-    """A config of the same class, for a model of some hundred thousand parameters, or a few million.
+    """Shrink a config to a model of some hundred thousand to a few million parameters; the class stays.
 
-    Equal widths stay equal, and heads times their width stays the hidden width where it was. A config with another
-    constraint has all its widths divided by the same number. Tokens that end a text are taken away, so that as many are
-    generated as are asked for.
+    Equal widths stay equal; if heads times head width is the hidden width, it stays so. If the config has other
+    constraints, all widths are divided by the same number. End-of-text tokens are removed, so that `generate` returns
+    the requested number of tokens.
 
     Args:
-        cls: the model's class; None for the one that generates.
+        cls: the model's class; None for a class that generates.
 
     Raises:
-        UnsupportedError: if transformers refuses the result, so that the config has a constraint unknown here.
+        UnsupportedError: if transformers rejects every small config.
     """
     with supported(f"a small {config.model_type}"):
         cls = cls or generating_class(config)
-        found: list[tuple[int, PretrainedConfig]] = []
-        refused: Exception | None = None
-        ways: list[Callable[[list[Level]], None]] = [shrink_widths]
-        ways += [partial(divide_widths, factor=factor) for factor in FACTORS]
-        for narrow in ways:
+        tried: list[tuple[int, PretrainedConfig]] = []
+        first_error: Exception | None = None
+        narrowings: list[Callable[[list[Level]], None]] = [shrink_widths]
+        narrowings += [partial(divide_widths, factor=factor) for factor in FACTORS]
+        for narrow in narrowings:
             try:
                 small, model = _narrowed(config, cls, narrow)
             except Exception as error:
-                refused = refused or error
+                first_error = first_error or error
                 continue
-            found.append((sum(param.numel() for param in model.parameters()), small))
-            if found[-1][0] <= LIMIT or found[-1][0] > found[0][0]:
+            tried.append((sum(param.numel() for param in model.parameters()), small))
+            if tried[-1][0] <= LIMIT or tried[-1][0] > tried[0][0]:
                 break
-        if not found:
-            assert refused is not None
-            raise refused
-        count, small = min(found, key=lambda each: each[0])
+        if not tried:
+            assert first_error is not None
+            raise first_error
+        count, small = min(tried, key=lambda entry: entry[0])
         if count > MOST:
             raise ValueError(f"its small model has {count:,} parameters")
         return small
@@ -119,31 +120,31 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
 def _narrowed(
     config: PretrainedConfig, cls: type[PreTrainedModel], narrow: Callable[[list[Level]], None]
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The small config with widths that `narrow` changes, and its model; raises if transformers refuses it."""
-    whole = config.to_dict()
-    levels = list(levels_of(whole))
-    merged = merged_width(whole)
+    """The small config with widths shrunk by `narrow`, and its model; raises if transformers rejects it."""
+    data = config.to_dict()
+    levels = list(levels_of(data))
+    merged = merged_width(data)
     narrow(levels)
-    settle_widths(whole, merged)
+    update_dependent_widths(data, merged)
     _shrink_ids(levels)
     for level in levels:
-        for own in of_layers(level):
-            own.update({name: min(own[name], WINDOWS[name]) for name in WINDOWS if own.get(name)})
+        for fields in of_layers(level):
+            fields.update({name: min(fields[name], WINDOWS[name]) for name in WINDOWS if fields.get(name)})
         for name, value in level.items():
             shortest = WINDOWS.get(name) or LENGTHS.get(name)
             if shortest and value:
                 level[name] = each_number(value, lambda length, most=shortest: min(length, most))
-            elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows: prompts have their ids
+            elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows, to hold the ids of prompts
                 level[name] = VOCAB + value % BLOCK
-        _shrink_images(level, whole)
+        _shrink_images(level, data)
         for name in _UNUSED:
             level.pop(name, None)
-    return _first_layers(type(config), cls, whole, {depth for level in levels for depth in _depths(level)})
+    return _first_layers(type(config), cls, data, {depth for level in levels for depth in _depths(level)})
 
 
 @contextmanager
 def supported(subject: str) -> Iterator[None]:
-    """Turn any error of transformers into an UnsupportedError about `subject`, such as a small model."""
+    """Convert any error of transformers to an UnsupportedError about `subject`, such as a small model."""
     try:
         yield
     except TensorParallelError:
@@ -151,7 +152,7 @@ def supported(subject: str) -> Iterator[None]:
     except Exception as error:
         got, expected = one_line(error), "a model that transformers can make and run in one process"
         fix = "See whether the config is whole; if it is, verify the plan on a real checkpoint."
-        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise that cause itself
+        cause = None if isinstance(error, StopIteration) else error  # contextlib would raise the cause itself
         raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
 
 
@@ -161,13 +162,13 @@ def one_line(error: Exception) -> str:
 
 
 def meta_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """The model of a config on the meta device. Raises UnsupportedError if the config makes none."""
+    """Make the model of a config on the meta device. Raises UnsupportedError if transformers cannot."""
     with supported(f"a {config.model_type}"):
         return without_memory(cls, config)
 
 
 def _shrink_ids(levels: list[Level]) -> None:
-    """Special tokens get small ids, equal ones equal; none of them ends a text."""
+    """Map special tokens to small ids, equal ids to equal ids; remove the end-of-text tokens."""
     ids: dict[int | str, int] = {}
     for level in levels:
         for name, value in level.items():
@@ -182,40 +183,40 @@ def _shrink_ids(levels: list[Level]) -> None:
             level["decoder_start_token_id"] = level.get("pad_token_id") or FIRST_ID
 
 
-def _shrink_images(level: Level, whole: Level) -> None:
-    """Images of PATCHES by PATCHES, and their share of tokens."""
+def _shrink_images(level: Level, root: Level) -> None:
+    """Shrink images to PATCHES x PATCHES patches, and their number of tokens in proportion."""
     size, patch = (
         value[0] if isinstance(value, list | tuple) and value else value
         for value in (level.get("image_size"), level.get("patch_size"))
     )
     if isinstance(size, int) and isinstance(patch, int) and size > PATCHES * patch:
         level["image_size"] = each_number(level["image_size"], lambda _: PATCHES * patch)
-        for around in (level, whole):
-            if around.get("image_grid_pinpoints"):
-                pinpoints = around["image_grid_pinpoints"]
-                around["image_grid_pinpoints"] = [
-                    [side * PATCHES * patch // size for side in each] for each in pinpoints
+        for container in (level, root):
+            if container.get("image_grid_pinpoints"):
+                pinpoints = container["image_grid_pinpoints"]
+                container["image_grid_pinpoints"] = [
+                    [side * PATCHES * patch // size for side in pinpoint] for pinpoint in pinpoints
                 ]
-        if whole.get("projector_patch_to_query_dict"):
-            whole["projector_patch_to_query_dict"] = {PATCHES**2: PATCHES}
-        if whole.get("mm_tokens_per_image"):
-            tokens = whole["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
-            whole["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
+        if root.get("projector_patch_to_query_dict"):
+            root["projector_patch_to_query_dict"] = {PATCHES**2: PATCHES}
+        if root.get("mm_tokens_per_image"):
+            tokens = root["mm_tokens_per_image"] * (PATCHES * patch / size) ** 2
+            root["mm_tokens_per_image"] = max(1, math.isqrt(round(tokens))) ** 2
 
 
 def _first_layers(
-    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], whole: Level, depths: set[int]
+    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], data: Level, depths: set[int]
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The config with as few layers (2 at least) as every kind of layer occurs among, and its model."""
-    _, true = _built(kind_of_config, cls, whole)
+    """The config with the fewest layers (at least 2) that include every kind of layer, and its model."""
+    _, true = _built(kind_of_config, cls, data)
     stacks = [module for module in true.modules() if isinstance(module, nn.ModuleList) and len(module) in depths]
     kinds = [[kind(layer) for layer in stack] for stack in stacks]
-    all_kinds = {each for stack in kinds for each in stack}
-    alternate = [level["layer_types"][:4] for level in levels_of(whole) if level.get("layer_types")]
-    needed = max([2, *(stack.index(each) + 1 for stack in (*kinds, *alternate) for each in stack)])
+    all_kinds = {entry for stack in kinds for entry in stack}
+    alternate = [level["layer_types"][:4] for level in levels_of(data) if level.get("layer_types")]
+    needed = max([2, *(stack.index(entry) + 1 for stack in (*kinds, *alternate) for entry in stack)])
     for count in range(2 if needed > 4 else needed, max([*depths, 2]) + 1):
         try:
-            small, model = _built(kind_of_config, cls, _of_depth(whole, count))
+            small, model = _built(kind_of_config, cls, _of_depth(data, count))
         except Exception:
             if count == max([*depths, 2]):
                 raise
@@ -227,34 +228,34 @@ def _first_layers(
 
 
 def _built(
-    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], whole: Level
+    kind_of_config: type[PretrainedConfig], cls: type[PreTrainedModel], data: Level
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """A config and its model on the meta device; sections of a rotation that the config does not say are its own."""
+    """Make a config and its model on the meta device; adapt rotary sections (`mrope_section`) to the rotary width."""
     try:
-        config = kind_of_config.from_dict(whole)
-    except Exception:  # some want a token that ends a text
-        for level in levels_of(whole):
+        config = kind_of_config.from_dict(data)
+    except Exception:  # some require an end-of-text token
+        for level in levels_of(data):
             level.update({name: NEVER for name in ENDS if name in level and level[name] is None})
-        config = kind_of_config.from_dict(whole)
+        config = kind_of_config.from_dict(data)
     model = without_memory(cls, config)
     unfit = False
     for module in model.modules():
-        sections, turns = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
-        if isinstance(sections, list) and turns is not None and sum(sections) != turns.shape[-1]:
-            for level in levels_of(whole):
+        sections, frequencies = getattr(module, "mrope_section", None), getattr(module, "inv_freq", None)
+        if isinstance(sections, list) and frequencies is not None and sum(sections) != frequencies.shape[-1]:
+            for level in levels_of(data):
                 if level.get("model_type") == module.config.model_type and isinstance(
                     level.get("rope_parameters"), dict
                 ):
-                    level["rope_parameters"]["mrope_section"] = fit_sections(turns.shape[-1], sections)
+                    level["rope_parameters"]["mrope_section"] = fit_sections(frequencies.shape[-1], sections)
                     unfit = True
     if not unfit:
         return config, model
-    config = kind_of_config.from_dict(whole)
+    config = kind_of_config.from_dict(data)
     return config, without_memory(cls, config)
 
 
 def _of_depth(level: Level, count: int) -> Level:
-    """The config with at most `count` layers in every stack, and as many entries in lists that have one a layer."""
+    """The config with at most `count` layers in every stack, and as many entries in lists with one entry per layer."""
     own = next((level[name] for name in DEPTHS if level.get(name)), count)
     first = dict(level)
     for name, value in level.items():
@@ -278,18 +279,18 @@ def _of_depth(level: Level, count: int) -> Level:
     if stack and level.get("num_hidden_layers", 0) % stack == 0:
         first["num_hidden_layers"] = first["num_layers_per_stack"] * (level["num_hidden_layers"] // stack)
     if "vision_output_dim" in level:
-        settle_widths(first, 0)
+        update_dependent_widths(first, 0)
     return first
 
 
 def _depths(level: Level) -> set[int]:
-    """Numbers of layers of the stacks of a level itself."""
+    """The numbers of layers in the fields of one level."""
     named = {level[name] for name in DEPTHS if level.get(name)}
     return named | {len(level[name]) for name in BY_LAYER if level.get(name)}
 
 
 def _taken(value: Any, count: int) -> Any:
-    """Layers with states that are taken, of the first `count`; as many, as far as there are."""
+    """Map indices of feature layers to the first `count` layers; distinct ones stay distinct if possible."""
     if isinstance(value, int):
         return max(-count, min(value, count))
     if isinstance(value, list) and value and all(isinstance(index, int) for index in value):

@@ -1,7 +1,7 @@
-"""Images and sound for a small model: tensors by the names of the arguments that its class takes.
+"""Images and sound for a small model: tensors by the names of the forward's arguments.
 
-A class says neither which shape its images have nor how many tokens stand for one. So every usual shape is tried on the
-model itself, and the first that it answers is the one.
+A class declares neither the shape of its images nor the number of tokens per image. So every usual shape is tried on
+the model, and the first one that works is used.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 Arguments = dict[str, Tensor]
-Asked = tuple[Arguments, Arguments]
-"""Arguments of a forward, and of `generate`."""
+Prompts = tuple[Arguments, Arguments]
+"""(arguments of the forward, arguments of `generate`)."""
 
 ORDINARY_IDS = range(48, 192)
-"""Ids that a small config leaves to no special token."""
+"""Ids that are not special tokens in a small config."""
 BEFORE = 3
-"""Tokens before those of an image or a sound: as many as a text is padded by."""
+"""Number of text tokens before an image or sound; equal to the padding of a text."""
 MOST_TOKENS = 64
-"""Tokens of an image at most, where the model itself does not say how many there are."""
+"""Most tokens of an image, if the model cannot compute their number."""
 FRAMES = 64
-"""Frames of sound for models that take any number."""
+"""Frames of sound for models that accept any number."""
 SAMPLES = 6400
-"""Samples of a wave."""
+"""Samples of a waveform."""
 
 SEEN, HEARD = {"pixel_values", "flattened_patches"}, {"input_features", "input_values"}
 KINDS = {"image": 1, "audio": 3}
-"""Kinds of tokens in `mm_token_type_ids`."""
+"""Values of `mm_token_type_ids`."""
 OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
-"""Arguments that tell tokens of an image from others."""
+"""Arguments that mark the tokens of an image."""
 VISION = ("vision_config", "encoder")
 AUDIO = ("audio_config", "acoustic_tokenizer_encoder_config", "encoder_config", "encoder")
 BINS = ("num_mel_bins", "n_mels", "input_feat_per_channel", "feature_projection_input_dim", "input_size", "input_dim")
@@ -48,13 +48,13 @@ class Medium:
     """"image" or "audio"."""
     arguments: Arguments
     token: int | None
-    """The token that stands for a part of it; None where it has no tokens in the text."""
+    """The placeholder token in the text; None if it has none."""
     tokens: int
-    """Number of tokens of each."""
+    """Number of placeholder tokens of each image or sound."""
 
 
 def media(model: Any) -> list[str]:
-    """The media that a model takes beside text, or in its place: "image", "audio"."""
+    """The media that a model accepts with or instead of text: "image", "audio"."""
     names, config = _accepted(model), model.config
     sees = names & SEEN and getattr(config, "vision_config", config) is not None
     hears = names & HEARD and getattr(config, "audio_config", config) is not None
@@ -62,26 +62,26 @@ def media(model: Any) -> list[str]:
 
 
 def untried(model: Any, question: Arguments) -> list[str]:
-    """The media that a model takes, and a question has not."""
+    """The media that a model accepts and the question lacks."""
     return [name for name in media(model) if not question.keys() & (SEEN if name == "image" else HEARD)]
 
 
-def about(model: Any, text: Arguments, shown: Sequence[Medium]) -> Asked:
-    """The question that a text becomes with images and sounds, and its prompt; `text` has ids, and a mask or none."""
+def about(model: Any, text: Arguments, attached: Sequence[Medium]) -> Prompts:
+    """(question, prompt) of a text with images and sounds inserted; `text` has `input_ids`, and maybe a mask."""
     config, ids, mask = model.config, text["input_ids"], text.get("attention_mask")
     decoded = {"decoder_input_ids": ids.flip(1)} if config.is_encoder_decoder else {}
-    for medium in shown:
+    for medium in attached:
         if config.is_encoder_decoder and model.main_input_name in medium.arguments:
             return {**medium.arguments, "decoder_input_ids": ids}, medium.arguments
     kinds = torch.zeros_like(ids)
-    for medium in shown:
+    for medium in attached:
         if medium.token is not None:
             ids = _inserted(ids, medium.token, medium.tokens)
             mask = None if mask is None else _inserted(mask, 1, medium.tokens)
             kinds = _inserted(kinds, KINDS[medium.name], medium.tokens)
     names = _accepted(model)
     prompt = {"input_ids": ids} if mask is None else {"input_ids": ids, "attention_mask": mask}
-    if shown and "input_ids" not in names:
+    if attached and "input_ids" not in names:
         prompt = {}
     if kinds.any():
         prompt |= {name: kinds for name in OF_TOKENS if name in names}
@@ -89,21 +89,21 @@ def about(model: Any, text: Arguments, shown: Sequence[Medium]) -> Asked:
         prompt["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.long)
     if "lang_ids" in names:
         prompt["lang_ids"] = torch.zeros(len(ids), dtype=torch.long)
-    if "image_attention_mask" in names and shown:
+    if "image_attention_mask" in names and attached:
         prompt["image_attention_mask"] = torch.ones(*ids.shape, 1, dtype=torch.long)
-    for medium in shown:
+    for medium in attached:
         prompt |= medium.arguments
     return {**prompt, **decoded}, prompt
 
 
 def _inserted(values: Tensor, value: int, count: int) -> Tensor:
-    """`values: (batch, tokens)` with `value` at `count` more places."""
+    """Insert `value` `count` times into `values: (batch, tokens)`, after BEFORE tokens."""
     between = torch.full((len(values), count), value)
     return torch.cat([values[:, :BEFORE], between, values[:, BEFORE:]], 1)
 
 
 def candidates(model: Any, name: str) -> Iterator[Medium]:
-    """Images or sounds of shapes that a model may take, each with numbers of tokens that it may have."""
+    """Images or sounds of the shapes that a model may accept, each with possible numbers of tokens."""
     generator = torch.Generator().manual_seed(2)
     for shape in (_images if name == "image" else _sounds)(model, generator):
         arguments = {key: value for key, value in shape.items() if key in _accepted(model)}
@@ -116,18 +116,18 @@ def candidates(model: Any, name: str) -> Iterator[Medium]:
             continue
         try:
             count = _tokens(model, arguments, f"get_{name}_features")
-        except Exception:  # it takes another shape
+        except Exception:  # it needs another shape
             continue
         for tokens in dict.fromkeys((count or MOST_TOKENS, *range(MOST_TOKENS, 0, -1))):
             yield Medium(name, arguments, token, tokens)
 
 
 def _token(model: Any, name: str) -> int | None:
-    """The token that stands for a part of an image or a sound."""
+    """The placeholder token of an image or sound; None if the config has none."""
     if name == "image" and "image_embeds_position_mask" in _accepted(model):
         return ORDINARY_IDS.start
     fields = (f"{name}_token_id", f"{name}_token_index", f"{name}_patch_id")
-    return next((found for field in fields if isinstance(found := getattr(model.config, field, None), int)), None)
+    return next((token for field in fields if isinstance(token := getattr(model.config, field, None), int)), None)
 
 
 def _accepted(model: Any) -> set[str]:
@@ -136,9 +136,9 @@ def _accepted(model: Any) -> set[str]:
 
 
 def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
-    """Two images in every usual shape, as far as the forward takes the arguments."""
+    """Two images in every usual shape, for the arguments that the forward accepts."""
     config = model.config
-    vision = next((found for name in VISION if (found := getattr(config, name, None)) is not None), config)
+    vision = next((value for name in VISION if (value := getattr(config, name, None)) is not None), config)
     names = _accepted(model)
     patch = _first(vision, ("patch_size", "spatial_patch_size", "encoder_patch_size"), 4)
     channels = _first(vision, ("in_channels", "num_channels", "in_chans"), 3)
@@ -177,10 +177,10 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
         image = random(2, channels, size, size)
         if "aspect_ratio_ids" in names:
             tiles = _first(vision, ("max_num_tiles",), 1)
-            shown = torch.zeros(2, 1, tiles, dtype=torch.long)
-            shown[..., 0] = 1
-            tiled = image[:, None, None] * shown[..., None, None, None]
-            ratios = {"aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long), "aspect_ratio_mask": shown}
+            present = torch.zeros(2, 1, tiles, dtype=torch.long)
+            present[..., 0] = 1
+            tiled = image[:, None, None] * present[..., None, None, None]
+            ratios = {"aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long), "aspect_ratio_mask": present}
             yield {"pixel_values": tiled, **ratios}
         extents: list[Arguments] = [{"image_sizes": torch.tensor([[size, size]] * 2)}, {}]
         for extent in extents["image_sizes" not in names :]:
@@ -196,9 +196,9 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
 
 
 def _sounds(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
-    """Two sounds in every usual shape, as far as the forward takes the arguments."""
+    """Two sounds in every usual shape, for the arguments that the forward accepts."""
     config, names = model.config, _accepted(model)
-    audio = next((found for name in AUDIO if (found := getattr(config, name, None)) is not None), config)
+    audio = next((value for name in AUDIO if (value := getattr(config, name, None)) is not None), config)
     audio = getattr(audio, "asr_config", audio)
     if "input_features" in names:
         bins = (_first(audio, BINS, 0) or _first(config, BINS, 80)) * _first(audio, ("num_stacked_frames",), 1)
@@ -218,33 +218,33 @@ def _sounds(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
         yield {"input_values": wave[:, None], "padding_mask": torch.ones_like(wave).bool()}
 
 
-def _tokens(model: Any, seen: Arguments, features: str) -> int | None:
-    """Number of tokens that stand for one of two images or sounds, by the model's own features; None if it cannot say.
+def _tokens(model: Any, arguments: Arguments, features: str) -> int | None:
+    """Number of tokens of one of two images or sounds, from the model's features; None if unknown.
 
     Args:
-        features: the method that makes them, such as `get_image_features`.
+        features: the method that computes the features, such as `get_image_features`.
 
-    Raises whatever the method raises, for arguments that the model does not take.
+    Raises whatever the method raises for arguments that the model does not accept.
     """
     method = getattr(model, features, None)
     if method is None:
         return None
-    taken = inspect.signature(method).parameters
-    if "input_ids" in taken:
+    parameters = inspect.signature(method).parameters
+    if "input_ids" in parameters:
         return None
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
-        seen = {name: value for name, value in seen.items() if name in taken}
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        arguments = {name: value for name, value in arguments.items() if name in parameters}
     with torch.no_grad():
-        found: Any = method(**seen)
-    found = getattr(found, "pooler_output", found)
-    found = found[0] if isinstance(found, tuple) and isinstance(found[0], Tensor) and found[0].ndim > 2 else found
-    if isinstance(found, list | tuple):
-        found = torch.cat([each.flatten(0, -2) for each in found])
-    return found.numel() // found.shape[-1] // 2 if isinstance(found, Tensor) else None
+        output: Any = method(**arguments)
+    output = getattr(output, "pooler_output", output)
+    output = output[0] if isinstance(output, tuple) and isinstance(output[0], Tensor) and output[0].ndim > 2 else output
+    if isinstance(output, list | tuple):
+        output = torch.cat([item.flatten(0, -2) for item in output])
+    return output.numel() // output.shape[-1] // 2 if isinstance(output, Tensor) else None
 
 
 def _first(config: Any, names: tuple[str, ...], default: int) -> int:
-    """The first field of a config that is a number, or a list of them."""
+    """The first of the config's fields `names` with a nonzero integer, or the first entry of a list."""
     for name in names:
         value = getattr(config, name, None)
         value = value[0] if isinstance(value, list | tuple) and value else value

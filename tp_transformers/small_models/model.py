@@ -1,4 +1,4 @@
-"""A small random model, its inputs and a record of its outputs: the same for one process and for every rank."""
+"""A small random model, its inputs and a record of its outputs; identical in one process and on every rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..anatomy.norms import is_of_norm_or_bias
-from .inputs import ORDINARY_IDS, Asked, Medium, about, candidates, media
+from .inputs import ORDINARY_IDS, Medium, Prompts, about, candidates, media
 from .trace import Trace, traced
 
 PROMPT = 7
-"""Tokens of a prompt; longer than the windows of a config that `shrink` made."""
+"""Tokens of a prompt; longer than the windows of a config from `shrink`."""
 NEW_TOKENS = 6
 SPREAD = 1.6
-"""Standard deviation of a random linear's outputs by that of its inputs; large enough that logits and attention differ
-clearly between tokens."""
+"""Ratio of the standard deviations of a random linear's outputs and inputs; large enough that logits and attention
+differ clearly between tokens."""
 
 
 @dataclass
@@ -36,17 +36,17 @@ class Observation:
     tokens: Tensor | None = None
     errors: dict[str, float] | None = None
     gradients: dict[str, Tensor] | None = None
-    """Unsharded gradients; for a rank, those that are wrong."""
+    """Unsharded gradients; on a rank, only the wrong ones."""
     doing: str = "loading"
-    """Step that it has come to."""
+    """The current step."""
     failure: str | None = None
     """Message of the exception, if one was raised."""
 
 
 def make(cls: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
-    """A random fp32 model; no norm is all ones and no bias all zeros, so that each of them matters.
+    """Make a random fp32 model. Norms and biases are random too, so that errors in them show.
 
-    Parameters that a checkpoint leaves out, such as sines of positions, are as the class makes them.
+    Parameters that are not saved, such as sinusoidal positions, keep the values of the class.
     """
     torch.manual_seed(seed)
     model: PreTrainedModel = cls(config).eval().float()
@@ -68,7 +68,7 @@ def make(cls: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0)
 
 
 class _Doubled(TorchFunctionMode):
-    """Gives float64 to code that asks for float32."""
+    """Replaces float32 by float64 in the arguments of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -83,7 +83,7 @@ class _Doubled(TorchFunctionMode):
 
 
 def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows of `x: (rows, in)` by the matrix of their group; `weights: (groups, in, out)`, `ends: (groups,)` of rows."""
+    """Multiply rows of `x: (rows, in)` by their group's matrix; `weights: (groups, in, out)`, `ends: (groups,)`."""
     stops = ends.tolist()
     products = [x[start:stop] @ weight for start, stop, weight in zip([0, *stops], stops, weights, strict=False)]
     return torch.cat([*products, x.new_zeros(x.shape[0] - stops[-1], weights.shape[-1])])
@@ -91,10 +91,10 @@ def _grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Let models of `dtype` compute in it from end to end: with float64, casts to float32 within a forward too.
+    """Let models compute in `dtype` end to end; for float64, casts to float32 within a forward become float64.
 
-    A gated delta rule casts to float32 in its code, and multiplies the rounding of sums by thousands: in float32, ranks
-    that are right cannot be distinguished from ranks that are wrong.
+    A gated delta rule casts to float32, and amplifies rounding errors of sums by thousands: in float32, correct ranks
+    could not be distinguished from wrong ones.
     """
     if dtype != torch.float64:
         yield
@@ -109,35 +109,35 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
 
 
 def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a loaded model's parameters one dtype, float32 or float64, those too that their class keeps in fp32."""
+    """Cast all parameters of a loaded model to float32 or float64, also those that their class keeps in fp32."""
     if any(param.is_floating_point() and param.dtype != dtype for param in model.parameters()):
         model.double() if dtype == torch.float64 else model.float()  # `to` would make complex buffers real
 
 
 def in_dtype(question: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The arguments of a forward, those of floating point in `dtype`."""
+    """Cast the floating-point arguments of a forward to `dtype`."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in question.items()}
 
 
 def questions(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """(arguments of the forward, arguments of generate, whether there is an image or sound) of a batch of two texts.
+    """(arguments of the forward, arguments of generate, True if there is an image or sound) of a batch of two texts.
 
-    They are the first that the model answers: with images and sound, with one of them, with text that is padded on the
-    left, with text that is not.
+    The first of these that the model accepts: images and sound, one of them, text padded on the left, text without
+    padding.
     """
     texts = _texts(model)
-    found = [medium for name in media(model) if (medium := _medium(model, texts[0], name)) is not None]
-    for shown in (found, found[:1], found[1:]):
-        asked = about(model, texts[0][0], shown)
-        if shown and (shown == found[:1] == found or _answers(model, asked)):
-            return *asked, True
-    *others, last = texts
-    text = next((text for text in others if _answers(model, text)), last)
+    attached = [medium for name in media(model) if (medium := _medium(model, texts[0], name)) is not None]
+    for chosen in (attached, attached[:1], attached[1:]):
+        candidate = about(model, texts[0][0], chosen)
+        if chosen and (chosen == attached[:1] == attached or _answers(model, candidate)):
+            return *candidate, True
+    *earlier, last = texts
+    text = next((text for text in earlier if _answers(model, text)), last)
     return *text, False
 
 
-def _texts(model: PreTrainedModel) -> list[Asked]:
-    """Texts of two lengths, padded on the left; two texts of the same length."""
+def _texts(model: PreTrainedModel) -> list[Prompts]:
+    """Two batches: texts of two lengths, padded on the left, and texts of the same length."""
     pad = getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     ids = torch.randint(ORDINARY_IDS.start, ORDINARY_IDS.stop, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(PROMPT) >= torch.tensor([[3], [0]])).long()
@@ -145,39 +145,39 @@ def _texts(model: PreTrainedModel) -> list[Asked]:
     return [about(model, text, ()) for text in (padded, {"input_ids": ids})]
 
 
-def _medium(model: PreTrainedModel, text: Asked, name: str) -> Medium | None:
-    """Two images or sounds of a shape that a model takes; None if it takes none of the usual ones."""
+def _medium(model: PreTrainedModel, text: Prompts, name: str) -> Medium | None:
+    """Two images or sounds of a shape that the model accepts; None if it accepts no usual shape."""
     for medium in candidates(model, name):
         if _answers(model, about(model, text[0], (medium,))):
             return medium
     return None
 
 
-def _answers(model: PreTrainedModel, asked: Asked) -> bool:
-    """True if a model has finite logits for a question, and writes to its prompt."""
-    question, prompt = asked
+def _answers(model: PreTrainedModel, prompts: Prompts) -> bool:
+    """True if the model returns finite logits for a question, and generates for its prompt."""
+    question, prompt = prompts
     try:
         with torch.no_grad():
             finite = bool(answer(model, question).isfinite().all())
         generate(model, prompt, 2)
-    except Exception:  # it wants other arguments
+    except Exception:  # it needs other arguments
         return False
     return finite
 
 
 def labels(model: PreTrainedModel, question: Mapping[str, Tensor]) -> Tensor | None:
-    """The tokens of a question, special ones ignored; None if the model has no loss for them."""
+    """The tokens of a question as labels, special tokens ignored; None if the model has no loss for them."""
     ids = question.get("decoder_input_ids", question.get("input_ids"))
     if ids is None or model.get_output_embeddings() is None:
         return None
     ignored = (ids < ORDINARY_IDS.start) | (ids >= ORDINARY_IDS.stop)
-    found = ids.masked_fill(ignored, -100)
+    masked = ids.masked_fill(ignored, -100)
     try:
         with torch.no_grad():
-            loss = loss_of(model, question, found)
-    except Exception:  # it wants other labels
+            loss = loss_of(model, question, masked)
+    except Exception:  # it needs other labels
         return None
-    return found if isinstance(loss, Tensor) and loss.isfinite() else None
+    return masked if isinstance(loss, Tensor) and loss.isfinite() else None
 
 
 def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tensor) -> Tensor:
@@ -186,29 +186,32 @@ def loss_of(model: PreTrainedModel, question: Mapping[str, Tensor], labels: Tens
 
 
 def observe(
-    model: PreTrainedModel, questions: Sequence[dict[str, Tensor]], seen: Observation, labels: Tensor | None = None
+    model: PreTrainedModel,
+    questions: Sequence[dict[str, Tensor]],
+    observation: Observation,
+    labels: Tensor | None = None,
 ) -> None:
-    """Record the outputs of a model for the two `questions` in `seen`, as far as it comes."""
-    seen.doing = "answering"
-    with torch.no_grad(), traced(model, seen.trace):
-        seen.logits = answer(model, questions[0])
+    """Record the outputs of a model for `questions` (forward, generate) in `seen`, up to an exception."""
+    observation.doing = "answering"
+    with torch.no_grad(), traced(model, observation.trace):
+        observation.logits = answer(model, questions[0])
     if labels is not None:
-        seen.doing = "computing the loss"
+        observation.doing = "computing the loss"
         with torch.no_grad():
-            seen.loss = loss_of(model, questions[0], labels)
-    seen.doing = "generating"
-    seen.tokens = generate(model, questions[1])
+            observation.loss = loss_of(model, questions[0], labels)
+    observation.doing = "generating"
+    observation.tokens = generate(model, questions[1])
 
 
 def answer(model: PreTrainedModel, question: dict[str, Tensor]) -> Tensor:
-    """The logits of a model, or its states if it has no head."""
+    """The logits of a model, or its hidden states if it has no head."""
     outputs: Any = model(**question)
     logits: Tensor = outputs["logits"] if "logits" in outputs else outputs[0]
     return logits
 
 
 def generate(model: PreTrainedModel, question: dict[str, Tensor], count: int = NEW_TOKENS) -> Tensor | None:
-    """Greedy tokens, with the KV cache; None if the model does not generate."""
+    """Generate greedily, with the KV cache; None if the model does not generate."""
     if not model.can_generate():
         return None
     generating: Any = model
@@ -217,9 +220,9 @@ def generate(model: PreTrainedModel, question: dict[str, Tensor], count: int = N
 
 
 def gradients(model: PreTrainedModel, question: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:
-    """The gradients of the logits' sum, each multiplied by a random number of its own, and of the loss.
+    """Gradients of a randomly weighted mean of the logits, plus the loss if there are labels.
 
-    Without a cache: some models overwrite its states.
+    Runs without a cache: some models overwrite its states in place.
     """
     model.zero_grad()
     if "use_cache" in inspect.signature(model.forward).parameters:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass
 class Call:
-    """One call of a module, and its floating-point tensors."""
+    """One call of a module, with its first floating-point input and its floating-point outputs."""
 
     name: str
     given: Tensor | None
@@ -25,19 +25,19 @@ class Trace:
     """Inputs and outputs of the modules of a model in one forward."""
 
     calls: list[Call] = field(default_factory=list)
-    """Calls in the order of their returns: a module comes after all inside it."""
+    """Completed calls in order of return: a module comes after the modules inside it."""
     running: list[Call] = field(default_factory=list)
-    """Modules that had not returned when the forward raised, from the outside in."""
+    """Calls that had not returned when the forward raised, outermost first."""
 
 
 @contextmanager
 def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
-    """Record the inputs and outputs of every module while the context lasts, without gradients."""
+    """Record the inputs and outputs of every module within the context."""
     names = {id(module): name for name, module in model.named_modules()}
 
     def before(module: nn.Module, args: Any, keywords: Any) -> None:
-        given = next(_tensors((args, keywords)), None)
-        trace.running.append(Call(names[id(module)], None if given is None else given.clone()))
+        first_input = next(_tensors((args, keywords)), None)
+        trace.running.append(Call(names[id(module)], None if first_input is None else first_input.clone()))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         call = trace.running.pop()
@@ -56,7 +56,7 @@ def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All floating-point tensors of a module's output."""
+    """All floating-point tensors in a module's output, unsharded."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output.full_tensor() if isinstance(output, DTensor) else output

@@ -1,4 +1,4 @@
-"""Process groups that communicate through shared memory: those with ranks that all read one another's tokens in it."""
+"""Set up shared memory for process groups, where all ranks can read one another's tokens in it."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from .transport import SharedMemory
 logger = get_logger(__name__)
 
 VARIABLE = "TP_TRANSFORMERS_SHARED_MEMORY"
-"""Environment variable that leaves all communication to the process group, where it is 0."""
+"""Environment variable; 0 turns shared memory off."""
 
-_found: dict[int, Transport | None] = {}
-"""The memory of process groups by their `id`, which they have to be asked for once; None where there is none."""
+_memories: dict[int, Transport | None] = {}
+"""The shared memory of process groups by `id`, as determined by `share`; None for a group without."""
 NAMES: set[str] = set()
-"""The names of process groups with memory, as torch.compile traces them."""
+"""Names of the process groups with shared memory, for graphs of torch.compile."""
 
 
 def share(group: dist.ProcessGroup) -> None:
-    """Let the ranks of `group` communicate through memory if they can; all of them have to call it.
+    """Set up shared memory for `group` if its ranks can use it. Collective.
 
-    Where they cannot, it says why, once, at INFO. Nothing is done for a group that has been asked before.
+    If they cannot, logs the reason at INFO. A second call for the same group does nothing.
     """
-    if id(group) in _found or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
+    if id(group) in _memories or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
         return
     memory, why = _join(group)
     name = group.group_name
-    NAMES.discard(name)  # of a group that has been destroyed
-    _found[id(group)] = memory
-    weakref.finalize(group, _found.pop, id(group), None).atexit = False
+    NAMES.discard(name)  # a destroyed group may have had the same name
+    _memories[id(group)] = memory
+    weakref.finalize(group, _memories.pop, id(group), None).atexit = False
     if memory is None:
         logger.info("ranks communicate by gloo, not through shared memory: %s", why)
         return
@@ -53,24 +53,24 @@ def share(group: dist.ProcessGroup) -> None:
 
 
 def memory_of(group: dist.ProcessGroup) -> Transport | None:
-    """The memory through which the ranks of `group` communicate."""
-    return _found.get(id(group))
+    """The shared memory of `group`; None without."""
+    return _memories.get(id(group))
 
 
 def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
-    """The memory of this rank, or None on all ranks and the reason."""
+    """The transport of this rank and "", or None on all ranks and the reason."""
     rank = group.rank()
     machines: dict[str, list[int]] = {}
     answers = _exchange((machine_name(), _obstacle(), secrets.token_hex(8)), group)
     name = answers[0][2]
-    for each, (machine, why, _) in enumerate(answers):
+    for peer, (machine, why, _) in enumerate(answers):
         if why:
-            return None, f"{why} (rank {each})"
-        machines.setdefault(machine, []).append(each)
-    own = next(ranks for ranks in machines.values() if rank in ranks)
+            return None, f"{why} (rank {peer})"
+        machines.setdefault(machine, []).append(peer)
+    local_ranks = next(ranks for ranks in machines.values() if rank in ranks)
     if len(machines) == group.size():
         return None, "each rank is on a machine of its own"
-    segment, why = _map(group, own)
+    segment, why = _map(group, local_ranks)
     if why:
         return None, why
     timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
@@ -84,17 +84,17 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
 
 
 def _obstacle() -> str:
-    """Why this rank shares no memory, whoever the others are; "" where it may."""
+    """The reason why this rank cannot share memory with any other; "" if it can."""
     if os.environ.get(VARIABLE) == "0":
         return f"{VARIABLE}=0"
     return "" if is_supported() else "it needs Linux on x86-64"
 
 
 def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, str]:
-    """The segment of the `ranks` of this machine, None for one alone, and the obstacle on any machine.
+    """The segment of the `ranks` of this machine (None for a single rank), and the reason of a failure on any machine.
 
-    A host name or a boot id is no proof that ranks see the same memory, as containers may have them in common. Here
-    each rank leaves a token in the memory, and reads those of the others.
+    Equal host names or boot ids do not prove that ranks see the same memory: containers may share them. So each rank
+    writes a token to the memory, and reads the tokens of the others.
     """
     segment: Segment | None = None
     path: Path | None = None
@@ -120,16 +120,16 @@ def _map(group: dist.ProcessGroup, ranks: list[int]) -> tuple[Segment | None, st
             path.unlink(missing_ok=True)
     why = next((why for _, why in tokens if why), "")
     if segment is not None and not why:
-        read = [segment.words[each * WORDS + TOKEN] for each in range(size)]
-        if read != [tokens[each][0] for each in ranks]:
+        read = [segment.words[peer * WORDS + TOKEN] for peer in range(size)]
+        if read != [tokens[peer][0] for peer in ranks]:
             why = f"rank {rank} reads other memory than ranks {ranks}"
     return segment, next((why for why in _exchange(why, group) if why), "")
 
 
 def _connect(rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Gloo between some ranks, under a new `name`: not a group of torch's, which would outlive the one it serves."""
+    """Gloo between some ranks, under a new `name`. Not a torch process group, which would outlive the one it serves."""
     return dist.ProcessGroupGloo(PrefixStore(f"tp_transformers/{name}", get_default_store()), rank, size, timeout)
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    return [pickle.loads(each) for each in exchange(pickle.dumps(value), group, torch.device("cpu"))]
+    return [pickle.loads(data) for data in exchange(pickle.dumps(value), group, torch.device("cpu"))]

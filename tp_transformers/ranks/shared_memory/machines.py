@@ -1,4 +1,4 @@
-"""Sums over the ranks of several machines: in memory within each, between the machines by the first rank of each."""
+"""All-reduce over several machines: shared memory within each, gloo between the first ranks of the machines."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .transport import SharedMemory
 
 
 class SeveralMachines(Transport):
-    """One process group's transport between ranks of several machines, seen from one of them.
+    """Transport of a process group over several machines.
 
-    It sums; for all other collectives the ranks call the backend. Dispatch modes do not see it.
+    It only has all_reduce; other collectives call the backend. Dispatch modes do not see it.
     """
 
     def __init__(self, memory: SharedMemory | None, firsts: dist.ProcessGroupGloo | None) -> None:
-        """`memory`: that of this machine, None for its only rank. `firsts`: every machine's first rank, on those."""
+        """`memory`: None for the only rank of a machine. `firsts`: gloo between the first ranks; None on the others."""
         self.memory, self.firsts = memory, firsts
         self.collectives = 0
 
@@ -30,12 +30,12 @@ class SeveralMachines(Transport):
         return self.memory.ended if self.memory is not None else ""
 
     def end(self, why: str) -> None:
-        """Let collectives that wait in memory, and all later ones, raise; from any thread."""
+        """Let collectives that wait in memory, and later ones, raise. May be called from any thread."""
         if self.memory is not None:
             self.memory.end(why)
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
-        """Sum `x` over the ranks in place, or take the maximum; all ranks have the same bits."""
+        """Sum `x` over the ranks in place, or take the maximum; bitwise equal on all ranks."""
         self.collectives += 1
         with disable_current_modes() if by_backend else nullcontext():
             dense = x.detach().contiguous()

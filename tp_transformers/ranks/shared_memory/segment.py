@@ -1,7 +1,7 @@
-"""A file in memory that the ranks of one machine map: counters, and two slots for the data of every rank.
+"""A shared memory file that the ranks of one machine map: counters, and two data slots per rank.
 
-Plain stores and loads order it, which suffices on x86-64 alone: other processors may show a counter before the data
-that was stored ahead of it.
+It relies on the store order of x86-64: on other processors a counter may become visible before data that was stored
+earlier.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 FOLDER = Path("/dev/shm")
-"""Where the files lie until all ranks have mapped them."""
+"""Folder of the files, until all ranks have mapped them."""
 
 SLOT = 1 << 20
-"""Bytes of a slot; longer tensors pass through it in pieces."""
+"""Bytes of a slot; longer tensors pass through it in chunks."""
 
 WORDS = 16
-"""Words of 8 bytes that each rank writes: two cache lines, which the processor fetches together."""
+"""Number of 8-byte words of each rank: two cache lines, which the processor fetches together."""
 COUNT, KIND, LENGTH, TOKEN, AWAITS = 0, 1, 3, 5, 6
-"""Places of a rank's words: the steps that it has made; for either slot the collective and a length; its token; the
-number of the rank that it sleeps for, from 1 on, or 0."""
+"""Indices of a rank's words: its step counter; the collective and a length, one each per slot; its token; the rank that
+it sleeps for plus 1, or 0."""
 
 _FUTEX, _WAIT, _WAKE = 202, 0, 1
-"""The system call of x86-64 that lets processes sleep until a word in their memory changes: futex(2)."""
+"""futex(2) on x86-64: number of the system call, and its operations."""
 
 _SYSCALL = ctypes.CDLL(None).syscall
 _FLOCK = "hhqqi4x"
@@ -42,10 +42,10 @@ _FLOCK = "hhqqi4x"
 
 
 class Segment:
-    """The file, mapped; it is there as long as one rank maps it, also once it has no name."""
+    """The mapped file; it exists as long as a rank maps it, also after it was unlinked."""
 
     def __init__(self, path: Path, rank: int, size: int) -> None:
-        """Map the file for `rank` of `size`. Raises OSError or ValueError where it cannot be mapped."""
+        """Map the file for `rank` of `size`. Raises OSError or ValueError if that fails."""
         self.rank, self.size = rank, size
         self._fence = threading.Lock()
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -55,19 +55,19 @@ class Segment:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         head = size * WORDS * 8
         self.words = memoryview(memory)[:head].cast("q")
-        """Those of all ranks, `WORDS` each."""
+        """The words of all ranks, `WORDS` each."""
         self.bytes = memoryview(memory)[head:]
-        """The slots: two of each rank, one after the other."""
-        with torch.inference_mode(False):  # tensors that are made in it may not be written to outside
+        """The slots of all ranks, two each."""
+        with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=head)
-        # The kernel takes it away when the process has ended, however. It belongs to this opening of the file.
+        # The kernel releases the lock when the process ends in any way. The lock belongs to this file description.
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, rank))
 
     @classmethod
     def create(cls, size: int) -> tuple[Segment, Path]:
-        """A segment for `size` ranks, seen by the first, and the name that others find it by.
+        """Create a segment for `size` ranks; returns it as rank 0, and its path for the other ranks.
 
-        Raises OSError where its memory cannot be reserved: memory that is only promised would end a rank by SIGBUS.
+        Raises OSError if its memory cannot be reserved. Writing to unreserved memory could end a rank by SIGBUS.
         """
         path = FOLDER / f"tp_transformers-{secrets.token_hex(8)}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -80,15 +80,15 @@ class Segment:
             raise
 
     def leave(self) -> None:
-        """In a fork of the process, which does not count as the rank."""
+        """Close the file in a fork of the process, which is not the rank."""
         self._close()
 
     def offset(self, rank: int, turn: int) -> int:
-        """Where slot `turn` (0 or 1) of `rank` begins, in `bytes` and `tensor`."""
+        """Offset of slot `turn` (0 or 1) of `rank` in `bytes` and `tensor`."""
         return (2 * rank + turn) * SLOT
 
     def slots(self, shape: torch.Size, dtype: torch.dtype) -> list[list[Tensor]]:
-        """Tensors of a shape at the beginning of every rank's slots, for either turn."""
+        """Views of the given shape and dtype at the start of the slots: a list of all ranks for each turn."""
         length = shape.numel() * dtype.itemsize
         with torch.inference_mode(False):
             return [
@@ -97,9 +97,9 @@ class Segment:
             ]
 
     def publish(self, count: int) -> None:
-        """Count up to `count`, and wake the ranks that sleep until then."""
+        """Set this rank's counter to `count`, and wake ranks that sleep on it."""
         self.words[self.rank * WORDS + COUNT] = count
-        with self._fence:  # a locked instruction: others see the count before this rank looks who sleeps
+        with self._fence:  # a locked instruction: the count is visible before this rank reads which ranks sleep
             pass
         for rank in range(self.size):
             if self.words[rank * WORDS + AWAITS] == self.rank + 1:
@@ -107,17 +107,17 @@ class Segment:
                 return
 
     def sleep(self, rank: int, count: int, seconds: float) -> None:
-        """Sleep until `rank` has counted up to `count`, or about so many seconds, at most 1."""
+        """Sleep until the counter of `rank` reaches `count`, for about `seconds` (at most 1) at most."""
         self.words[self.rank * WORDS + AWAITS] = rank + 1
-        found, limit = self.words[rank * WORDS + COUNT], struct.pack("qq", 0, int(seconds * 1e9))
-        if found < count:
-            _futex(self._address + rank * WORDS * 8, _WAIT, found & 0xFFFFFFFF, limit)
+        current, limit = self.words[rank * WORDS + COUNT], struct.pack("qq", 0, int(seconds * 1e9))
+        if current < count:
+            _futex(self._address + rank * WORDS * 8, _WAIT, current & 0xFFFFFFFF, limit)
         self.words[self.rank * WORDS + AWAITS] = 0
 
     def has_ended(self, rank: int) -> bool:
-        """True if the process of another `rank` has ended, or holds the segment no more."""
-        found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
-        return int(struct.unpack(_FLOCK, found)[0]) == fcntl.F_UNLCK
+        """True if the process of another `rank` has ended, or no longer holds the segment."""
+        lock = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
+        return int(struct.unpack(_FLOCK, lock)[0]) == fcntl.F_UNLCK
 
 
 def _futex(address: int, operation: int, value: int, limit: bytes | None) -> None:
@@ -133,7 +133,7 @@ def _futex(address: int, operation: int, value: int, limit: bytes | None) -> Non
 
 
 def _lock(kind: int, rank: int) -> bytes:
-    """Of the byte that stands for a rank, as fcntl(2) takes it."""
+    """struct flock for the byte of a rank."""
     return struct.pack(_FLOCK, kind, os.SEEK_SET, rank, 1, 0)
 
 

@@ -4,13 +4,13 @@
                          ├─ all have come ─>
     rank 1   x1 ─> slot ─┘  count            x0 + x1
 
-A rank copies its tensor into its slot, counts up, waits for the counters of the others, and reads their slots: one
-step. A sum of a large tensor takes two, so that each rank adds up only its part of it: a reduce-scatter, then an
-all-gather (Thakur, Rabenseifner and Gropp 2005). Every sum is taken in the order of the ranks, so all ranks have the
-same bits, whenever each has come. 16-bit floats are summed in float32, and rounded once.
+One step: a rank copies its tensor into its slot, increments its counter, waits for the counters of the others, and
+reads their slots. An all-reduce of a large tensor takes two steps, a reduce-scatter and an all-gather, so that each
+rank only adds its own chunk (Thakur, Rabenseifner and Gropp 2005). All ranks add in rank order, so results are bitwise
+equal. 16-bit floats are summed in float32, and rounded once.
 
-Each rank has two slots, which take turns. When a rank has come to a collective, it has read all that it needed of the
-one before; so a slot is free once all have come to the one after.
+Each rank alternates between two slots. A rank that begins a collective has finished reading the previous one; so a slot
+is free once all ranks have begun the collective after it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .interface import MAX, SUM, Transport
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment
 
 ONE_STEP = 1 << 18
-"""A sum of at most so many bytes takes one step on more than two ranks."""
+"""Most bytes of an all-reduce in one step, on more than two ranks."""
 
 MANY_LOOKS, FEW_LOOKS = 2000, 100
-"""Looks at a counter before a rank sleeps: about 100 us, and 5 us where ranks share cores, which others need then."""
+"""Spins on a counter before a rank sleeps: about 100 us, or 5 us if ranks share cores."""
 NAP = 0.05
-"""Seconds after which a rank that sleeps looks whether something has ended; again after as many."""
+"""Seconds of sleep between checks for a timeout, an ended rank or ended collectives."""
 
 _ALL_REDUCE, _MAXIMUM, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _BROADCAST, _MESSAGES = range(7)
 _BY_BACKEND = 1 << 62
-"""In the word of a collective: this rank calls the backend."""
+"""Flag in the word of a collective: this rank calls the backend."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _NUMBERS = {dtype: number << 8 for number, dtype in enumerate(_DTYPES)}
-"""Of each dtype, where it stands in the word of a collective."""
+"""Bits of each dtype in the word of a collective."""
 _SHORT = (torch.float16, torch.bfloat16)
 
 
@@ -55,10 +55,10 @@ R = TypeVar("R")
 def _in_turn(
     collective: Callable[Concatenate[SharedMemory, P], R],
 ) -> Callable[Concatenate[SharedMemory, P], R]:
-    """Let threads make a collective one after the other; one that is broken off half-way is the last.
+    """Serialize the collectives of threads; an interrupted collective is the last one.
 
-    After an error between its steps, such as an interrupt, the other ranks could take the next bytes of this rank for a
-    part of it. A signal handler that interrupts a collective would wait for it forever: there it raises.
+    After an error between its steps, such as an interrupt, the other ranks could mistake the next bytes of this rank
+    for the rest of it. A collective in a signal handler that interrupts another one raises: it would wait forever.
     """
 
     @wraps(collective)
@@ -81,10 +81,10 @@ def _in_turn(
 
 
 class SharedMemory(Transport):
-    """One process group's transport between ranks of one machine, seen from one of them."""
+    """Transport of a process group on one machine."""
 
     def __init__(self, segment: Segment, timeout: float) -> None:
-        """Nobody else uses the segment. `timeout`: seconds that a rank waits for another one."""
+        """The transport owns `segment`. `timeout`: seconds to wait for another rank."""
         self._segment, self._words = segment, segment.words
         self.rank, self.size, self.timeout = segment.rank, segment.size, timeout
         self._own = self.rank * WORDS
@@ -110,7 +110,7 @@ class SharedMemory(Transport):
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
         x = x.detach() if x.requires_grad else x
-        is_maximum = op is not SUM and op == MAX  # to compare two takes 0.5 us
+        is_maximum = op is not SUM and op == MAX  # a comparison of ReduceOps takes 0.5 us
         kind, nbytes = _MAXIMUM if is_maximum else _ALL_REDUCE, x.nbytes
         _check(kind, x.dtype)
         word = nbytes << 16 | _NUMBERS[x.dtype] | kind
@@ -121,18 +121,18 @@ class SharedMemory(Transport):
             _combine(slots, x, is_maximum=is_maximum)
             return True
         flat = x.reshape(-1)
-        for piece in flat.split(SLOT // x.itemsize):
-            slots = self._write(piece, word, by_backend)
+        for chunk in flat.split(SLOT // x.itemsize):
+            slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
-            parts, results = [slot.tensor_split(self.size) for slot in slots], piece.tensor_split(self.size)
+            shares, results = [slot.tensor_split(self.size) for slot in slots], chunk.tensor_split(self.size)
             own = results[self.rank]
-            _combine([part[self.rank] for part in parts], own, is_maximum=is_maximum)
-            parts[self.rank][self.rank].copy_(own)
+            _combine([share[self.rank] for share in shares], own, is_maximum=is_maximum)
+            shares[self.rank][self.rank].copy_(own)
             self._step()
             for rank, result in enumerate(results):
                 if rank != self.rank:
-                    result.copy_(parts[rank][rank])
+                    result.copy_(shares[rank][rank])
         if not x.is_contiguous():
             x.copy_(flat.view_as(x))
         return True
@@ -141,11 +141,11 @@ class SharedMemory(Transport):
     def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
         """See `Transport`."""
         word = x.nbytes << 16 | _NUMBERS[x.dtype] | _ALL_GATHER
-        for piece, *pieces in _pieces(SLOT, x, *outs):
-            slots = self._write(piece, word, by_backend)
+        for chunk, *out_chunks in _chunks(SLOT, x, *outs):
+            slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
-            for out, slot in zip(pieces, slots, strict=True):
+            for out, slot in zip(out_chunks, slots, strict=True):
                 out.copy_(slot)
         return True
 
@@ -156,8 +156,8 @@ class SharedMemory(Transport):
         word = x.nbytes << 16 | _NUMBERS[x.dtype] | _REDUCE_SCATTER
         rows, out = x.view(self.size, -1), own.view(-1)
         length = SLOT // self.size // x.itemsize
-        for piece, summed in zip(rows.split(length, 1), out.split(length), strict=True):
-            slots = self._write(piece, word, by_backend)
+        for chunk, summed in zip(rows.split(length, 1), out.split(length), strict=True):
+            slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
             _combine([slot[self.rank] for slot in slots], summed)
@@ -169,12 +169,12 @@ class SharedMemory(Transport):
         x = x.detach() if x.requires_grad else x
         word = x.nbytes << 16 | _NUMBERS[x.dtype] | _BROADCAST
         dense = x.contiguous()
-        for (piece,) in _pieces(SLOT, dense):
-            slots = self._write(piece, word, by_backend, writes=self.rank == source)
+        for (chunk,) in _chunks(SLOT, dense):
+            slots = self._write(chunk, word, by_backend, writes=self.rank == source)
             if slots is None:
                 return False
             if self.rank != source:
-                piece.copy_(slots[source])
+                chunk.copy_(slots[source])
         if dense is not x and self.rank != source:
             x.copy_(dense)
         return True
@@ -188,53 +188,53 @@ class SharedMemory(Transport):
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
         starts, ends = _starts(counts, width), _starts(rows, width)
-        longest, at = 1, 0
-        while at < longest:
+        longest, offset = 1, 0
+        while offset < longest:
             self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
             if not by_backend:
                 own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
                 for rank in range(self.size):
-                    part = sent_bytes[starts[rank] : starts[rank + 1]][at : at + room]
-                    own[rank * room :][: len(part)] = part
+                    chunk = sent_bytes[starts[rank] : starts[rank + 1]][offset : offset + room]
+                    own[rank * room :][: len(chunk)] = chunk
             self._publish()
             if not self._wait(_ALL_TO_ALL):
                 return False
             longest = max(self._lengths())
             for rank in range(self.size):
-                part = received_bytes[ends[rank] : ends[rank + 1]][at : at + room]
+                chunk = received_bytes[ends[rank] : ends[rank + 1]][offset : offset + room]
                 start = segment.offset(rank, self._turn) + self.rank * room
-                part.copy_(segment.tensor[start : start + len(part)])
-            at += room
+                chunk.copy_(segment.tensor[start : start + len(chunk)])
+            offset += room
         return True
 
     @_in_turn
     def messages(self, message: bytes) -> list[bytes]:
         """See `Transport`."""
-        segment, found = self._segment, [bytearray() for _ in range(self.size)]
-        longest, at = 1, 0
-        while at < longest:
+        segment, received = self._segment, [bytearray() for _ in range(self.size)]
+        longest, offset = 1, 0
+        while offset < longest:
             self._begin(_MESSAGES, False, length=len(message))
-            part, start = message[at : at + SLOT], segment.offset(self.rank, self._turn)
-            segment.bytes[start : start + len(part)] = part
+            chunk, start = message[offset : offset + SLOT], segment.offset(self.rank, self._turn)
+            segment.bytes[start : start + len(chunk)] = chunk
             self._publish()
             self._wait(_MESSAGES)
             lengths = self._lengths()
             longest = max(lengths)
             for rank, length in enumerate(lengths):
                 start = segment.offset(rank, self._turn)
-                found[rank] += segment.bytes[start : start + min(max(length - at, 0), SLOT)]
-            at += SLOT
-        return [bytes(each) for each in found]
+                received[rank] += segment.bytes[start : start + min(max(length - offset, 0), SLOT)]
+            offset += SLOT
+        return [bytes(data) for data in received]
 
     # One step: begin, write, publish, wait.
 
     def _write(self, x: Tensor, word: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
-        """All ranks' slots as tensors such as `x`, which have their values; None where the backend is called.
+        """Write `x`, wait, and return all ranks' slots as tensors like `x`; None if a rank calls the backend.
 
-        `word`: the same on all ranks for this collective: its bytes, dtype and kind.
+        `word`: byte count, dtype and kind of the collective, equal on all ranks.
         """
         self._begin(word, by_backend)
-        if by_backend:  # a dispatch mode listens, which is not to see, or make, a slot
+        if by_backend:  # a dispatch mode is active, which must not see a slot
             self._publish()
             self._wait(word)
             return None
@@ -243,11 +243,11 @@ class SharedMemory(Transport):
             if len(self._slots) > 256:
                 self._slots.clear()
             slots = self._slots[x.shape, x.dtype] = self._segment.slots(x.shape, x.dtype)
-        each = slots[self._turn]
+        views = slots[self._turn]
         if writes:
-            each[self.rank].copy_(x.detach() if x.requires_grad else x)
+            views[self.rank].copy_(x.detach() if x.requires_grad else x)
         self._publish()
-        return each if self._wait(word) else None
+        return views if self._wait(word) else None
 
     def _begin(self, word: int, by_backend: bool, length: int = 0) -> None:
         if self._ended:
@@ -270,16 +270,16 @@ class SharedMemory(Transport):
                 self._until(base, count)
 
     def _wait(self, word: int) -> bool:
-        """Wait until all ranks have come to the same collective; False where one of them calls the backend."""
+        """Wait until all ranks have begun the same collective; False if one of them calls the backend."""
         words, count, turn = self._words, self._count, self._turn + KIND
         is_by_backend = words[self._own + turn] != word
         for base in self._others:
             if words[base] < count:
                 self._until(base, count)
-            told = words[base + turn]
-            if told != word:
-                if told & ~_BY_BACKEND != word:
-                    self._until(base, 1 << 62)  # it is in another collective: both wait until that is told, or ended
+            peer_word = words[base + turn]
+            if peer_word != word:
+                if peer_word & ~_BY_BACKEND != word:
+                    self._until(base, 1 << 62)  # it is in another collective: wait until the watch ends both
                 is_by_backend = True
         return not is_by_backend
 
@@ -287,9 +287,9 @@ class SharedMemory(Transport):
         return [self._words[rank * WORDS + LENGTH + self._turn] for rank in range(self.size)]
 
     def _until(self, base: int, count: int) -> None:
-        """Wait until the rank with its words at `base` has counted up to `count`.
+        """Wait until the counter of the rank with words at `base` reaches `count`.
 
-        Raises DistBackendError where the collectives have been ended, the rank's process has, or time is up.
+        Raises DistBackendError if the collectives or the rank's process have ended, or after the timeout.
         """
         words, rank = self._words, base // WORDS
         for _ in range(self._looks):
@@ -314,10 +314,10 @@ _ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def _leave() -> None:
-    for each in _ALL:
-        each.end("this process is a fork of a rank")
-        each._lock, each._thread = threading.Lock(), 0  # a thread of the rank may have had it
-        each._segment.leave()
+    for transport in _ALL:
+        transport.end("this process is a fork of a rank")
+        transport._lock, transport._thread = threading.Lock(), 0  # a thread of the rank may have held the lock
+        transport._segment.leave()
 
 
 os.register_at_fork(after_in_child=_leave)
@@ -325,39 +325,39 @@ os.register_at_fork(after_in_child=_leave)
 
 @cache
 def _check(kind: int, dtype: torch.dtype) -> None:
-    """Raise torch's error where it has no sum, or maximum, of a dtype, before a rank begins a collective."""
+    """Raise torch's error for a dtype without a sum or maximum, before a rank begins the collective."""
     numbers = [torch.empty(1, dtype=dtype) for _ in range(3)]
     _combine(numbers[:2], numbers[2], is_maximum=kind == _MAXIMUM)
 
 
 def _combine(slots: Sequence[Tensor], out: Tensor, *, is_maximum: bool = False) -> None:
-    """Write the sum of the slots in their order, or their maximum, to `out`, which is none of them."""
-    first, second, *others = slots
+    """Write the sum of the slots, in order, or their maximum to `out`, which is not one of them."""
+    first, second, *rest = slots
     if is_maximum:
         torch.maximum(first, second, out=out)
-        for each in others:
-            torch.maximum(out, each, out=out)
+        for slot in rest:
+            torch.maximum(out, slot, out=out)
     elif out.dtype in _SHORT:
         total = first.float()
-        for each in (second, *others):
-            total += each
+        for slot in (second, *rest):
+            total += slot
         out.copy_(total)
     else:
         torch.add(first, second, out=out)
-        for each in others:
-            out += each
+        for slot in rest:
+            out += slot
 
 
-def _pieces(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors, or contiguous ones of the same shape in pieces of at most so many bytes."""
+def _chunks(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tensors in chunks of at most `nbytes`; longer tensors have to be contiguous and of one shape."""
     if tensors[0].nbytes <= nbytes:
         yield tensors
     else:
-        yield from zip(*(each.view(-1).split(nbytes // each.itemsize) for each in tensors), strict=True)
+        yield from zip(*(tensor.view(-1).split(nbytes // tensor.itemsize) for tensor in tensors), strict=True)
 
 
 def _starts(counts: Sequence[int], width: int) -> list[int]:
-    """Byte offsets of parts with so many rows each, and their end."""
+    """Byte offsets of consecutive chunks with `counts` rows of `width` bytes, and the end of the last."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count * width)
