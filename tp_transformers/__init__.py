@@ -123,7 +123,7 @@ if not TYPE_CHECKING:
 def _warn_of_no_hook() -> None:
     """Warn at exit if a model of transformers shows that `enable()` was forgotten."""
     if "transformers.modeling_utils" in sys.modules:
-        import_module(".loading.forgotten", __name__).tell_of_no_hook()
+        import_module(".loading.forgotten", __name__).warn_of_no_hook()
 
 
 def __dir__() -> list[str]:

@@ -46,7 +46,7 @@ from tp_transformers.commands.verify.rank import run_rank
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
-from tp_transformers.plans.shares import check_layers_are_cut, largest_share
+from tp_transformers.plans.shares import check_layers_are_sharded, largest_fraction
 from tp_transformers.plans.yaml_file import read_plan_file
 from tp_transformers.small_models.config import meta_model
 from tp_transformers.verify import verify
@@ -247,8 +247,8 @@ def prove(model_type: str, kinds: list[str], seeds: int, pool: Pool) -> Proof:
         proof.plans = {file: digest(file) for file in plan_files(model, plan)}
         for size in SHARES_OF:
             resolution = resolve(plan, model, size)
-            check_layers_are_cut(model, plan, resolution, size)
-            proof.shares[str(size)] = round(largest_share(model, resolution.layouts, size), 3)
+            check_layers_are_sharded(model, plan, resolution, size)
+            proof.shares[str(size)] = round(largest_fraction(model, resolution.layouts, size), 3)
             proof.whole = whole_parameters(model, resolution)
     loads = [size for size in PROVEN_ON if str(size) in proof.shares]
     if not loads:

@@ -18,7 +18,7 @@ CALLED: set[str] = set()
 
 
 @cache
-def tell_of_one_rank() -> None:
+def warn_of_one_rank() -> None:
     """Warn that one process without a launcher holds the full model."""
     logger.warning(
         "tp_plan in one process, which holds the whole model: launch N ranks with `tp-transformers run -n N script.py` "
@@ -26,14 +26,14 @@ def tell_of_one_rank() -> None:
     )
 
 
-def tell_of_size_alone(tp_size: Any) -> None:
+def warn_of_size_alone(tp_size: Any) -> None:
     """Warn that `tp_size` without `tp_plan` selects transformers' own tensor parallelism."""
     if tp_size not in (None, 1) and _is_first():
-        _tell_of_size_alone(tp_size)
+        _warn_of_size_alone(tp_size)
 
 
 @cache
-def _tell_of_size_alone(tp_size: Any) -> None:
+def _warn_of_size_alone(tp_size: Any) -> None:
     logger.warning(
         'tp_size=%s without tp_plan loads by transformers\' own tensor parallelism: pass tp_plan="auto" to load by '
         "tp_transformers, or call tp_transformers.disable() before it where transformers' own is meant",
@@ -41,7 +41,7 @@ def _tell_of_size_alone(tp_size: Any) -> None:
     )
 
 
-def tell_of_no_hook() -> None:
+def warn_of_no_hook() -> None:
     """Warn at the end of a process if transformers itself sharded a model and `enable()` was never called.
 
     This cannot happen at the load: nothing of transformers is changed before `enable()`.

@@ -23,7 +23,7 @@ from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.quantization.arriving import Arriving
 from ..checkpoint.quantization.find import take_quantization
 from ..checkpoint.quantization.format import Quantization
-from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_distributed, refuse_without_plan
+from ..checkpoint.saving.manifest import VARIANT, Manifest, check_not_distributed, refuse_without_plan
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError
 from ..marks import untyped
 from ..model.failures import begin_watch, keep_watch
@@ -38,7 +38,7 @@ from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
-from .forgotten import tell_of_one_rank, tell_of_size_alone
+from .forgotten import warn_of_one_rank, warn_of_size_alone
 from .initialized import pad_locally, partition_initialized
 from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
@@ -128,7 +128,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
     if kwargs.get("tp_plan") is None:
         folder = _sharded_folder(args, kwargs)
         refuse_without_tp_plan(kwargs)
-        tell_of_size_alone(kwargs.get("tp_size"))
+        warn_of_size_alone(kwargs.get("tp_size"))
         if folder is not None and _current.get() is None:
             refuse_without_plan(folder)
         return original(cls, *args, **kwargs)
@@ -168,7 +168,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
     instead = _instead.get()
     group = join(device_mesh) if instead is None else TensorParallelGroup(None, 0, 1, torch.device("cpu"))
     if instead is None and group.device_mesh is None and tp_size is None:
-        tell_of_one_rank()
+        warn_of_one_rank()
     with ExitStack() as stack, group.agree():
         # 2. Reject arguments that contradict one another.
         _reject_meta()
@@ -179,7 +179,7 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
             kwargs.pop(argument, None)
         folder = _sharded_folder(args, kwargs)
         if folder is not None:
-            refuse_distributed(folder)
+            check_not_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
         current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
         if sharded is not None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, identity
-from ..checkpoint.quantization.format import member_names
+from ..checkpoint.quantization.format import stored_names
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
 from ..marks import untyped
 from ..slices.layout import Layout
 from ..slices.lazy import LazyTensor, Resident
-from ..strategies import take, whole_like
+from ..strategies import take, unsharded_like
 from .request import LoadRequest
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def describe(
 
     Raises CheckpointError on tensors of the wrong shape, unless `ignore_mismatched_sizes` is set.
     """
-    full = {name: whole_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    full = {name: unsharded_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     conversion = _write_expressions(model, checkpoint, full, request)
     mismatched = _remove_mismatched(conversion, full, request)
     dtype_of = dtype_policy(request.config.dtype_plan)
@@ -76,7 +76,7 @@ def _write_expressions(
     has_own_names = request.sharded is not None and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
     if request.stays_packed:
-        encoding = {name for tensor in tensors.values() for name in member_names(tensor)}
+        encoding = {name for tensor in tensors.values() for name in stored_names(tensor)}
         conversion.beside = {
             name: tensor for name, tensor in stored.items() if name not in encoding and tensors.get(name) is not tensor
         }

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..patches import Patch, replace_all
 from ..ranks import direct
-from ..strategies import SHARD, local_tensor, settle_gradient, shard_of
+from ..strategies import SHARD, finish_gradient, local_tensor, shard_of
 from ..torch_api import foreach_norm
 from .grad_scaler import with_gradient
 
@@ -52,16 +52,16 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-    copies = next((shard.data_parallel for shard in shards if shard.is_cut_over_copies), None)
+    copies = next((shard.data_parallel for shard in shards if shard.is_fsdp_over_replicas), None)
     # 1. Gradients that count on this rank: those that are also sharded over the copies, and those that are not.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
     grads = []
     for param in params:
-        grad = settle_gradient(param)
+        grad = finish_gradient(param)
         if grad is not None:
             grads.append(local_tensor(grad))
             shard = shard_of(param)
-            over_copies = shard is not None and shard.is_cut_over_copies
+            over_copies = shard is not None and shard.is_fsdp_over_replicas
             counted[over_copies].extend(_counted(param, grads[-1], rank))
     # 2. The p-th powers of their norms, which add up.
     is_max = norm_type == float("inf")
@@ -108,7 +108,7 @@ def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
         yield grad
         return
     if shard is None or shard.layout is None:  # a parameter that was added to the model, or a replicated one
-        over_tp = shard is not None and shard.data_parallel is not None and not shard.is_cut_over_copies
+        over_tp = shard is not None and shard.data_parallel is not None and not shard.is_fsdp_over_replicas
         if rank == 0 or over_tp:
             yield grad
         return

@@ -79,7 +79,7 @@ class OwnRandomness:
         children = list(module.children())
         self.children = WeakSet(children)
         has_sequence_shards = any(
-            strategy is not None and strategy.signature.joins_sequence for strategy in map(_strategy, children)
+            strategy is not None and strategy.signature.gathers_sequence for strategy in map(_strategy, children)
         )
         for child in children:
             strategy = _strategy(child)
@@ -88,7 +88,7 @@ class OwnRandomness:
             self.hooked.add(child)
             if strategy is None:
                 child.register_forward_pre_hook(self.enter_sequence_shard)
-            elif strategy.signature.joins_sequence:
+            elif strategy.signature.gathers_sequence:
                 child.register_forward_pre_hook(self.leave)
                 child.register_forward_hook(self.enter_sequence_shard)
             elif strategy.signature.takes is FEATURES:

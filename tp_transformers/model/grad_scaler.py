@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..patches import Patch, replace, replace_all
 from ..ranks import direct
-from ..strategies.shards.shard import SHARD, local_tensor, settle_gradient, shard_of
+from ..strategies.shards.shard import SHARD, finish_gradient, local_tensor, shard_of
 
 Infinities = dict[torch.device, Tensor]
 """For each device, a number above 0 if a gradient there is not finite."""
@@ -40,7 +40,7 @@ def _unscale_shared(
     groups = _groups(params)
     if not groups:
         return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
-    grads = [local_tensor(grad) for grad in map(settle_gradient, params) if grad is not None]
+    grads = [local_tensor(grad) for grad in map(finish_gradient, params) if grad is not None]
     local = SimpleNamespace(param_groups=[{"params": [with_gradient(grad) for grad in grads]}])
     return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups, params)
 

@@ -16,7 +16,7 @@ from ..logs import get_logger
 from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
 from ..plans.rules import Plan
-from ..plans.shares import check_layers_are_cut
+from ..plans.shares import check_layers_are_sharded
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
     LocalConfig,
@@ -75,7 +75,7 @@ def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, all
     """Bind the plan to the modules, compare plan and model between ranks, and log the replicated parameters."""
     with group.agree():
         resolution = resolve(plan, model, group.size)
-        warning = check_layers_are_cut(model, plan, resolution, group.size, allow_replicated=allow_replicated)
+        warning = check_layers_are_sharded(model, plan, resolution, group.size, allow_replicated=allow_replicated)
         config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)  # nodes may have the checkpoint under different paths
     plan = resolution.plan
@@ -152,7 +152,7 @@ def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorPa
         name if strategy.signature.computes_locally else name.rpartition(".")[0]
         for name, strategy in resolution.module_strategies.items()
         if strategy.signature.leaves is FEATURES
-        or strategy.signature.joins_sequence
+        or strategy.signature.gathers_sequence
         or strategy.signature.computes_locally
     ):
         join_layers(model.get_submodule(name))

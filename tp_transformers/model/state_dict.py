@@ -30,7 +30,7 @@ from ..strategies import (
     full_tensor,
     local_tensor,
     shard_of,
-    whole_like,
+    unsharded_like,
 )
 from ..strategies.parameters.sharded import full_values, is_sharded, local_values
 
@@ -173,7 +173,9 @@ def resize_embeddings(model: PreTrainedModel, resize: Callable[[], object]) -> n
         (model.get_input_embeddings, model.set_input_embeddings),
         (model.get_output_embeddings, model.set_output_embeddings),
     ]
-    old = [(get, put, module, whole_like(module.weight).shape) for get, put in ways if (module := get()) is not None]
+    old = [
+        (get, put, module, unsharded_like(module.weight).shape) for get, put in ways if (module := get()) is not None
+    ]
     full_params: dict[int, nn.Parameter] = {}  # tied parameters stay tied
     for _, put, module, _ in old:
         put(_full_module(module, full_params))

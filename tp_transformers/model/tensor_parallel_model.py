@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.quantization.packed import packed_weights, refuse_packed, without_packed
+from ..checkpoint.quantization.packed import check_not_packed, packed_weights, without_packed
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
@@ -19,7 +19,7 @@ from ..copies import copied_only
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import local_tensor, whole_like
+from ..strategies import local_tensor, unsharded_like
 from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from .adapters.files import load_adapter, save_adapter
 from .adapters.hotswap import HOT_SWAPS
@@ -88,13 +88,13 @@ class TensorParallelModel(WatchedModel, _Model):
         With adapters, packed weights are meta tensors in it: PEFT looks for its own parameters there.
         """
         if not kwargs.get("keep_vars") and not any(hasattr(module, "lora_A") for module in self.modules()):
-            refuse_packed(self, "state_dict")
+            check_not_packed(self, "state_dict")
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors, or the result of `state_dict()` on this rank. Collective."""
         with fail_together(self), self.tp_group.agree():
-            refuse_packed(self, "load_state_dict")
+            check_not_packed(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -103,7 +103,7 @@ class TensorParallelModel(WatchedModel, _Model):
             param for module in self.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
         }
         return sum(
-            whole_like(param).numel()
+            unsharded_like(param).numel()
             for param in self.parameters()
             if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
         )

@@ -28,7 +28,7 @@ from .attention_heads import AttentionHeads, AttentionSplits
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
 from .heads import split_attention
-from .mixers import MixerHeads, cut_mixers
+from .mixers import MixerHeads, split_mixers
 from .rewrite.batch import shard_batch
 from .rewrite.loss import shard_loss
 from .rewrite.sequence import shard_sequence
@@ -56,7 +56,7 @@ class Resolution:
     notes: tuple[str, ...] = ()
     rule_names: Mapping[str, str] = field(default_factory=dict)
     """Parameter name -> name of its strategy in the plan, if it has a rule."""
-    whole_attention: frozenset[str] = frozenset()
+    replicated_attention: frozenset[str] = frozenset()
     """Attention modules, with their projections, that are replicated in spite of rules: they have fewer query heads
     than ranks."""
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
@@ -108,7 +108,7 @@ class _Resolver:
         if self.plan.declared:
             self._follow_tied(module_rules)
         cut, faults = AttentionSplits(), self.faults
-        mixers = cut_mixers(
+        mixers = split_mixers(
             self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.replicated, module_rules
         )
         split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
@@ -215,13 +215,13 @@ class _Resolver:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
         if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.replicated):
-            if strategy is not None and strategy.cuts_as_torch:
+            if strategy is not None and strategy.shards_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
                     "cannot cut then; use strategies by name there, or leave the attention out"
                 )
             # Its heads are replicated, but the sequence or the batch may be sharded.
-            around = strategy.around_whole if strategy is not None else None
+            around = strategy.around_replicated if strategy is not None else None
             return (around or ReplicateParallel()).bind(module, self.size, name=name)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
@@ -272,7 +272,7 @@ class _Resolver:
                 )
         for name, rule in param_rules.items():
             owner = name.rpartition(".")[0]
-            is_style = rule.instance is not None and rule.instance.cuts_as_torch
+            is_style = rule.instance is not None and rule.instance.shards_as_torch
             if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or is_style:
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 

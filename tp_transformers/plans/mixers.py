@@ -131,7 +131,7 @@ def _parts(value: Any) -> Parts | None:
     return normalised if flat and all(name in PARTS for name in flat) else None
 
 
-def cut_mixers(
+def split_mixers(
     mixers: Sequence[Mixer],
     modules: Mapping[str, nn.Module],
     prefix: str,

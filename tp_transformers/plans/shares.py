@@ -22,7 +22,7 @@ MOST_REPLICATED = 0.75
 """Maximum fraction of a model's bytes that a declared plan may replicate: a vision tower, say, but not all layers."""
 
 
-def check_layers_are_cut(
+def check_layers_are_sharded(
     model: PreTrainedModel, plan: Plan, resolution: Resolution, size: int, *, allow_replicated: bool = False
 ) -> str | None:
     """A warning if a declared plan replicates layers, with the replicated fraction of the model; None for other plans.
@@ -33,7 +33,7 @@ def check_layers_are_cut(
     if not stacks:
         return None
     replicated = replicated_share(model, resolution.layouts)
-    share = f"{largest_share(model, resolution.layouts, size):.0%} of the model"
+    share = f"{largest_fraction(model, resolution.layouts, size):.0%} of the model"
     if replicated > MOST_REPLICATED and not allow_replicated:
         raise PlanError(
             plan.source,
@@ -62,7 +62,7 @@ def _replicated_layers(model: PreTrainedModel, layouts: Mapping[str, Layout | No
     return {stack: (sum(flags), len(flags)) for stack, flags in sorted(stacks.items()) if any(flags)}
 
 
-def largest_share(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
+def largest_fraction(model: PreTrainedModel, layouts: Mapping[str, Layout | None], size: int) -> float:
     """Bytes on the rank that holds most, as a fraction of the full model."""
     return max(shares(model, layouts, size))
 

@@ -5,7 +5,7 @@ The names in `__all__` are public; the other imports are for other packages of t
 
 from .base import STRATEGY, TensorParallelLayer, cut_module
 from .experts import IsolatedParallel, MoEExpertsParallel
-from .forward.attach import LocalConfig, attach, begun_forward, block_of, join_layers, wrap_forward
+from .forward.attach import LocalConfig, attach, block_of, join_layers, open_forward, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
 from .loss.cross_entropy import vocab_parallel_cross_entropy
@@ -15,7 +15,16 @@ from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
 from .regions.sequence import SequenceParallel
 from .registry import STRATEGIES, ParallelInterface
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
-from .shards.shard import SHARD, ParamShard, full_tensor, layout_of, local_tensor, settle_gradient, shard_of, whole_like
+from .shards.shard import (
+    SHARD,
+    ParamShard,
+    finish_gradient,
+    full_tensor,
+    layout_of,
+    local_tensor,
+    shard_of,
+    unsharded_like,
+)
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
 from .signature import Signature, State
 from .styles import as_strategy, style_hint

@@ -22,7 +22,7 @@ class AlibiParallel(TensorParallelLayer):
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
             raise ValueError("slow_but_exact multiplies by slices of the full weight; set it to False in the config")
 
-    def prepare_beside(
+    def prepare_arguments(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The biases and `attention_mask` of this rank's heads."""

@@ -48,7 +48,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     added_once: tuple[str, ...] = ()
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
-    cuts_as_torch = False
+    shards_as_torch = False
     """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
     its module gets DTensors."""
     parts: int | Sequence[int | str] | None = None
@@ -256,14 +256,14 @@ class TensorParallelLayer(Communication, ParallelStyle):
         raise NotImplementedError
 
     @property
-    def around_whole(self) -> TensorParallelLayer | None:
+    def around_replicated(self) -> TensorParallelLayer | None:
         """Strategy of the module if its attention is replicated instead of sharded; None for `replicate`."""
         return None
 
     @property
     def passes_dtensors(self) -> bool:
         """True if modules inside or after this one may get DTensors."""
-        return self.cuts_as_torch or not self.use_local_output
+        return self.shards_as_torch or not self.use_local_output
 
     @property
     def replicates(self) -> bool:

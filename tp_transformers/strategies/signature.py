@@ -51,12 +51,12 @@ class Signature:
         return self.inside is not None and self.inside[1] is PARTIAL and self.leaves is not PARTIAL
 
     @property
-    def cuts_sequence(self) -> bool:
+    def scatters_sequence(self) -> bool:
         """True if the following modules compute on shards of the sequence."""
         return self.leaves is SEQUENCE and self.takes is not SEQUENCE
 
     @property
-    def joins_sequence(self) -> bool:
+    def gathers_sequence(self) -> bool:
         """True for a block that gathers the sequence, and returns this rank's shard of its output."""
         return self.takes is SEQUENCE and self.inside is not None and self.inside[0] is REPLICATED
 

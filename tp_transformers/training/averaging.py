@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..ranks import direct
-from ..strategies import batch_sharded, local_tensor, settle_gradient
+from ..strategies import batch_sharded, finish_gradient, local_tensor
 from ..torch_api import engine, tree_leaves
 
 BUCKET = 32 << 20
@@ -102,7 +102,7 @@ class Average:
         if not self.is_queued:
             return
         assert isinstance(param, nn.Parameter)
-        settle_gradient(param)
+        finish_gradient(param)
         self._arrived.add(param)
         while self._next < len(self._buckets) and self._arrived.issuperset(self._buckets[self._next]):
             self._send()
@@ -156,7 +156,7 @@ class Average:
                 param.grad = torch.zeros_like(param)
                 if param in self._means:
                     local_tensor(param.grad).view(-1).copy_(self._means[param])
-            settle_gradient(param)
+            finish_gradient(param)
         self._means.clear()
         alone = set(outside(module)) if self.sharing is not None else set()
         for process_groups, group_params in (

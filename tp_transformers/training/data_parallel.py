@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..checkpoint.quantization.packed import refuse_packed
+from ..checkpoint.quantization.packed import check_not_packed
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
 from ..model.failures import watch_copies
@@ -102,7 +102,7 @@ def _join_copies(
     """Return the group of ranks with the same shards in all copies. Raises on all ranks if a check fails on any."""
     with group.agree():
         _check_mesh(group, mesh, axis)
-        refuse_packed(model, "data_parallel")
+        check_not_packed(model, "data_parallel")
     process_group = mesh[axis].get_group()
     share(process_group)
     copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)

@@ -20,7 +20,7 @@ from tests.support.strategy_cases import CASES as OTHERS
 from tests.support.strategy_cases import Case
 from tests.support.tiers import wide
 from tp_transformers.slices.layout import Split
-from tp_transformers.strategies import STRATEGIES, State, begun_forward
+from tp_transformers.strategies import STRATEGIES, State, open_forward
 
 pytestmark = pytest.mark.distributed
 
@@ -141,7 +141,7 @@ def long_way(module: Any, x: Tensor, mesh: Any) -> Tensor:
     """`after(linear(before(x)))`, with this rank's views of the parameters."""
     strategy = module.tp_strategy
     weight, bias = (None if each is None else each.tp_shard.view(each) for each in (module.weight, module.bias))
-    with begun_forward(module):
+    with open_forward(module):
         (given,) = strategy.before(module, (x,), mesh)
         output = linear(given, weight, None if "bias" in strategy.hidden else bias)
         return strategy.after(module, output, mesh)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from tests.unit.slices.test_layout import splits
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
+from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
 from tp_transformers.checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from tp_transformers.checkpoint.saving.writer import SummedWriter
 from tp_transformers.slices.layout import Layout, Split, even, packed
@@ -38,7 +38,7 @@ def write(folder: Path, tensors: dict[str, tuple[torch.Tensor, Layout | None]], 
         files.append(RankFile(name, writer.size, f"{writer.crc32:08x}"))
         for key, tensor in load_file(folder / name).items():
             assert torch.equal(tensor, local[key])
-    whole = {name: WholeTensor(t.dtype, tuple(t.shape), layout) for name, (t, layout) in tensors.items()}
+    whole = {name: ManifestTensor(t.dtype, tuple(t.shape), layout) for name, (t, layout) in tensors.items()}
     Manifest(folder, SAVE, tuple(files), whole, (), "float32", {}, {}).write(folder)
     found = Manifest.find(folder)
     assert found is not None

@@ -25,12 +25,12 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(forgotten, "CALLED", set())
-    forgotten.tell_of_one_rank.cache_clear()
-    forgotten._tell_of_size_alone.cache_clear()
+    forgotten.warn_of_one_rank.cache_clear()
+    forgotten._warn_of_size_alone.cache_clear()
     with caplog.at_level(logging.WARNING, forgotten.logger.name):
         yield lambda: [each.getMessage() for each in caplog.records if each.name == forgotten.logger.name]
-    forgotten.tell_of_one_rank.cache_clear()
-    forgotten._tell_of_size_alone.cache_clear()
+    forgotten.warn_of_one_rank.cache_clear()
+    forgotten._warn_of_size_alone.cache_clear()
 
 
 def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:
@@ -72,7 +72,7 @@ def test_a_model_that_transformers_cut_is_told_at_the_end(
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(forgotten, "CALLED", called)
-    forgotten.tell_of_no_hook()
+    forgotten.warn_of_no_hook()
     assert len(lines()) == (size > 1 and not called)
     assert all("tp_transformers.enable() before from_pretrained" in line for line in lines())
 

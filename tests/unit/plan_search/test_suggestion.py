@@ -20,7 +20,7 @@ from tp_transformers.anatomy.names import is_inside
 from tp_transformers.plan_search.suggestion import suggest
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import largest_share
+from tp_transformers.plans.shares import largest_fraction
 from tp_transformers.slices.layout import Layout
 
 FOUND = [name for name in MIXERS if name not in ("zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")]
@@ -43,8 +43,8 @@ def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
     for size in (2, 3):
         resolution = suggestion.resolve(size)
         assert resolution.uncovered == ()
-        ours = largest_share(suggestion.model, resolve(written, suggestion.model, size).layouts, size)
-        assert largest_share(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.whole
+        ours = largest_fraction(suggestion.model, resolve(written, suggestion.model, size).layouts, size)
+        assert largest_fraction(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.whole
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
 )
 def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, str]) -> None:
     suggestion = suggest(unplanned(name))
-    assert largest_share(suggestion.model, suggestion.resolve(2).layouts, 2) < share
+    assert largest_fraction(suggestion.model, suggestion.resolve(2).layouts, 2) < share
     assert len(suggestion.whole) == len(whole)
     for child, reason in whole.items():
         assert [reason in why for module, why in suggestion.whole.items() if module.endswith(child)] == [True]
@@ -108,7 +108,7 @@ def test_a_true_config_is_seen_in_small() -> None:
     rules = suggestion.data()["base_model"]
     assert rules["layers.*.self_attn.qkv_proj"] == {"strategy": "packed_colwise", "parts": ["query", "key", "value"]}
     assert rules["layers.*.mlp.gate_up_proj"] == {"strategy": "packed_colwise", "parts": 2}
-    assert largest_share(suggestion.model, suggestion.resolve(3).layouts, 3) < 0.35
+    assert largest_fraction(suggestion.model, suggestion.resolve(3).layouts, 3) < 0.35
 
 
 def test_widths_have_to_be_there() -> None:

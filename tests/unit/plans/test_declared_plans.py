@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import check_layers_are_cut, largest_share
+from tp_transformers.plans.shares import check_layers_are_sharded, largest_fraction
 from tp_transformers.small_models.config import shrink
 
 LAYERS = 4
@@ -149,10 +149,10 @@ def outcome(model: PreTrainedModel, size: int) -> str:
         return "there is no plan"
     try:
         resolution = resolve(plan, model, size)
-        note = check_layers_are_cut(model, plan, resolution, size)
+        note = check_layers_are_sharded(model, plan, resolution, size)
     except PlanError as error:
         return str(error)
-    return f"ok, {largest_share(model, resolution.layouts, size):.2f} of the bytes; {note or 'every layer is cut'}"
+    return f"ok, {largest_fraction(model, resolution.layouts, size):.2f} of the bytes; {note or 'every layer is cut'}"
 
 
 def test_every_declared_plan_loads_or_says_why_not() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan, Rule
-from tp_transformers.plans.mixers import Mixer, cut_mixers, mixer_arguments
+from tp_transformers.plans.mixers import Mixer, mixer_arguments, split_mixers
 
 ENTRY = {
     "input": {"joined": ["value", "key", "head"], "by_group": [["key", "value", "head"]]},
@@ -53,7 +53,7 @@ def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups
     faults: list[str] = []
     splits: Any = {}
     mixer = Mixer(**mixer_arguments("mixer", ENTRY, faults))
-    cut = cut_mixers([mixer], modules, "", size, faults, splits, {}, {})["mixer"]
+    cut = split_mixers([mixer], modules, "", size, faults, splits, {}, {})["mixer"]
     assert not faults
     for rank in range(size):
         own = {head for start, stop in cut.heads.ranges[rank] for head in range(start, stop)}
@@ -73,7 +73,7 @@ def test_more_ranks_than_heads_gather_what_projections_make() -> None:
     rules = {f"mixer.{child}": Rule(child, name) for child, name in (("joined", "colwise"), ("back", "rowwise"))}
     rules["mixer.norm"] = Rule("norm", "replicated_with_grad_allreduce")
     mixer = Mixer(**mixer_arguments("mixer", ENTRY, []))
-    cut = cut_mixers([mixer], {"mixer": Mixing(2, 1)}, "", 3, [], splits, whole, rules)["mixer"]
+    cut = split_mixers([mixer], {"mixer": Mixing(2, 1)}, "", 3, [], splits, whole, rules)["mixer"]
     assert (cut.heads.widths, cut.groups.widths, splits) == ((2, 2, 2), (1, 1, 1), {})
     assert [rule.strategy for rule in rules.values()] == [
         "colwise_rep",
@@ -101,6 +101,6 @@ def test_an_entry_that_is_no_mixer(entry: Any, fault: str) -> None:
 def test_parts_that_do_not_add_up() -> None:
     faults: list[str] = []
     mixer = Mixer(**mixer_arguments("mixer", {**ENTRY, "local": {"back": ["head", "head"]}}, faults))
-    cut_mixers([mixer], {"mixer": Mixing(4, 2)}, "", 2, faults, {}, {}, {})
+    split_mixers([mixer], {"mixer": Mixing(4, 2)}, "", 2, faults, {}, {}, {})
     assert len(faults) == 1
     assert "of back are not" in faults[0]

@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 from tests.support.architectures import ARCHITECTURES
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import check_layers_are_cut
+from tp_transformers.plans.shares import check_layers_are_sharded
 
 AUTO = {
     "base": modeling_auto.MODEL_MAPPING,
@@ -51,7 +51,7 @@ def test_a_plan_covers_every_parameter_of_every_class_at_any_size(name: str) -> 
         for size in (1, 2, 3, 5, 8):
             resolution = resolve(plan, model, size)
             assert not list(filterfalse(plan.part_around, resolution.uncovered)), type(model).__name__
-            assert size == 1 or check_layers_are_cut(model, replace(plan, declared=True), resolution, size) is None
+            assert size == 1 or check_layers_are_sharded(model, replace(plan, declared=True), resolution, size) is None
             assert resolution.notes == () or size > 4  # no attention is replicated; towers have 4 heads
     for size in (2, 16):  # more ranks than heads
         resolve(plan, model, size)

@@ -12,7 +12,7 @@ from tests.support.models import llama_config
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import check_layers_are_cut, largest_share
+from tp_transformers.plans.shares import check_layers_are_sharded, largest_fraction
 
 MLP = "model.layers.*.mlp."
 
@@ -73,18 +73,18 @@ def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
     head = 199 * 64
     whole = sum(param.numel() for param in model.parameters())
     share = (whole - head + 100 * 64) / whole  # rank 0 holds 100 of 199 rows
-    assert largest_share(model, resolution.layouts, 2) == pytest.approx(share)
+    assert largest_fraction(model, resolution.layouts, 2) == pytest.approx(share)
     with pytest.raises(PlanError) as caught:
-        check_layers_are_cut(model, plan, resolution, 2)
+        check_layers_are_sharded(model, plan, resolution, 2)
     assert f"cuts a matrix of model.layers.*, so that each of 2 ranks would hold {share:.0%} of the model" in str(
         caught.value
     )
     assert "allow_replicated=True" in str(caught.value)
-    assert check_layers_are_cut(model, plan, resolve(plan, model, 1), 1) is None
-    note = check_layers_are_cut(model, plan, resolution, 2, allow_replicated=True)
+    assert check_layers_are_sharded(model, plan, resolve(plan, model, 1), 1) is None
+    note = check_layers_are_sharded(model, plan, resolution, 2, allow_replicated=True)
     assert note is not None
     assert f"{1 - head / whole:.0%} of the model is on every rank, and the largest of 2 ranks holds {share:.0%}" in note
-    assert check_layers_are_cut(model, replace(plan, declared=False), resolution, 2) is None
+    assert check_layers_are_sharded(model, replace(plan, declared=False), resolution, 2) is None
 
 
 def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
@@ -105,7 +105,7 @@ def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
     plan = Plan.for_model(model)
     assert plan is not None
     assert plan.declared
-    note = check_layers_are_cut(model, plan, resolve(plan, model, 2), 2)
+    note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
     assert note is not None
     assert "leaves 2 of 2 model.vision_tower." in note
 
@@ -116,6 +116,6 @@ def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
         Plan.from_dict({**rules, "model.layers.0.mlp.down_proj": "rowwise"}, source="the plan"), declared=True
     )
     model = meta_model(intermediate_size=1000)
-    note = check_layers_are_cut(model, plan, resolve(plan, model, 2), 2)
+    note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
     assert note is not None
     assert "leaves 1 of 2 model.layers.* whole: " in note

@@ -92,8 +92,8 @@ def test_both_forms_of_communication_follow_the_most_derived_class() -> None:
 def test_what_others_ask() -> None:
     assert ReplicateParallel().replicates
     assert not ColwiseParallel().replicates
-    assert sequence.SequenceGatherParallel().signature.joins_sequence
-    assert type(sequence.SequenceGatherParallel().around_whole).__name__ == "SequenceWholeParallel"
+    assert sequence.SequenceGatherParallel().signature.gathers_sequence
+    assert type(sequence.SequenceGatherParallel().around_replicated).__name__ == "SequenceWholeParallel"
     assert RowwiseParallel().signature == Signature(FEATURES, REPLICATED, inside=(FEATURES, PARTIAL))
     assert ColwiseParallel().signature.leaves is FEATURES
     assert not ColwiseParallel().signature.sums

@@ -62,7 +62,7 @@ class Quantization:
         of_part.quantization_config = dict(self.settings)
 
 
-def member_names(tensor: LazyTensor) -> list[str]:
+def stored_names(tensor: LazyTensor) -> list[str]:
     """List the stored tensors of a quantised tensor; empty if it is not quantised."""
     while isinstance(tensor, Transpose):
         tensor = tensor.source

@@ -122,7 +122,7 @@ class Members:
         return views[0] if len(views) == 1 else torch.cat(views, dim)
 
 
-def member_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Outline, Layout | None]]:
+def stored_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Outline, Layout | None]]:
     """Combine the outlines of all ranks into an outline and the layout of every tensor.
 
     Raises UnsupportedError if the ranks together do not hold a full tensor.
@@ -168,12 +168,12 @@ def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torc
             raise _unsaved(f"the quantised {kept.unpacked[0]} dequantised", "all of them packed")
         members = Members(packed_weights(model).values())
         outlines = members.outlines()
-    layouts = member_layouts(group.gather(outlines))
-    state = place_members(layouts, group, members)
+    layouts = stored_layouts(group.gather(outlines))
+    state = place_stored(layouts, group, members)
     return state | beside(kept, state)
 
 
-def place_members(
+def place_stored(
     layouts: Mapping[str, tuple[Outline, Layout | None]],
     group: TensorParallelGroup,
     members: Members | None = None,

@@ -95,7 +95,7 @@ def packed_weights(model: nn.Module) -> Mapping[str, HeldWeight]:
     }
 
 
-def refuse_packed(model: nn.Module, subject: str) -> None:
+def check_not_packed(model: nn.Module, subject: str) -> None:
     """Raise UnsupportedError if the model has packed weights, since `subject` needs their values."""
     packed = packed_weights(model)
     if packed:
@@ -118,7 +118,7 @@ def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor
         move(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype != weight.dtype
         for weight in packed.values()
     ):
-        refuse_packed(model, "another dtype")
+        check_not_packed(model, "another dtype")
     owners = [module for module in model.modules() if PACKED.find(module)]
     saved = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
     for module, placeholders in zip(owners, saved, strict=True):

@@ -62,7 +62,7 @@ class RankFile:
 
 
 @dataclass(frozen=True)
-class WholeTensor:
+class ManifestTensor:
     """One parameter or persistent buffer with its shards in the rank files."""
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class Manifest:
     folder: Path
     save: str
     files: tuple[RankFile, ...]
-    tensors: Mapping[str, WholeTensor]
+    tensors: Mapping[str, ManifestTensor]
     conversions: tuple[Any, ...]
     dtype: str
     source: Mapping[str, str | None]
@@ -147,7 +147,7 @@ def refuse_without_plan(folder: Path) -> None:
         )
 
 
-def refuse_distributed(folder: Path) -> None:
+def check_not_distributed(folder: Path) -> None:
     """Raise CheckpointError if `folder` holds files of transformers' `save_pretrained(distributed_checkpoint=True)`.
 
     They contain shards of tensors, for torch.distributed.checkpoint.
@@ -232,7 +232,7 @@ class _Parser:
             raise self.fault(f"the layout {entry!r}", "a cut: ranges that leave nothing out and do not overlap")
         return Layout(dim, split)
 
-    def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> WholeTensor:
+    def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> ManifestTensor:
         """Parse one entry of `tensors`; its layout fits its shape."""
         dtype, shape, index = entry if isinstance(entry, list) and len(entry) == 3 else (None, None, None)
         if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -244,7 +244,7 @@ class _Parser:
         layout = None if index is None else layouts[index]
         if layout is not None and (layout.dim >= len(shape) or layout.split.length != shape[layout.dim]):
             raise self.fault(f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
-        return WholeTensor(DTYPES[dtype], tuple(shape), layout)
+        return ManifestTensor(DTYPES[dtype], tuple(shape), layout)
 
     def fault(self, got: Any, expected: str) -> CheckpointError:
         got = str(got)[:300]

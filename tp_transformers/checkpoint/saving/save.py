@@ -27,7 +27,7 @@ from ...anatomy.names import tied_parameters
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...strategies import local_tensor, shard_of, whole_like
+from ...strategies import local_tensor, shard_of, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
@@ -113,7 +113,7 @@ class _Contents:
         dense, packed = saved_state(model)
         self.tensors = dense | packed
         """This rank's tensors of the model."""
-        self.meta = {name: whole_like(tensor) for name, tensor in self.tensors.items()}
+        self.meta = {name: unsharded_like(tensor) for name, tensor in self.tensors.items()}
         full_model: Any = FullModel(model, {name: self.meta[name].shape for name in dense})
         self.revert: Revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
         """Converts full tensors back to the names and tensors of the checkpoint that the model was loaded from."""
@@ -191,7 +191,7 @@ class _Files:
             earlier = weights_name if split.is_sharded and os.path.lexists(place.path / weights_name) else None
         written = [*configs, *self.names.values()]
         if split.is_sharded:
-            total = sum(whole_like(param).numel() for param in model.parameters())
+            total = sum(unsharded_like(param).numel() for param in model.parameters())
             weight_map = {name: self.names[file] for name, file in split.tensor_to_filename.items()}
             index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": weight_map}
             write_text(place.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")

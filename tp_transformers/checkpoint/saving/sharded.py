@@ -22,11 +22,11 @@ from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...ranks.watch import watched_ranks
-from ...strategies import layout_of, local_tensor, whole_like
+from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity
 from .folder import SaveFolder
-from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, RankFile, WholeTensor, ordinary_weights
+from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .save import config_last, names_in, saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
 from .writer import SummedWriter, make_folder, named
@@ -110,7 +110,7 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
         # 1. Rank 0 locks the folder.
         with group.agree():
             place = stack.enter_context(SaveFolder(folder)) if group.rank == 0 else None
-            refuse_ordinary_weights(folder)
+            check_no_ordinary_weights(folder)
         try:
             # 2. Every rank writes its file.
             files = group.gather(group.together(write))
@@ -141,12 +141,12 @@ def check_save(
     model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile], state: Mapping[str, torch.Tensor]
 ) -> Manifest:
     """Build the manifest of files that are all written, and check the files as a load would. Raises CheckpointError."""
-    full = {name: (whole_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
+    full = {name: (unsharded_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
     manifest = Manifest(
         folder,
         save,
         tuple(files),
-        {name: WholeTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in full.items()},
+        {name: ManifestTensor(meta.dtype, tuple(meta.shape), layout) for name, (meta, layout) in full.items()},
         tuple(identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()),
         str(model.dtype).removeprefix("torch."),
         untyped(model).tp_source,
@@ -180,7 +180,7 @@ def complete_save(model: PreTrainedModel, manifest: Manifest, place: SaveFolder)
         place.remove(name for name in rank_files if name not in keep and (place.is_locked or name in before))
 
 
-def refuse_ordinary_weights(folder: Path) -> None:
+def check_no_ordinary_weights(folder: Path) -> None:
     """Raise CheckpointError if the folder holds ordinary weights, which a load could take instead."""
     with named(folder, "folder"):
         weights = ordinary_weights(folder)

@@ -23,7 +23,7 @@ from ...slices.source import Source
 from ...slices.stored import Stored
 from ..reading.header import Checkpoint, read_header
 from ..reading.local_file import LocalFile
-from .manifest import MANIFEST_NAME, Manifest, RankFile, WholeTensor
+from .manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
 
 _CHUNK = 16 << 20
 """Bytes per read while a checksum is computed."""
@@ -96,7 +96,7 @@ class _FullTensor(Expression):
     """A full tensor read from the rank files; a selection opens only the files that it needs."""
 
     def __init__(
-        self, checkpoint: ShardedCheckpoint, name: str, tensor: WholeTensor, cover: tuple[Piece, ...], *, home: int
+        self, checkpoint: ShardedCheckpoint, name: str, tensor: ManifestTensor, cover: tuple[Piece, ...], *, home: int
     ) -> None:
         """`cover` maps each range to a file; a replicated tensor is read from the file of rank `home`."""
         self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home

@@ -15,7 +15,7 @@ from ...anatomy.names import tied_parameters
 from ...checkpoint.quantization.packed import pack
 from ...errors import PlanError
 from ...plans.bind import Resolution, resolve
-from ...plans.shares import check_layers_are_cut
+from ...plans.shares import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
@@ -129,7 +129,7 @@ def plan_memory(
     """
     model, dtypes = survey.model, survey.dtypes
     resolution = resolve(survey.plan, model, size)
-    warning = check_layers_are_cut(model, survey.plan, resolution, size, allow_replicated=allow_replicated)
+    warning = check_layers_are_sharded(model, survey.plan, resolution, size, allow_replicated=allow_replicated)
     cached = cached_attention(
         model, resolution.attention, size, batch=batch, context=context, encoder_context=encoder_context
     )
@@ -222,7 +222,7 @@ def _whole_because(name: str, resolution: Resolution, size: int) -> str:
         return "there is one rank"
     if strategy is None:
         return "no rule covers it"
-    if any(f"{name}.".startswith(f"{attention}.") for attention in resolution.whole_attention):
+    if any(f"{name}.".startswith(f"{attention}.") for attention in resolution.replicated_attention):
         return "there are more ranks than query heads"
     if strategy.replicates:
         return f"the strategy is {rule or type(strategy).__name__}"

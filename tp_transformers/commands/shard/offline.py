@@ -30,7 +30,7 @@ from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.manifest import Manifest, RankFile
 from ...checkpoint.saving.save import dense_state
-from ...checkpoint.saving.sharded import check_save, complete_save, open_writer, rank_path, refuse_ordinary_weights
+from ...checkpoint.saving.sharded import check_no_ordinary_weights, check_save, complete_save, open_writer, rank_path
 from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
@@ -103,7 +103,7 @@ def shard_checkpoint(
     where = {key: arguments[key] for key in _WHERE if key in arguments}
     kind = model_class(read_config(name, **where), **where)
     with SaveFolder(folder) as place:
-        refuse_ordinary_weights(folder)
+        check_no_ordinary_weights(folder)
         tell(f"cutting {name} for {size} rank{'s' * (size > 1)}, one parameter after the other")
         try:
             # 1. Every rank's file.

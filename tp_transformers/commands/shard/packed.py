@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.quantization.members import Members, beside, member_layouts, place_members
+from ...checkpoint.quantization.members import Members, beside, place_stored, stored_layouts
 from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest
 from ...loading.targets import Targets
 from ...ranks.group import TensorParallelGroup
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor
-from ...strategies import whole_like
+from ...strategies import unsharded_like
 
 
 def pack(
@@ -30,7 +30,7 @@ def pack(
     if first.kept is None or not first.weights:
         return {}
     first.hold(model)
-    state = place_members(member_layouts([Members(rank.weights.values()).outlines() for rank in ranks]), group)
+    state = place_stored(stored_layouts([Members(rank.weights.values()).outlines() for rank in ranks]), group)
     return state | beside(first.kept, state)
 
 
@@ -39,4 +39,4 @@ def stored_as(
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield the tensors of a checkpoint that are `packed`, in the full shapes that are sharded."""
     for name, tensor in packed.items():
-        yield name, reshaped(tensors[name], whole_like(tensor).shape)
+        yield name, reshaped(tensors[name], unsharded_like(tensor).shape)

@@ -30,7 +30,7 @@ from ...plan_search.suggestion import suggest
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
-from ...plans.shares import check_layers_are_cut
+from ...plans.shares import check_layers_are_sharded
 from ...ranks.launch import torchrun
 from ...small_models import model as probe
 from ...small_models.config import meta_model, one_line, shrink, supported
@@ -145,7 +145,7 @@ def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...],
     """Verdict before ranks run: the faults of the plan, or else `notes` and the notes of the plan."""
     try:
         resolution = resolve(plan, model, size)
-        warning = check_layers_are_cut(model, plan, resolution, size, allow_replicated=allow_replicated)
+        warning = check_layers_are_sharded(model, plan, resolution, size, allow_replicated=allow_replicated)
     except PlanError as error:
         return Verdict(size, (str(error),))
     return Verdict(size, notes=(*notes, *filter(None, (*resolution.notes, warning))))

@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from ...checkpoint.quantization.packed import refuse_packed
+from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
-from ...strategies import SHARD, STRATEGY, begun_forward, local_tensor, take
+from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
 
 _Layer: Any = object
 """Base of the mixin; in the class of a layer, a LoRA layer of PEFT follows it in the MRO."""
@@ -41,7 +41,7 @@ class AdaptedLayer(_Layer):
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Add the adapters to this rank's weight. Raises UnsupportedError if it is packed."""
-        refuse_packed(untyped(self.get_base_layer()), "merged adapters")
+        check_not_packed(untyped(self.get_base_layer()), "merged adapters")
         with _local_weights(self):
             super().merge(*args, **kwargs)
 
@@ -82,7 +82,7 @@ class AdaptedLayer(_Layer):
             plain: Tensor = super()._embed(ids, weight, *functions, **named)
             return plain
         mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh
-        with begun_forward(base):
+        with open_forward(base):
             (ids,) = strategy.before(base, (ids,), mesh)
             local = strategy.local_attributes(base, mesh.get_local_rank())
             saved = {name: getattr(base, name) for name in local}

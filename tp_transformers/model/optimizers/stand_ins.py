@@ -16,7 +16,7 @@ from ...errors import UnsupportedError
 from ...marks import Mark
 from ...ranks import direct
 from ...ranks.random_state import random_state, set_random_state
-from ...strategies import ParamShard, local_tensor, settle_gradient, shard_of
+from ...strategies import ParamShard, finish_gradient, local_tensor, shard_of
 from ...strategies.parameters.sharded import has_changed, is_sharded, know
 from ...strategies.parameters.tensors import HAS_LOCAL
 
@@ -45,7 +45,7 @@ class StandIn:
 
     def take(self, has_gradient: bool | None = None) -> None:
         """Take the values of the parameter and its gradient; `has_gradient`: any rank has one (gathered parameters)."""
-        grad = settle_gradient(self.param)
+        grad = finish_gradient(self.param)
         local, local_grad = local_tensor(self.param), None if grad is None else local_tensor(grad)
         self.tensor.grad = None
         if self.is_gathered:

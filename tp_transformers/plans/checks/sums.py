@@ -246,11 +246,11 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     Skipped if a user's strategy may shard the sequence or return DTensors.
     """
     strategies = plan.module_strategies
-    styles = {name for name, strategy in strategies.items() if strategy.cuts_as_torch}
+    styles = {name for name, strategy in strategies.items() if strategy.shards_as_torch}
     on_shards = {name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE}
     rest = [strategy for name, strategy in strategies.items() if name not in styles & on_shards]
     if any(
-        strategy.signature.cuts_sequence or not strategy.use_local_output or not strategy.is_built_in
+        strategy.signature.scatters_sequence or not strategy.use_local_output or not strategy.is_built_in
         for strategy in rest
     ):
         return

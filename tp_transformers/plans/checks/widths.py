@@ -72,7 +72,7 @@ def misfits(
                     )
                 elif not strategy.use_local_output:
                     pass  # a DTensor has its placement
-                elif strategies[peer].cuts_as_torch and input_width(modules[peer]) % size:
+                elif strategies[peer].shards_as_torch and input_width(modules[peer]) % size:
                     yield (
                         f"{maker} and {taker}: {input_width(modules[peer])} features do not divide by {size} ranks, "
                         "and torch takes every rank's part to be as wide as its own; make what comes before it "

@@ -88,7 +88,7 @@ def _communicating(
             count = len(args) if len(inputs) == input_count else len(inputs)
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
             kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
-            args, kwargs = strategy.prepare_beside(mod, inputs[:count], kwargs, mesh)
+            args, kwargs = strategy.prepare_arguments(mod, inputs[:count], kwargs, mesh)
             state.given = {}
             output = call(mod, *args, **kwargs)
         except BaseException:
@@ -178,7 +178,7 @@ def forward_of(module: Any) -> Forward:
 
 
 @contextmanager
-def begun_forward(module: Any) -> Iterator[None]:
+def open_forward(module: Any) -> Iterator[None]:
     """Allow calls of a strategy's `before` and `after` for `module` without its forward."""
     forwards: list[Forward] = module.tp_forwards
     forwards.append(Forward())

@@ -155,7 +155,7 @@ class Communication:
         """The tensor that the local forward sees in place of the hidden parameter `name`; None for none."""
         return None
 
-    def prepare_beside(
+    def prepare_arguments(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Convert all arguments for the local forward, after `before` has converted its inputs."""
@@ -199,7 +199,7 @@ class Communication:
         return outputs
 
 
-_ACTS = ("before", "after", "prepare_beside", "local_attributes", "interrupted")
+_ACTS = ("before", "after", "prepare_arguments", "local_attributes", "interrupted")
 
 
 def as_inputs(result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

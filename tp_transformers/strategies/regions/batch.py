@@ -163,10 +163,10 @@ def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
 class BatchStates(TensorParallelLayer):
     """Around a base model: exchange the numbers of samples before the forward."""
 
-    def prepare_beside(
+    def prepare_arguments(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `TensorParallelLayer.prepare_beside`. Sets `use_cache=False`: a cache would hold all ranks' samples."""
+        """See `Communication.prepare_arguments`. Sets `use_cache=False`: a cache would hold all ranks' samples."""
         if _same_inputs.get():
             return args, keywords
         names, given = self.arguments, forward_of(module).given

@@ -37,8 +37,8 @@ class BatchBlock(RegionBlock):
     remedy = "Leave it out of tp_batch_sharded."
 
     @property
-    def around_whole(self) -> BatchWhole:
-        """See `TensorParallelLayer.around_whole`: the batch stays sharded."""
+    def around_replicated(self) -> BatchWhole:
+        """See `TensorParallelLayer.around_replicated`: the batch stays sharded."""
         return BatchWhole()
 
     def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
@@ -56,10 +56,10 @@ class BatchBlock(RegionBlock):
         x = super().leave(x, widths, group)
         return x if widths is None else scale_gradient(x, 1 / group.size())
 
-    def prepare_beside(
+    def prepare_arguments(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See `TensorParallelLayer.prepare_beside`: gathers all other arguments that have a batch dim."""
+        """See `TensorParallelLayer.prepare_arguments`: gathers all other arguments that have a batch dim."""
         notes = forward_of(module).notes
         x, batch = notes.pop("x"), notes["batch"]  # pop: no reference to x may remain
         if batch is None:

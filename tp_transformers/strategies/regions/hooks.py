@@ -64,14 +64,14 @@ def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
         path = f"{name}.{child}".lstrip(".")
         if _signature(module).takes is SEQUENCE:  # the norm after the layers
             yield path, module, False
-        elif any(_signature(layer).cuts_sequence for layer in module.children()):
+        elif any(_signature(layer).scatters_sequence for layer in module.children()):
             for index, layer in module.named_children():
                 yield from _on_shards(f"{path}.{index}", layer, in_mixture=False)
 
 
 def _on_shards(name: str, module: nn.Module, *, in_mixture: bool) -> Iterator[tuple[str, nn.Module, bool]]:
     yield name, module, in_mixture
-    if not (_signature(module).joins_sequence or _signature(module).exchanges_tokens):
+    if not (_signature(module).gathers_sequence or _signature(module).exchanges_tokens):
         in_mixture = in_mixture or any(_signature(child).exchanges_tokens for child in module.children())
         for child, inner in module.named_children():
             yield from _on_shards(f"{name}.{child}", inner, in_mixture=in_mixture)
@@ -93,7 +93,7 @@ class _Sides:
     def __init__(self, module: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
         self.name, self.widths_of, self.mesh = name, widths_of, mesh
         self.first = next(iter(argument_names(module)), "")
-        self.takes_full = _signature(module).cuts_sequence
+        self.takes_full = _signature(module).scatters_sequence
 
     def inputs(self, values: Values) -> _Gathered:
         """Gather the positional arguments, or their gradients."""

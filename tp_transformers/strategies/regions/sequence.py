@@ -142,8 +142,8 @@ class SequenceBlock(RegionBlock):
     remedy = "Sequence parallelism does not fit this model; load it without."
 
     @property
-    def around_whole(self) -> SequenceWholeParallel:
-        """See `TensorParallelLayer.around_whole`: the sequence stays sharded."""
+    def around_replicated(self) -> SequenceWholeParallel:
+        """See `TensorParallelLayer.around_replicated`: the sequence stays sharded."""
         return SequenceWholeParallel()
 
     def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:

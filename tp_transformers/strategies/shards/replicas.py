@@ -55,7 +55,7 @@ def parts(
         if not isinstance(param, DTensor):
             yield Part.of(name, tuple(range(size)), 0, local), local
     elif shard.layout is None:
-        if shard.data_parallel is None or shard.is_cut_over_copies:
+        if shard.data_parallel is None or shard.is_fsdp_over_replicas:
             yield Part.of(name, tuple(range(size)), 0, local), local
     elif shared := shard.layout.split.shared(shard.group.rank):
         if shard.data_parallel is not None:

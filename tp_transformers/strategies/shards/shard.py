@@ -54,7 +54,7 @@ class ParamShard:
         return self
 
     @property
-    def is_cut_over_copies(self) -> bool:
+    def is_fsdp_over_replicas(self) -> bool:
         """True if FSDP shards it over copies of the model, not over the tensor-parallel ranks of one copy."""
         return self.data_parallel is not None and self.data_parallel != self.group.process_group
 
@@ -200,7 +200,7 @@ def shard_of(tensor: Tensor | None) -> ParamShard | None:
     return ParamShard(tensor.shape, layout, group)
 
 
-def settle_gradient(param: Tensor) -> Tensor | None:
+def finish_gradient(param: Tensor) -> Tensor | None:
     """Redistribute a parameter's gradient to the parameter's placements, and return it; None if there is none.
 
     Collective over the `tp` axis. DTensors may leave a gradient as an operation returned it: partial sums, or full
@@ -258,7 +258,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, HAS_LOCAL) else tensor.detach()
 
 
-def whole_like(tensor: Tensor) -> Tensor:
+def unsharded_like(tensor: Tensor) -> Tensor:
     """A meta tensor of the unsharded shape of a parameter or buffer."""
     shard = shard_of(tensor)
     shape = shard.shape if shard is not None else tensor.shape

@@ -30,7 +30,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     for rank in range(size):
         param = _Traced(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
         try:
-            shard = partition(param, empty, param_type, empty.dtype, True, rank, outline_mesh(rank, size))
+            shard = partition(param, empty, param_type, empty.dtype, True, rank, meta_mesh(rank, size))
         except Exception as error:
             raise ValueError(f"its partition_tensor fails without data: {error_text(error)}") from error
         shard = shard._local_tensor if isinstance(shard, DTensor) else shard
@@ -61,7 +61,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
 
 
 @cache
-def outline_mesh(rank: int, size: int) -> Any:
+def meta_mesh(rank: int, size: int) -> Any:
     """The mesh of `rank`, without process groups; under older torch an object with `size` alone."""
     try:
         return DeviceMesh("meta", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)

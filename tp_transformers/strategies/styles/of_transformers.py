@@ -21,7 +21,7 @@ from ..forward.communication import only
 from ..forward.short_forwards import Forwarder
 from ..forward.views import still_sharded
 from ..shards.shard import ParamShard
-from ..shards.trace import outline_mesh
+from ..shards.trace import meta_mesh
 from ..signature import ANY, FEATURES, PARTIAL, Signature, state_of
 from .style import StyleParallel
 
@@ -114,7 +114,7 @@ def is_transformers_style(value: Any) -> bool:
 
 def _placed(style: Any, module: nn.Module, size: int, name: str) -> dict[str, Placement]:
     """Run the style on meta tensors; return {parameter: placement}, without parameters that it leaves plain."""
-    mesh, outline = outline_mesh(0, size), copy.copy(module)
+    mesh, outline = meta_mesh(0, size), copy.copy(module)
     meta_params = {
         key: nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         for key, param in module._parameters.items()

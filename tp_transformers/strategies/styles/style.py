@@ -18,7 +18,7 @@ from ..signature import ANY, FEATURES
 class StyleParallel(TensorParallelLayer):
     """A style of another library: it computes with DTensors, sharded as `torch.chunk` splits."""
 
-    cuts_as_torch = True
+    shards_as_torch = True
     owner = ""
     """The library's name in messages: "torch's"."""
     style: Any
