@@ -20,8 +20,14 @@ OPENINGS = ("What", "Which", "Whether", "Of", "Where", "That", "Whom", "Whose", 
 MOST_INDIRECT = 0.04
 """Share of sentences that may have one."""
 
-DIALECT = ("as ever", "is told", "are told", "told apart", "stands there", "comes into its own")
-"""Phrases for which the field has words of its own."""
+DIALECT = re.compile(
+    r"\b(?:whole|cuts?|told|tells?|alike|portion|box(?:es)?|hull|settles?|mends?|tangled|farewell|as ever|stands for)\b",
+    re.IGNORECASE,
+)
+"""Words for which the field has its own: unsharded or replicated, sharded or split, reports, identical, block."""
+
+MOST_DIALECT = 0.005
+"""Share of sentences that may have one."""
 
 
 def check(is_fault: Callable[[str], bool], limit: float) -> None:
@@ -33,8 +39,11 @@ def check(is_fault: Callable[[str], bool], limit: float) -> None:
 
 
 def begins_indirectly(sentence: str) -> bool:
-    opening = re.split(r"\W", sentence, maxsplit=1)[0].capitalize()
-    return opening in OPENINGS or any(phrase in sentence for phrase in DIALECT)
+    return re.split(r"\W", sentence, maxsplit=1)[0].capitalize() in OPENINGS
+
+
+def is_dialect(sentence: str) -> bool:
+    return DIALECT.search(re.sub("`[^`]*`", "", sentence)) is not None
 
 
 def test_sentences_name_a_thing_first() -> None:
@@ -43,3 +52,7 @@ def test_sentences_name_a_thing_first() -> None:
 
 def test_sentences_name_a_thing_throughout() -> None:
     check(is_indirect, MOST_INDIRECT)
+
+
+def test_sentences_have_the_words_of_the_field() -> None:
+    check(is_dialect, MOST_DIALECT)
