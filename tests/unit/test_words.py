@@ -21,7 +21,7 @@ MOST_INDIRECT = 0.04
 """Share of sentences that may have one."""
 
 DIALECT = re.compile(
-    r"\b(?:whole|cuts?|told|tells?|alike|portion|box(?:es)?|hull|settles?|mends?|tangled|farewell|as ever|stands for)\b",
+    r"\b(?:whole|cuts?|told|tells?|alike|portion|box(?:es)?|hull|settles?|mends?|tangled|farewell|stands for)\b",
     re.IGNORECASE,
 )
 """Words for which the field has its own: unsharded or replicated, sharded or split, reports, identical, block."""
