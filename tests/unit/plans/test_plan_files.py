@@ -34,8 +34,8 @@ TEXTS = {
     "bomb of lists": (bomb("[x]", "{0}"), "more than 100000 values"),
     "bomb of maps": (bomb("{x: y}", "k{1}: {0}"), "more than 100000 values"),
     "bomb of merges": (bomb("{x: y}", "<<: {0}"), "more than 100000 values"),
-    "alias to itself": ("rules: {a: {strategy: colwise, parts: &p [*p]}}", "line 1, column 43: *p stands inside"),
-    "rules in rules": ("rules: &r {a: *r}", "*r stands inside"),
+    "alias to itself": ("rules: {a: {strategy: colwise, parts: &p [*p]}}", "line 1, column 43: *p is inside"),
+    "rules in rules": ("rules: &r {a: *r}", "*r is inside"),
     "no anchor": ("rules: *x", "undefined alias"),
     "deep": ("rules: " + "[" * 900, "more than 16 levels"),
     "bottomless": ("rules: " + "[" * 200_000, "line 1, column "),  # libyaml has a limit of its own, by release

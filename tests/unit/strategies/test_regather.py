@@ -52,5 +52,5 @@ def test_views_of_what_is_gathered_are_told_from_other_tensors() -> None:
     assert regathered.pack(view) == (view.shape, view.stride(), view.storage_offset())
     other = torch.randn(3)
     assert regathered.pack(other).data_ptr() == other.data_ptr()  # type: ignore[union-attr]
-    regathered._whole, regathered._left = whole, 1  # as if it had been gathered
+    regathered._full, regathered._left = whole, 1  # as if it had been gathered
     assert torch.equal(regathered.unpack(regathered.pack(view)), view)
