@@ -122,10 +122,10 @@ class ColwiseParallel(_WeightParallel):
     def short_steps(self) -> Steps | None:
         if not self.is_built_in:
             return None
-        keeps_output = self.use_local_output and self.signature.leaves is FEATURES
-        return Steps(
-            "before" if self.signature.takes is FEATURES else "copied", "as it is" if keeps_output else "after"
-        )
+        cls = type(self)
+        copies = self.signature.takes is not FEATURES and cls.before is ColwiseParallel.before
+        keeps = self.use_local_output and self.signature.leaves is FEATURES and cls.after is ColwiseParallel.after
+        return Steps("copied" if copies else "before", "as it is" if keeps else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The output width of a Conv1D."""
@@ -224,8 +224,10 @@ class RowwiseParallel(_WeightParallel):
     def short_steps(self) -> Steps | None:
         if not self.is_built_in:
             return None
-        sums = self.use_local_output and type(self).after is RowwiseParallel.after
-        return Steps("as it is" if self.signature.takes is FEATURES else "before", "summed" if sums else "after")
+        cls = type(self)
+        takes_shards = self.signature.takes is FEATURES and cls.before is RowwiseParallel.before
+        sums = self.use_local_output and cls.after is RowwiseParallel.after
+        return Steps("as it is" if takes_shards else "before", "summed" if sums else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, as an index of the local rows."""

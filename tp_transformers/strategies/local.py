@@ -35,7 +35,8 @@ class _LocalMixin(TensorParallelLayer):
         """Accept any module with parameters along the sharded features, such as a norm over heads."""
 
     def short_steps(self) -> Steps | None:
-        return Steps("as it is", "as it is") if self.is_built_in else None
+        is_inherited = (type(self).before, type(self).after) == (_LocalMixin.before, _LocalMixin.after)
+        return Steps("as it is", "as it is") if self.is_built_in and is_inherited else None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return to_local(inputs)

@@ -183,7 +183,7 @@ def test_sequences_leave_as_dtensors_of_their_length(pool: Any, length: int, for
 def run_sequence_that_no_placement_describes() -> None:
     group = join()
     local = shard_module(nn.LayerNorm(6), {"": SequenceParallel(use_local_output=False)}, group)
-    with pytest.raises(ValueError, match=r"sequence cut into \[3, 2, 2\]; use use_local_output=True"):
+    with pytest.raises(ValueError, match=r"sequence sharded into \[3, 2, 2\]; use use_local_output=True"):
         local(torch.ones(1, even_widths(7, 3)[group.rank], 6))
 
 

@@ -305,3 +305,14 @@ def test_experts_that_are_partly_spread_and_partly_cut_are_refused() -> None:
     rules = {**WHOLE_EXPERT_RULES["a rule for each parameter"], "model.layers.*.mlp.experts.down_proj": "rowwise"}
     with pytest.raises(PlanError, match="whole experts of gate_up_proj, but not of down_proj"):
         resolve(Plan.from_dict(rules), mixtral(), 2)
+
+
+@pytest.mark.parametrize("name", ["colwise", "rowwise", "local_colwise", "local_rowwise"])
+@pytest.mark.parametrize("method", ["before", "after"])
+def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(name: str, method: str) -> None:
+    base: Any = type(STRATEGIES[name])
+    body = {method: lambda self, module, values, mesh: values, "__module__": base.__module__}
+    strategy = type("Other", (base,), body)()
+    steps = strategy.short_steps()
+    assert strategy.is_built_in
+    assert steps is None or steps[("before", "after").index(method)] == method
