@@ -302,6 +302,7 @@ def interrupted() -> tuple[str, ...]:
         os.kill(os.getpid(), signal.SIGINT)
 
     if group.rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
         threading.Thread(target=interrupt).start()
         for _ in range(2):
             try:
