@@ -43,7 +43,10 @@ def observe(model: Any, backend: str | None, phases: Sequence[str] = PHASES) -> 
     frames: set[int | None] = set()
 
     def compile_graph(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
-        frames.add(CompileContext.current_compile_id().frame_id)  # type: ignore[union-attr]
+        compile_id = CompileContext.current_compile_id()
+        assert compile_id is not None
+        assert backend is not None
+        frames.add(compile_id.frame_id)
         return torch._dynamo.lookup_backend(backend)(graph, example)
 
     forward = torch.compile(model, backend=compile_graph) if backend else model

@@ -44,7 +44,7 @@ def quantize_folder(
         expected[name] = tensors[name] = tensor
         if tensor.ndim != 2 or any(f"{part}." in name for part in NOT_CONVERTED):
             continue
-        size = block or tuple(tensor.shape)
+        size = block or (tensor.shape[0], tensor.shape[1])
         tensors[name], scales = quantize(tensor.float(), size)
         expected[name] = tensors[name].float() * spread(scales, tensor.shape, size)
         tensors[f"{name}_scale_inv"] = scales if block else scales.reshape(())

@@ -30,7 +30,8 @@ class Standing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
         x = x - torch.mean(x, dim=-1, keepdim=True) - 0.3 * torch.std(x, dim=-1, keepdim=True, unbiased=False)
-        return self.down(torch.relu(x))
+        y: Tensor = self.down(torch.relu(x))
+        return y
 
 
 class Products(nn.Module):

@@ -117,7 +117,8 @@ class LanguageModel(nn.Module):
         return self.head
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 class Scale(nn.Module):
@@ -150,7 +151,8 @@ class ByHead(nn.Module):
         self.norm, self.width = norm, width
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.unflatten(-1, (-1, self.width))).flatten(-2)
+        y: Tensor = self.norm(x.unflatten(-1, (-1, self.width)))
+        return y.flatten(-2)
 
 
 class Biased(nn.Module):
@@ -183,7 +185,8 @@ class Latent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         latent, key = self.compress(x).split([5, 3], -1)
-        return self.expand(latent) * key.square().sum(-1, keepdim=True)
+        y: Tensor = self.expand(latent) * key.square().sum(-1, keepdim=True)
+        return y
 
 
 class WithIdentity(nn.Module):
@@ -194,7 +197,8 @@ class WithIdentity(nn.Module):
         self.expert, self.identity = expert, nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return 0.3 * self.expert(x) + 0.7 * self.identity(x)
+        y: Tensor = 0.3 * self.expert(x) + 0.7 * self.identity(x)
+        return y
 
 
 class Routed(nn.Module):
@@ -206,7 +210,8 @@ class Routed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = self.router(x).softmax(-1).topk(2)
-        return self.experts(x, ids, weights)
+        y: Tensor = self.experts(x, ids, weights)
+        return y
 
 
 def randomized(module: nn.Module) -> nn.Module:

@@ -46,7 +46,9 @@ def of_torch(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer of torch for all parameters; "AdamW fused" with `fused=True`."""
     name, _, option = name.partition(" ")
     params = [param for param in model.parameters() if param.ndim == 2 or name != "Muon"]
-    return getattr(torch.optim, name)(params, **ARGUMENTS.get(name, {}), **({option: True} if option else {}))
+    options = {**ARGUMENTS.get(name, {}), **({option: True} if option else {})}
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(params, **options)
+    return optimizer
 
 
 def of_trainer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -66,7 +68,7 @@ def of_trainer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         use_cpu=True,
         disable_tqdm=True,
     )
-    optimizer = Trainer(model=model, args=arguments).create_optimizer()
+    optimizer: torch.optim.Optimizer = Trainer(model=model, args=arguments).create_optimizer()
     if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
@@ -111,7 +113,7 @@ class Comparison:
 
         def compute() -> Tensor:
             optimizer.zero_grad()
-            loss = self.model(PROMPTS, labels=PROMPTS).loss
+            loss: Tensor = self.model(PROMPTS, labels=PROMPTS).loss
             loss.backward()
             grads = [tp_transformers.full_tensor(param, param.grad) for param in self.model.parameters()]
             seen.append((loss.detach(), grads))

@@ -15,7 +15,14 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-Function = Callable[[nn.Module, Tensor], Any]
+
+class Weighted(nn.Module):
+    """Any module with a weight. Only annotations name this class."""
+
+    weight: nn.Parameter
+
+
+Function = Callable[[Weighted, Tensor], Any]
 
 DIRECT = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
 """Functions of `torch.nn.init` in place."""
@@ -25,20 +32,32 @@ _INIT_OPTIONS: dict[str, dict[str, Any]] = {"constant_": {"val": 0.3}, "sparse_"
 def init_functions() -> Iterator[tuple[str, Function]]:
     """Every function of `torch.nn.init` that fills a tensor."""
     for name in DIRECT:
-        yield f"init.{name}", lambda module, x, name=name: _init(name, module.weight)
+        yield f"init.{name}", _init(name)
     yield "init.normal_ of .data", lambda module, x: nn.init.normal_(module.weight.data).sum()
 
 
-def _init(name: str, weight: Tensor) -> None:
-    getattr(nn.init, name)(weight, **_INIT_OPTIONS.get(name, {}))
+def _init(name: str) -> Function:
+    def run(module: Weighted, x: Tensor) -> None:
+        getattr(nn.init, name)(module.weight, **_INIT_OPTIONS.get(name, {}))
+
+    return run
 
 
 def _backward(module: nn.Module, x: Tensor) -> None:
     module(x).pow(3).mean().backward()
 
 
+def _grads(module: nn.Module) -> list[Any]:
+    """The gradients of all parameters, after a backward."""
+    return [param.grad for param in module.parameters()]
+
+
+def _grad(module: Weighted) -> Any:
+    return module.weight.grad
+
+
 def _with_grad(function: Function) -> Function:
-    def run(module: nn.Module, x: Tensor) -> Any:
+    def run(module: Weighted, x: Tensor) -> Any:
         _backward(module, x)
         result = function(module, x)
         return result, module.weight.grad
@@ -46,10 +65,10 @@ def _with_grad(function: Function) -> Function:
     return run
 
 
-def _forward_of(change: Callable[[nn.Module], Any]) -> Function:
+def _forward_of(change: Callable[[Weighted], Any]) -> Function:
     """The output of the module once it is changed, and the gradients of all its parameters."""
 
-    def run(module: nn.Module, x: Tensor) -> Any:
+    def run(module: Weighted, x: Tensor) -> Any:
         change(module)
         with torch.no_grad():
             inference = module(x)
@@ -82,19 +101,20 @@ class _LowRank(nn.Module):
         return x + self.b @ self.a
 
 
-def _cached(module: nn.Module, x: Tensor) -> Any:
+def _cached(module: Weighted, x: Tensor) -> Any:
     parametrize.register_parametrization(module, "weight", _Shifted())
     with parametrize.cached():
         outputs = module(x), module(x), module.weight
-    sum(output.pow(3).mean() for output in outputs).backward()
-    return outputs, [param.grad for param in module.parameters()]
+    loss: Any = sum(output.pow(3).mean() for output in outputs)
+    loss.backward()
+    return outputs, _grads(module)
 
 
 def _compiled(module: nn.Module, x: Tensor) -> Any:
     parametrize.register_parametrization(module, "weight", _Shifted())
     output = torch.compile(module, backend="eager")(x)
     output.pow(3).mean().backward()
-    return output, [param.grad for param in module.parameters()]
+    return output, _grads(module)
 
 
 def _to_vector(module: nn.Module, x: Tensor) -> Tensor:
@@ -120,14 +140,10 @@ UTILS: dict[str, Function] = {
     ),
     "clip_grad_value_": _with_grad(lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 0.05)),
     "clip_grad_value_ foreach": _with_grad(lambda m, x: nn.utils.clip_grad_value_(m.parameters(), 0.05, foreach=True)),
-    "get_total_norm": _with_grad(lambda m, x: nn.utils.get_total_norm([p.grad for p in m.parameters()])),
-    "get_total_norm 1": _with_grad(lambda m, x: nn.utils.get_total_norm([p.grad for p in m.parameters()], 1.0)),
-    "get_total_norm inf": _with_grad(
-        lambda m, x: nn.utils.get_total_norm([p.grad for p in m.parameters()], float("inf"))
-    ),
-    "get_total_norm foreach": _with_grad(
-        lambda m, x: nn.utils.get_total_norm([p.grad for p in m.parameters()], foreach=True)
-    ),
+    "get_total_norm": _with_grad(lambda m, x: nn.utils.get_total_norm(_grads(m))),
+    "get_total_norm 1": _with_grad(lambda m, x: nn.utils.get_total_norm(_grads(m), 1.0)),
+    "get_total_norm inf": _with_grad(lambda m, x: nn.utils.get_total_norm(_grads(m), float("inf"))),
+    "get_total_norm foreach": _with_grad(lambda m, x: nn.utils.get_total_norm(_grads(m), foreach=True)),
     "parameters_to_vector": _to_vector,
     "vector_to_parameters": _from_vector,
     "parametrize.register_parametrization": _forward_of(
@@ -193,20 +209,20 @@ OF_OTHERS = frozenset(
 
 
 def _in_place(change: Callable[[Tensor], Any]) -> Function:
-    def run(module: nn.Module, x: Tensor) -> None:
+    def run(module: Weighted, x: Tensor) -> None:
         with torch.no_grad():
             change(module.weight)
 
     return run
 
 
-def _assign(module: nn.Module, x: Tensor) -> Tensor:
+def _assign(module: Weighted, x: Tensor) -> Any:
     module.weight.data = torch.linspace(-1, 1, module.weight.numel()).view(module.weight.shape)
     return module(x)
 
 
 def _gradient_of(loss: Callable[[Tensor], Tensor]) -> Function:
-    def run(module: nn.Module, x: Tensor) -> Any:
+    def run(module: Weighted, x: Tensor) -> Any:
         found = loss(module.weight)
         found.backward()
         return found, module.weight.grad
@@ -219,7 +235,7 @@ def _full_of(weight: Tensor) -> Tensor:
 
 
 def _hooked(hook: Callable[[Tensor], Tensor]) -> Function:
-    def run(module: nn.Module, x: Tensor) -> Any:
+    def run(module: Weighted, x: Tensor) -> Any:
         module.weight.register_hook(hook)
         _backward(module, x)
         _backward(module, x)
@@ -228,7 +244,7 @@ def _hooked(hook: Callable[[Tensor], Tensor]) -> Function:
     return run
 
 
-def _perturb(module: nn.Module, x: Tensor) -> Tensor:
+def _perturb(module: nn.Module, x: Tensor) -> Any:
     """A step of MeZO (Malladi et al. 2023)."""
     for scale in (1, -2, 1):
         torch.manual_seed(3)
@@ -295,8 +311,8 @@ OPERATIONS: dict[str, Function] = {
     "hook: grad / grad.norm()": _hooked(lambda grad: grad / grad.norm()),
     "torch.autograd.grad": lambda m, x: torch.autograd.grad(m(x).pow(3).mean(), m.weight)[0].norm(),
     "~(p > 0)": lambda m, x: (~(m.weight > 0)).double(),
-    "p.grad.norm()": _with_grad(lambda m, x: m.weight.grad.norm()),
-    "p.grad.mul_(full)": _with_grad(lambda m, x: m.weight.grad.mul_(_full_of(m.weight))),
+    "p.grad.norm()": _with_grad(lambda m, x: _grad(m).norm()),
+    "p.grad.mul_(full)": _with_grad(lambda m, x: _grad(m).mul_(_full_of(m.weight))),
     "p.grad = full": _with_grad(lambda m, x: setattr(m.weight, "grad", _full_of(m.weight))),
     "torch._foreach_norm": lambda m, x: torch._foreach_norm(list(m.parameters())),
     "torch._foreach_mul_": _in_place(lambda p: torch._foreach_mul_([p, p], [2.0, 0.5])),

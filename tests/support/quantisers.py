@@ -37,7 +37,7 @@ def float8(folder: Path, target: Path, *, by_block: bool = True) -> Any:
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
     config = FineGrainedFP8Config(weight_block_size=(GROUP, GROUP) if by_block else None)
-    quantiser = Fp8Quantize(SimpleNamespace(quantization_config=config))  # type: ignore[no-untyped-call]
+    quantiser = Fp8Quantize(SimpleNamespace(quantization_config=config))
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
         if not is_linear(name, tensor):
@@ -213,7 +213,8 @@ def _grid(weight: torch.Tensor, group_of: torch.Tensor, bits: int) -> tuple[torc
 
 
 def _linear(weight: torch.Tensor) -> nn.Linear:
-    linear = nn.Linear(*reversed(weight.shape), bias=False)
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=False)
     linear.weight.data = weight.float()
     return linear
 

@@ -65,15 +65,29 @@ LINEARS: dict[str, Callable[[], nn.Module]] = {
 }
 
 Cases = dict[str, Callable[[int], Case]]
+Cut = Callable[[int], tuple[int, Split]]
 
 
-def on_linears(name: str, **cuts: Callable[[int], tuple[int, Split]]) -> Cases:
-    def case(make: Callable[[], nn.Module]) -> Callable[[int], Case]:
-        return lambda size: Case(
-            make(), {"": name}, (randn(3, 4, 10),), **{key: cut(size) for key, cut in cuts.items()}
+def on_each(modules: dict[str, Callable[[], nn.Module]], case: Callable[[nn.Module, int], Case]) -> Cases:
+    """The same case with each of some modules."""
+
+    def made(make: Callable[[], nn.Module]) -> Callable[[int], Case]:
+        return lambda size: case(make(), size)
+
+    return {label: made(make) for label, make in modules.items()}
+
+
+def on_linears(name: str, takes: Cut | None = None, leaves: Cut | None = None) -> Cases:
+    def case(module: nn.Module, size: int) -> Case:
+        return Case(
+            module,
+            {"": name},
+            (randn(3, 4, 10),),
+            takes=takes(size) if takes is not None else None,
+            leaves=leaves(size) if leaves is not None else None,
         )
 
-    return {label: case(make) for label, make in LINEARS.items()}
+    return on_each(LINEARS, case)
 
 
 def on_an_embedding(name: str, **options: Any) -> Cases:
@@ -118,6 +132,27 @@ def on_a_wide_norm(make: Callable[[], nn.Module], tolerance: float) -> Iterator[
     yield "query heads of KV heads that are shared", case(lambda size: heads(8, 2, size)[0])
     yield "KV heads, some of them shared", case(lambda size: heads(8, 2, size)[1])
     yield "a KV head that all share", case(lambda size: heads(8, 1, size)[1])
+
+
+def sequence_case(make: Callable[[], nn.Module], length: int) -> Callable[[int], Case]:
+    """A norm of sequences that are cut."""
+
+    def made(size: int) -> Case:
+        cut = (1, even(length, size))
+        return Case(randomized(make()), {"": "sequence_parallel"}, (randn(2, length, 6),), takes=cut, leaves=cut)
+
+    return made
+
+
+def sinks_case(name: str) -> Callable[[int], Case]:
+    """A parameter of heads under a strategy of its own."""
+
+    def made(size: int) -> Case:
+        rules = {"": "local_params", "sinks": (name, {"split": heads(7, 7, size)[0]})}
+        cut = (1, even(7, size))
+        return Case(Sinks(7), rules, (randn(2, 7, 4),), takes=cut, leaves=cut)
+
+    return made
 
 
 def alibi_case(alibi: tuple[int, ...] | None, mask: tuple[int, ...] | None) -> Callable[[int], Case]:
@@ -176,11 +211,9 @@ def on_experts() -> Iterator[tuple[str, Callable[[int], Case]]]:
             yield f"GPT-OSS, {implementation}, {label}", case(gpt_oss_experts, rules, dtype, implementation)
         # Two blocks of 8: the third rank holds none of either expert's features.
         yield f"Mixtral, {implementation}, narrow", case(mixtral_experts, CUT_MIXTRAL, dtype, 5, 12, implementation)
-    for label, rules in (("cut", CUT_LLAMA4), ("whole", whole_experts(CUT_LLAMA4))):
-        yield (
-            f"Llama 4, {label}",
-            lambda size, rules=rules: Case(llama4_experts(), rules, (randn(5 * 3, HIDDEN),)),
-        )
+    yield "Llama 4, cut", lambda size: Case(llama4_experts(), CUT_LLAMA4, (randn(5 * 3, HIDDEN),))
+    whole = whole_experts(CUT_LLAMA4)
+    yield "Llama 4, whole", lambda size: Case(llama4_experts(), whole, (randn(5 * 3, HIDDEN),))
 
 
 def on_local_experts(count: int, implementation: str = "eager") -> Callable[[int], Case]:
@@ -224,12 +257,12 @@ CASES: dict[str, Cases] = {
     },
     "embedding_colwise": on_an_embedding("embedding_colwise"),
     "packed_colwise": {
-        label: lambda size, make=make: Case(
-            make(), {"": "packed_colwise"}, (randn(3, 10),), leaves=(-1, packed([even(7, size)] * 2))
-        )
-        for label, make in LINEARS.items()
-    }
-    | {
+        **on_each(
+            LINEARS,
+            lambda module, size: Case(
+                module, {"": "packed_colwise"}, (randn(3, 10),), leaves=(-1, packed([even(7, size)] * 2))
+            ),
+        ),
         "parts of different lengths": lambda size: Case(
             nn.Linear(10, 14),
             {"": ("packed_colwise", {"parts": (5, 9)})},
@@ -242,12 +275,12 @@ CASES: dict[str, Cases] = {
             (randn(5, 6),),
         ),
     },
-    "packed_rowwise": {
-        label: lambda size, make=make: Case(
-            make(), {"": "packed_rowwise"}, (randn(3, 10),), takes=(-1, packed([even(5, size)] * 2))
-        )
-        for label, make in LINEARS.items()
-    },
+    "packed_rowwise": on_each(
+        LINEARS,
+        lambda module, size: Case(
+            module, {"": "packed_rowwise"}, (randn(3, 10),), takes=(-1, packed([even(5, size)] * 2))
+        ),
+    ),
     "local_colwise": {
         **in_a_block("local_colwise", "local_rowwise"),
         "an embedding": lambda size: Case(
@@ -262,18 +295,18 @@ CASES: dict[str, Cases] = {
         **{f"{label}, summed": case for label, case in in_a_block("colwise", "local_rowwise", "all_reduce").items()},
     },
     "local_packed_colwise": in_a_block("local_packed_colwise", "local_rowwise", is_packed=True),
-    "local_packed_rowwise": {
-        label: lambda size, first=first, second=second, returns_more=returns_more: Case(
-            Block(first(), second(), returns_more=returns_more),
+    "local_packed_rowwise": on_each(
+        {
+            "linears": lambda: Block(nn.Linear(6, 14), nn.Linear(14, 6)),
+            "conv1d": lambda: Block(Conv1D(14, 6), Conv1D(6, 14)),
+            "a block that returns a tuple": lambda: Block(nn.Linear(6, 14), nn.Linear(14, 6), returns_more=True),
+        },
+        lambda module, size: Case(
+            module,
             {"": "gather", "up": "local_packed_colwise", "down": "local_packed_rowwise"},
             (randn(3, 6),),
-        )
-        for label, first, second, returns_more in (
-            ("linears", lambda: nn.Linear(6, 14), lambda: nn.Linear(14, 6), False),
-            ("conv1d", lambda: Conv1D(14, 6), lambda: Conv1D(6, 14), False),
-            ("a block that returns a tuple", lambda: nn.Linear(6, 14), lambda: nn.Linear(14, 6), True),
-        )
-    },
+        ),
+    ),
     "gather": in_a_block("local_colwise", "local_rowwise", "gather"),
     "all_reduce": in_a_block("colwise", "local_rowwise", "all_reduce"),
     "local": {
@@ -304,13 +337,7 @@ CASES: dict[str, Cases] = {
         ),
     },
     "sequence_parallel": {
-        f"{label}, {length} tokens": lambda size, make=make, length=length: Case(
-            randomized(make()),
-            {"": "sequence_parallel"},
-            (randn(2, length, 6),),
-            takes=(1, even(length, size)),
-            leaves=(1, even(length, size)),
-        )
+        f"{label}, {length} tokens": sequence_case(make, length)
         for label, make in (
             ("layer norm", lambda: nn.LayerNorm(6)),
             ("RMS norm", lambda: nn.RMSNorm(6, eps=1e-6)),
@@ -322,10 +349,7 @@ CASES: dict[str, Cases] = {
     "sequence_whole": dict(
         on_a_decoder(block={"block": "sequence_whole", "block.up": "colwise", "block.down": "rowwise"})
     ),
-    "colwise_loss": {
-        label: lambda size, make=make: Case(make(), {"": "colwise_loss"}, (randn(3, 10),))
-        for label, make in LINEARS.items()
-    },
+    "colwise_loss": on_each(LINEARS, lambda module, size: Case(module, {"": "colwise_loss"}, (randn(3, 10),))),
     "loss_parallel": {
         "without labels": lambda size: Case(
             LanguageModel(10, 7), {"": "loss_parallel", "head": "colwise_loss"}, (randn(3, 10),)
@@ -354,20 +378,11 @@ CASES: dict[str, Cases] = {
             leaves=(-1, even(10, size)),
         ),
     },
-    "local_params": {
-        f"a parameter that is {name}": lambda size, name=name: Case(
-            Sinks(7),
-            {"": "local_params", "sinks": (name, {"split": heads(7, 7, size)[0]})},
-            (randn(2, 7, 4),),
-            takes=(1, even(7, size)),
-            leaves=(1, even(7, size)),
-        )
-        for name in ("colwise", "local_colwise")
-    },
-    "replicate": {
-        label: lambda size, make=make: Case(make(), {"": "replicate"}, (randn(3, 10),))
-        for label, make in (*LINEARS.items(), ("layer norm", lambda: nn.LayerNorm(10)))
-    },
+    "local_params": {f"a parameter that is {name}": sinks_case(name) for name in ("colwise", "local_colwise")},
+    "replicate": on_each(
+        {**LINEARS, "layer norm": lambda: nn.LayerNorm(10)},
+        lambda module, size: Case(module, {"": "replicate"}, (randn(3, 10),)),
+    ),
     "replicate_once": {
         "added to a sum": lambda size: Case(
             nn.Sequential(Block(nn.Linear(6, 11), nn.Linear(11, 6)), Add(6)),

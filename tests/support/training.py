@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
@@ -27,12 +27,12 @@ WEIGHT_TOLERANCE = 2e-5
 GRADIENT_TOLERANCE = 1e-4
 
 
-def mesh_of(copies: int) -> Any:
+def mesh_of(copies: int) -> DeviceMesh:
     dist.init_process_group("gloo")
     return init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
 
 
-class Texts(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(BATCH)
 
@@ -57,7 +57,7 @@ def with_trainer(
     from transformers import Trainer, TrainingArguments
 
     if own:
-        from tp_transformers.trainer import Trainer  # type: ignore[assignment]
+        from tp_transformers.trainer import Trainer
 
     if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -71,7 +71,7 @@ def with_trainer(
             torch.manual_seed(1)
             targets = ["q_proj", "o_proj", "up_proj", "lm_head"]
             model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights="gaussian"))
-        if copies > 1:
+        if mesh is not None and copies > 1:
             tp_transformers.data_parallel(model, mesh, mode="shard")
         trainer = Trainer(
             model=model,
@@ -100,7 +100,7 @@ def with_trainer(
         trainer.train()
         trainer.save_model()
         seen = trainer.evaluate()
-        predicted = trainer.predict(Texts())  # type: ignore[arg-type]
+        predicted = trainer.predict(Texts())
         assert (predicted.label_ids == BATCH.numpy()).all()
         reloaded = 0.0
         if adapted:

@@ -27,7 +27,7 @@ if not DBRX_RUNS:
 def unplanned(model_type: str, heads: int = 8, kv_heads: int = 4) -> PreTrainedConfig:
     """A tiny config of one of CONFIGS."""
     width = heads * HEAD_DIM
-    settings: dict[str, Any] = {
+    settings: dict[str, dict[str, Any]] = {
         "gptj": {"n_positions": 32, "n_embd": width, "n_layer": 2, "n_head": heads, "rotary_dim": 4, "n_inner": 101},
         "codegen": {
             "n_positions": 32, "n_ctx": 32, "n_embd": width, "n_layer": 2, "n_head": heads, "rotary_dim": 4,
@@ -54,8 +54,8 @@ def unplanned(model_type: str, heads: int = 8, kv_heads: int = 4) -> PreTrainedC
             "decoder_ffn_dim": 96, "max_source_positions": 12, "max_target_positions": 32,
             "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
         },
-    }[model_type]  # fmt: skip
+    }  # fmt: skip
     ids = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD}
-    config: PreTrainedConfig = transformers.CONFIG_MAPPING[model_type](**ids, **settings)
+    config: PreTrainedConfig = transformers.CONFIG_MAPPING[model_type](**ids, **settings[model_type])
     config.architectures = [CONFIGS[model_type]]
     return config

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import ParallelismConfig  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType, gather_object, recursively_apply  # type: ignore[import-untyped]
+from accelerate import ParallelismConfig
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import nn
 from transformers import PreTrainedModel
 
