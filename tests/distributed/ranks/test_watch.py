@@ -183,18 +183,27 @@ def test_errors_of_all_ranks_end_nothing(pool: Any, cases: Any) -> None:
     assert pool.run(2, fail_alike, cases(9, 3).folder) == [[0.0] * 5] * 2
 
 
-def held(folder: str) -> list[tuple[bool, bool]]:
-    """Run on every rank: whether patches are in place, and the thread knows a model, while one lives and afterwards."""
-    found, models = [], [load(folder)]
-    for _ in range(2):
-        found.append((all(patch.is_on for patch in WATCHED_CALLS), bool(POLLER.all())))
-        models.clear()
+def held(folder: str, grace: float) -> list[tuple[bool, bool]]:
+    """Run on every rank: whether patches are in place, and the thread knows a model, while one lives and afterwards.
+
+    A poll that is under way keeps the model for its time, so what follows is awaited for `grace` seconds.
+    """
+    models, found = [load(folder)], []
+
+    def state() -> tuple[bool, bool]:
+        return all(patch.is_on for patch in WATCHED_CALLS), bool(POLLER.all())
+
+    found.append(state())
+    models.clear()
+    end = time.monotonic() + grace
+    while state() != (False, False) and time.monotonic() < end:
         gc.collect()
-    return found
+        time.sleep(0.01)
+    return [*found, state()]
 
 
 def test_models_are_watched_while_they_live(pool: Any, cases: Any) -> None:
-    assert pool.run(2, held, cases(9, 3).folder) == [[(True, True), (False, False)]] * 2
+    assert pool.run(2, held, cases(9, 3).folder, 30.0) == [[(True, True), (False, False)]] * 2
 
 
 def off(folder: str) -> bool:
