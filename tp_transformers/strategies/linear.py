@@ -239,7 +239,7 @@ class RowwiseParallel(_WeightParallel):
 
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
         """No bias; a Conv1D needs one, and gets a zero."""
-        return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[union-attr,operator]
+        return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[operator]
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = inputs[0]

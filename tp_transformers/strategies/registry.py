@@ -96,7 +96,7 @@ class ParallelInterface(UserDict[str, TensorParallelLayer]):
     @classmethod
     def register_strategy(cls, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         """Make `strategy` (a class or an instance) available to plans as `name`; replaces an earlier one."""
-        cls()[name] = strategy  # type: ignore[assignment]
+        cls()[name] = strategy
 
     register = register_strategy
 

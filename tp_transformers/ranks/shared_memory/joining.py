@@ -73,7 +73,7 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     segment, why = _map(group, local_ranks)
     if why:
         return None, why
-    timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
     memory = SharedMemory(segment, timeout.total_seconds()) if segment is not None else None
     if len(machines) == 1:
         return memory, ""

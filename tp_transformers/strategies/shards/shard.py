@@ -148,7 +148,7 @@ class ParamShard:
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's shard of `full`, a tensor of the unsharded shape: a view, or a copy of several slices."""
-        shard: Tensor = take(full, self.layout, self.group.rank)  # type: ignore[assignment]
+        shard: Tensor = take(full, self.layout, self.group.rank)
         return shard if self.data_parallel is None else shard[slice(*self.rows)]
 
     def gather(self, local: Tensor) -> Tensor | None:
@@ -211,7 +211,7 @@ def finish_gradient(param: Tensor) -> Tensor | None:
         shard: ParamShard | None = getattr(param, "tp_shard", None)
         dtype = (shard.group.reduce_dtype if shard is not None else None) or grad.dtype
         unreduced: DTensor = grad.to(dtype)  # type: ignore[assignment]
-        param.grad = grad = unreduced.redistribute(placements=param.placements).to(grad.dtype)  # type: ignore[assignment]
+        param.grad = grad = unreduced.redistribute(placements=param.placements).to(grad.dtype)
     return grad
 
 

@@ -111,7 +111,7 @@ class TorchStyleParallel(StyleParallel):
         style = type(self.style)
         if style not in SUPPORTED[:3]:
             return f"torch.{self.style!r}"
-        defaults = vars(style())  # type: ignore[call-arg]
+        defaults = vars(style())
         changed = {
             name: value for name, value in vars(self.style).items() if name in defaults and value != defaults[name]
         }
