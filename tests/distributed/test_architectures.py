@@ -22,6 +22,7 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
 from tests.support.models import Case, excess_read, load
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.plan.memory import plan_memory
@@ -121,7 +122,8 @@ def assert_as_outlined(case: Case, size: int, results: list[dict[str, Any]]) -> 
 
 # Few heads, and much that stands among them: norms within heads, over all heads, sinks, a shared rotary key, biases.
 @pytest.mark.parametrize(
-    "name", ["qwen3", "olmo2", "cohere with q/k norms", "gpt_oss", "deepseek_v3", "t5", "falcon with alibi", "phi3"]
+    "name",
+    wide(["gpt_oss", "deepseek_v3", "olmo2", "t5", "qwen3", "cohere with q/k norms", "falcon with alibi", "phi3"], 4),
 )
 def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_path: Path, name: str) -> None:
     heads, kv_heads = ARCHITECTURES[name].variants[0]

@@ -18,6 +18,7 @@ from tests.support.comparisons import (
     relative,
 )
 from tests.support.models import load, observe
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +59,7 @@ def check(pool: Any, case: Any, size: int, plan: Any = "auto") -> None:
         assert_same_files(case.folder, saved)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", wide([2, 3, 4], 2))
 @pytest.mark.parametrize(("heads", "kv_heads"), VARIANTS)
 def test_variant_matches_one_process(pool: Any, cases: Any, heads: int, kv_heads: int, size: int) -> None:
     check(pool, cases(heads, kv_heads), size)

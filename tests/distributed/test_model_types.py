@@ -15,7 +15,7 @@ from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import load, save_as_loaded
 from tests.support.pool import Pool
-from tests.support.tiers import wide
+from tests.support.tiers import sampled, wide
 from tests.support.tiny import MODELS, TOWERS, Tiny, model_class
 from tests.support.tiny_inputs import seed
 from tp_transformers.plans.catalogue import available_plans
@@ -84,14 +84,8 @@ def by_plan() -> dict[str, list[str]]:
     return found
 
 
-def in_part() -> list[Any]:
-    """The plans, of which three of four are slow: they are more of the same kinds."""
-    plans = list(by_plan())
-    return [plan if index % 4 == 0 else pytest.param(plan, marks=pytest.mark.slow) for index, plan in enumerate(plans)]
-
-
 @pytest.mark.parametrize("size", wide([2, 3], 1))
-@pytest.mark.parametrize("plan", in_part())
+@pytest.mark.parametrize("plan", sampled(by_plan(), 6))
 def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, size: int) -> None:
     folders = {}
     for name in by_plan()[plan]:

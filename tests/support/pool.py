@@ -25,6 +25,18 @@ TIMEOUT = 240.0
 """Seconds that one call may take before its workers are ended."""
 
 
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "transformers.generation",
+    "transformers.trainer",
+    "tests.support.architectures",
+    "tests.support.tiny",
+]
+"""What the process imports that workers are forked from: a worker begins with them."""
+
 KEPT = 8
 """Workers that wait for the next call; more of them, beside those of another session, would fill the memory."""
 
@@ -113,7 +125,8 @@ class Pool:
 
 class _Worker:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.stderr = tempfile.NamedTemporaryFile("w+", suffix=".stderr")  # noqa: SIM115 - lives as long as the worker
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, self.stderr.name), daemon=True)

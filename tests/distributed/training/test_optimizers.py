@@ -84,7 +84,7 @@ def judged(name: str, row: float | str) -> str:
 
 @pytest.mark.parametrize(
     ("rows", "heads"),
-    wide([(torch_rows, (9, 3)), (trainer_rows, (9, 3)), (torch_rows, (8, 4)), (trainer_rows, (8, 4))], 2),
+    wide([(trainer_rows, (9, 3)), (torch_rows, (9, 3)), (trainer_rows, (8, 4)), (torch_rows, (8, 4))], 1),
 )
 def test_every_optimizer_is_right_or_refused(pool: Pool, cases: Any, rows: Any, heads: tuple[int, int]) -> None:
     ranks = pool.run(2, rows, cases(*heads).folder, timeout=600)  # torchao's are compiled

@@ -21,11 +21,12 @@ from benchmarks.checkpoints import LAYOUTS, ensure, files, outline
 from benchmarks.forward import SCENARIOS
 from benchmarks.memory import shard_bytes, touch
 from benchmarks.report import fractions, summarise
+from tests.support.tiers import wide
 
 PAGE = mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("model_type", LAYOUTS)
+@pytest.mark.parametrize("model_type", wide(LAYOUTS, 3))
 def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, tmp_path: Path) -> None:
     folder = ensure(model_type, 0.01, tmp_path)
     assert ensure(model_type, 0.01, tmp_path) == folder, "it is written once"

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading.header import Checkpoint, check_files
 from tp_transformers.checkpoint.reading.jobs import Request
@@ -151,7 +152,7 @@ def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dt
 
 
 @pytest.mark.parametrize("cast", [None, torch.float64])
-@pytest.mark.parametrize("staging", [16, 64, 1 << 20])
+@pytest.mark.parametrize("staging", wide([16, 1 << 20, 64], 1))
 @pytest.mark.parametrize("method", ["map", "blocks", "reads"])
 def test_views_of_any_strides_are_filled_and_nothing_beside_them(
     stored, staging: int, cast: torch.dtype | None, method: str, monkeypatch

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter
 
+from tests.support.tiers import sampled
 from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.conversion.operations import _TABLE, express
@@ -299,7 +300,7 @@ NOT_EXPRESSED = {
 """Operations whose complete sources are read."""
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", sampled(registered(), 3))
 @given(st.data())
 def test_every_converter_of_every_model_type_is_expressed(pool: Pool, name: str, data: st.DataObject) -> None:
     converter = copy.deepcopy(registered()[name])

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.remote_code import split_by_own_widths, with_code
-from tests.support.tiers import wide
+from tests.support.tiers import sampled, wide
 from tests.support.tiny_mixers import MIXERS
 from tests.support.unplanned import DBRX_RUNS, unplanned
 from tp_transformers import PlanError
@@ -35,7 +35,7 @@ def config_of(name: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, 3))
 def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
     suggestion = suggest(config_of(name))
     written = Plan.for_model(suggestion.model)

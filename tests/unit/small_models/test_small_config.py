@@ -74,7 +74,7 @@ WITH_CLASS = [
 """Some towers have none of their own; some plans fit later releases."""
 
 
-@pytest.mark.parametrize("model_type", wide(sorted(WITH_CLASS, key=lambda name: name not in SETTINGS), 50))
+@pytest.mark.parametrize("model_type", wide(sorted(WITH_CLASS, key=lambda name: name not in SETTINGS), 25))
 def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
     before = config.to_dict()
