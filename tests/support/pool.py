@@ -51,9 +51,14 @@ class WorkerError(AssertionError):
 
 
 class Pool:
-    """Worker processes that are started when first needed and ended by `close`."""
+    """Worker processes that are started when first needed and ended by `close`.
 
-    def __init__(self) -> None:
+    They are forked from a process that has imported PRELOADED, in the environment of the first one; or each is a new
+    interpreter in the environment of now, with `spawn=True`.
+    """
+
+    def __init__(self, *, spawn: bool = False) -> None:
+        self._spawn = spawn
         self._workers: list[_Worker] = []
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
@@ -62,7 +67,7 @@ class Pool:
         Raises WorkerError unless all of them return in time. Workers that hang or die are replaced.
         """
         while len(self._workers) < size:
-            self._workers.append(_Worker())
+            self._workers.append(_Worker(self._spawn))
         workers = self._workers[:size]
         port = free_port()
         for rank, worker in enumerate(workers):
@@ -100,7 +105,7 @@ class Pool:
             for worker in workers:
                 worker.end()
             # Others keep their places: torch caches what it has worked out for a mesh and a process' rank in it.
-            self._workers[:size] = [_Worker() for _ in range(size)]
+            self._workers[:size] = [_Worker(self._spawn) for _ in range(size)]
         raise WorkerError("\n".join(lines), errors)
 
     def error(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> str:
@@ -124,8 +129,8 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def __init__(self, spawn: bool) -> None:
+        context: Any = multiprocessing.get_context("spawn" if spawn else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.stderr = tempfile.NamedTemporaryFile("w+", suffix=".stderr")  # noqa: SIM115 - lives as long as the worker
         self.connection, theirs = context.Pipe()

@@ -27,7 +27,7 @@ def hub_pool(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "HF_HUB_DOWNLOAD_TIMEOUT": "2",
         "HF_HUB_DISABLE_XET": "1",
     }
-    pool = Pool()
+    pool = Pool(spawn=True)
     with mock.patch.dict(os.environ, settings):
         pool.run(3, os.getpid)
         yield pool
