@@ -25,6 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _REFUSED = "a load with tp_plan is refused"
 _RAISES = "its call raises UnsupportedError"
 _OTHER = "the other name of the same function is called"
+_DECODED = "packed weights are decoded in a forward"
 _BY_ITSELF = "meshes find the new group by themselves"
 
 
@@ -41,7 +42,7 @@ class Private:
 
 PRIVATE: dict[str, Private] = {
     # Functions and classes, bound below.
-    "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "strategies", _RAISES),
+    "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "model strategies", _RAISES),
     "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "strategies"),
     "torch._C._are_functorch_transforms_active": Private("torch.func is refused", "ranks"),
     "torch._C._autograd._top_saved_tensors_default_hooks": Private(
@@ -78,8 +79,12 @@ PRIVATE: dict[str, Private] = {
     "torch.ops.aten._is_any_true.default": Private("detect_anomaly", "strategies", "detect_anomaly raises"),
     "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
     "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "ranks", _RAISES),
-    "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "strategies training"),
-    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "slices strategies"),
+    "torch.ops.aten._convert_weight_to_int4pack_for_cpu": Private("packed weights of 4 bits", "model", _DECODED),
+    "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "model", _DECODED),
+    "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "model", _DECODED),
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private("products in fp32 elsewhere", "checkpoint", "in fp32"),
+    "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "model strategies training"),
+    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model slices strategies"),
     "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "model plan_search strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
@@ -217,6 +222,11 @@ world = _take("torch.distributed.distributed_c10d._world")
 is_any_true = _take("torch.ops.aten._is_any_true.default")
 to_copy = _take("torch.ops.aten._to_copy")
 disable_current_modes = _take("torch.utils._python_dispatch._disable_current_modes")
+pack_int4 = _take("torch.ops.aten._convert_weight_to_int4pack_for_cpu", None)
+int4_product = _take("torch.ops.aten._weight_int4pack_mm_for_cpu", None)
+int8_product = _take("torch.ops.aten._weight_int8pack_mm", None)
+has_bfloat16 = _take("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
+"""Return True if the processor multiplies bfloat16 (AVX-512 and later)."""
 tree_leaves = _take("torch.utils._pytree.tree_leaves")
 tree_map = _take("torch.utils._pytree.tree_map")
 tree_map_only = _take("torch.utils._pytree.tree_map_only")

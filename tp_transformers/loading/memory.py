@@ -21,7 +21,7 @@ from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
-from ..model.packed_forward import hold_packed
+from ..model.packed.forward import hold_packed
 from ..ranks.group import TensorParallelGroup
 from ..slices.bundle import Decoded
 from ..slices.lazy import LazyTensor
@@ -82,9 +82,9 @@ class Packing:
         return sum(weight.nbytes for weight in self.weights.values())
 
     def hold(self, model: PreTrainedModel) -> None:
-        """Make the modules of `model` decode the weights in their forwards."""
-        for name, weight in self.weights.items():
-            hold_packed(*owner_of(model, name), weight)
+        """Make the modules of `model` compute with the weights; one weight at a time changes its layout."""
+        for name in self.weights:
+            self.weights[name] = hold_packed(*owner_of(model, name), self.weights[name])
         if self.kept is not None and self.weights:
             PACKED_CHECKPOINT.put(model, self.kept)
 
@@ -227,6 +227,7 @@ class Memory:
         """
         progress(self.nbytes_mapped)
         statistics = self._fill_round(self.stored, self.dependents, checkpoint, progress)
+        self.stored, self.packed.reads = [], []  # they refer to the memory of packed weights
         for names in self.later:
             statistics.add(self._fill_later(names, checkpoint, progress))
         self.group.together(checkpoint.check_unchanged)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -92,7 +92,7 @@ class Bundle(Expression):
             for dim in range(len(self.whole))
         ]
         aligned = [
-            _Aligned(ranges, unit, length)
+            Aligned(ranges, unit, length)
             for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
         ]
         buffers: dict[str, torch.Tensor] = {}
@@ -120,7 +120,7 @@ class Bundle(Expression):
         yield Decoded(buffers, cuts, tuple(aligned), self.decode, origins), destination
 
 
-class _Aligned:
+class Aligned:
     """The slice of one dim, aligned outwards to multiples of `unit`; the aligned ranges are stored consecutively."""
 
     def __init__(self, ranges: Sequence[Range], unit: int, length: int) -> None:
@@ -145,6 +145,22 @@ class _Aligned:
     def positions(self) -> list[Range]:
         """The selected ranges, in order, as positions in the aligned buffer."""
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
+
+    def take(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
+        """The selected indices of a buffer that has the aligned ranges in `dim`; a view if they are consecutive."""
+        if self.positions == [(0, self.length)]:
+            return buffer
+        return torch.cat([buffer.narrow(dim, start, stop - start) for start, stop in self.positions], dim)
+
+    def spread(self, values: torch.Tensor, length: int) -> torch.Tensor:
+        """Put values of the selected columns (rows, columns) at their positions in `length` columns; 0 elsewhere."""
+        if self.positions == [(0, self.length)] == [(0, length)]:
+            return values
+        buffer, column = values.new_zeros(len(values), length), 0
+        for start, stop in self.positions:
+            buffer[:, start:stop] = values[:, column : column + stop - start]
+            column += stop - start
+        return buffer
 
     def places(self, cut: Cut, length: int) -> list[Place]:
         """The ranges of a stored dim of `length` to read for the slice."""
@@ -179,7 +195,7 @@ class Decoded:
 
     parts: Parts
     cuts: Mapping[str, Sequence[Cut | None]]
-    dims: Sequence[_Aligned]
+    dims: Sequence[Aligned]
     decode: Decode
     origins: Mapping[str, Origin]
     """By name, as `parts`."""
@@ -189,25 +205,37 @@ class Decoded:
         """Decode a few rows at a time, for every index of the leading dims; round once to the destination's dtype."""
         if not math.prod(destination.shape):
             return
-        *leading, rows, columns = self.dims
         selected = [
-            [position for start, stop in ranges.positions for position in range(start, stop)] for ranges in leading
+            [position for start, stop in ranges.positions for position in range(start, stop)]
+            for ranges in self.dims[:-2]
         ]
-        step = max(_TILE // columns.length // rows.unit, 1) * rows.unit
         for places in product(*map(enumerate, selected)):
-            parts, into = self.parts, destination
+            one, into = self, destination
             for dim, (index, position) in enumerate(places):
-                parts = self._narrow(parts, dim, (position, position + 1))
+                one = one.at(dim, position)
                 into = into.narrow(dim, index, 1)
-            for low in range(0, rows.length, step):
-                tile = (low, min(low + step, rows.length))
-                shape = (*(1 for _ in leading), tile[1] - low, columns.length)
-                values = self.decode(self._narrow(parts, len(leading), tile), shape)
-                for row, first, last in _within(rows.positions, tile):
-                    tile_values = values.narrow(-2, first - low, last - first)
-                    for column, start, stop in _within(columns.positions, (0, columns.length)):
-                        place = into.narrow(-2, row, last - first).narrow(-1, column, stop - start)
-                        _copy(tile_values[..., start:stop], place)
+            for row, values in one.tiles():
+                _copy(values, into.narrow(-2, row, values.shape[-2]))
+
+    def at(self, dim: int, position: int) -> Decoded:
+        """The slice at one position of a leading dim's buffer, as a dim of length 1."""
+        dims = list(self.dims)
+        dims[dim] = Aligned([(0, 1)], 1, 1)
+        return replace(self, parts=self._narrow(self.parts, dim, (position, position + 1)), dims=dims)
+
+    def tiles(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decode a few rows at a time: (index of the first row in the slice, values of these rows of the slice).
+
+        All leading dims must have length 1; the values have them, too.
+        """
+        *leading, rows, columns = self.dims
+        step = max(_TILE // columns.length // rows.unit, 1) * rows.unit
+        for low in range(0, rows.length, step):
+            tile = (low, min(low + step, rows.length))
+            shape = (*(1 for _ in leading), tile[1] - low, columns.length)
+            values = self.decode(self._narrow(self.parts, len(leading), tile), shape)
+            for row, first, last in _within(rows.positions, tile):
+                yield row, columns.take(values.narrow(-2, first - low, last - first), -1)
 
     def _narrow(self, parts: Parts, dim: int, tile: Range) -> Parts:
         """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
@@ -44,6 +45,14 @@ class ArrivedWeight:
         """Dequantise to a contiguous tensor."""
         weight: torch.Tensor = self.tensor.dequantize().to(self.dtype)
         return weight.contiguous()
+
+    def select(self, index: int) -> ArrivedWeight:
+        """The weight at one index of dim 0."""
+        return ArrivedWeight(self.tensor[index], self.dtype)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, columns) -> (tokens, rows), by torchao."""
+        return linear(x, self.tensor)
 
 
 @dataclass(frozen=True)

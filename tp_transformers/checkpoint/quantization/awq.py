@@ -16,6 +16,7 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.lazy import LazyTensor
+from .affine import Affine, pack_words
 from .format import (
     Format,
     Tensors,
@@ -75,18 +76,34 @@ class Awq(Format):
             "scales": Member(scales, (groups, Cut(0)), f"{module}.scales"),
             "zeros": Member(zeros, (groups, packed(0, _BITS)), f"{module}.qzeros"),
         }
-        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self.group))
+        decode = Affine(partial(_decode, self.group), _BITS, self.group, "words", _integers, _scales, _words)
+        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, decode)
 
 
 def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     """Decode in the dtype of the scales, as the library does."""
-    rows, columns = shape
-    scales = parts["scales"].t()
-    values, offsets = (
-        unpack(parts[name], _BITS, rows).unflatten(1, (-1, 2, 4)).mT.flatten(1).t().to(torch.int16)
-        for name in ("words", "zeros")
-    )
+    columns = shape[1]
+    scales, offsets = _scales(parts, shape)
+    values, offsets = _integers(parts, shape).to(torch.int16), offsets.to(torch.int16)
     if group is not None:
         scales, offsets = (tensor.repeat_interleave(group, 1)[:, :columns] for tensor in (scales, offsets))
     result: torch.Tensor = (values - offsets).to(scales.dtype) * scales
     return result
+
+
+def _integers(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    return _unpack(parts["words"], shape[0])
+
+
+def _scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return parts["scales"].t(), _unpack(parts["zeros"], shape[0])
+
+
+def _unpack(words: torch.Tensor, rows: int) -> torch.Tensor:
+    """Unpack (n, rows / 8) to (rows, n)."""
+    values: torch.Tensor = unpack(words, _BITS, rows).unflatten(1, (-1, 2, 4))
+    return values.mT.flatten(1).t()
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    return pack_words(values.t().unflatten(1, (-1, 4, 2)).mT.flatten(1), _BITS)

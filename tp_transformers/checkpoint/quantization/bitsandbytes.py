@@ -18,6 +18,7 @@ import torch
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
+from .affine import Affine
 from .format import Format, Tensors, bundle, inconsistent, member, unsupported
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -62,7 +63,8 @@ class BitsAndBytes(Format):
             "values": Member(member(tensors, name, 2, torch.int8), (Cut(0), Cut(1)), name),
             "scales": Member(member(tensors, f"{module}.SCB", 1, torch.float32), (Cut(0),), f"{module}.SCB"),
         }
-        return bundle(name, members, members["values"].tensor.shape, torch.float32, _decode_rows)
+        decode = Affine(_decode_rows, 8, None, "values", _integers, _scales)
+        return bundle(name, members, members["values"].tensor.shape, torch.float32, decode)
 
     def _of_blocks(self, tensors: Tensors, name: str, state: LazyTensor) -> Bundle:
         try:
@@ -109,6 +111,14 @@ class BitsAndBytes(Format):
 
 def _decode_rows(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     return parts["values"] * parts["scales"].unsqueeze(1) * _SCALE
+
+
+def _integers(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    return parts["values"]
+
+
+def _scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+    return parts["scales"].unsqueeze(1) * _SCALE, 0
 
 
 def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
 from ...slices.lazy import LazyTensor
+from .affine import Affine, pack_words
 from .format import Format, Tensors, bundle, inconsistent, member, packed, unpack, unsupported
 
 _PACKED = "pack-quantized"
@@ -126,7 +127,15 @@ class Scheme:
         # Transformers multiplies float8 weights of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
         dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
-        return bundle(name, members, shape, dtype, partial(_decode, self, dtype))
+        return bundle(name, members, shape, dtype, self._decoder(values, scales, dtype))
+
+    def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> Decode:
+        decode, is_integer = partial(_decode, self, dtype), self.micro is None and not values.dtype.is_floating_point
+        if not is_integer or self.block is not None or scales.ndim == 1 or (self.is_packed and self.bits not in (4, 8)):
+            return decode
+        integers, of_groups = partial(_integers, self), partial(_scales_and_zeros, self)
+        stored = partial(pack_words, bits=self.bits) if self.is_packed else None
+        return Affine(decode, self.bits, self.group, "values", integers, of_groups, stored)
 
     def _scales(self, tensors: Tensors, name: str, ndim: int) -> LazyTensor:
         scales = tensors.get(name)
@@ -216,17 +225,27 @@ def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[in
         scales = 2.0 ** (scales.int() - 127).to(dtype) if scales.dtype == torch.uint8 else scales.to(dtype)
         scales = scales / parts["divisor"] if "divisor" in parts else scales
         return (values.to(dtype).to(scales.dtype) * _spread(scales, scheme, shape)).to(dtype)
-    scales = scales.to(dtype)
+    integers = _integers(scheme, parts, shape)
+    scales, zeros = _scales_and_zeros(scheme, parts, shape)
+    offsets = _spread(zeros.to(dtype), scheme, shape) if isinstance(zeros, torch.Tensor) else zeros
+    return (integers.to(dtype) - offsets) * _spread(scales.to(dtype), scheme, shape)
+
+
+def _integers(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    """Values as stored: float8, int8, or unsigned if they are packed."""
+    return unpack(parts["values"], scheme.bits, shape[-1]) if scheme.is_packed else parts["values"]
+
+
+def _scales_and_zeros(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """Scales, and zero points in the units of `_integers`."""
     offset = 1 << (scheme.bits - 1)
-    if scheme.is_packed:
-        values = (unpack(values, scheme.bits, shape[-1]).to(torch.int16) - offset).to(torch.int8)
-    result = values.to(dtype)
-    if "zeros" in parts:
-        zeros = parts["zeros"]
-        if zeros.dtype == torch.int32:
-            zeros = (unpack(zeros.mT, scheme.bits, shape[-2]).to(torch.int16) - offset).mT
-        result = result - _spread(zeros.to(dtype), scheme, shape)
-    return result * _spread(scales, scheme, shape)
+    if "zeros" not in parts:
+        return parts["scales"], offset if scheme.is_packed else 0
+    zeros = parts["zeros"]
+    if zeros.dtype == torch.int32:
+        zeros = unpack(zeros.mT, scheme.bits, shape[-2]).mT.to(torch.int16)
+        return parts["scales"], zeros if scheme.is_packed else zeros - offset
+    return parts["scales"], zeros.to(torch.int16) + offset if scheme.is_packed else zeros
 
 
 def _spread(scales: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
 from ...slices.lazy import LazyTensor, Resident
+from .affine import Affine, pack_words
 from .format import (
     Format,
     Tensors,
@@ -116,22 +117,38 @@ class Gptq(Format):
             members["order"] = Member(Resident(group_of), (Cut(1),), f"{module}.g_idx")
         elif stays_packed and f"{module}.g_idx" in tensors:  # for a save
             members["order"] = Member(order, (Cut(1),), f"{module}.g_idx")
-        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, partial(_decode, self))
+        decode: Decode = partial(_decode, self)
+        if self.bits == 4 and not self.ordered:
+            integers, of_groups = partial(_integers, self), partial(_scales, self)
+            decode = Affine(decode, self.bits, self.group, "words", integers, of_groups, _words)
+        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, decode)
 
 
 def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     """Decode in the dtype of the scales, as the library does."""
-    rows, columns = shape
-    scales, zeros = parts["scales"].t(), parts["zeros"]
-    if form.less_one and form.bits != 3:  # add 1 to all packed values; an overflow carries into the next value
-        zeros = zeros + sum(1 << bit for bit in range(0, 31, form.bits))
-    offsets = unpack(zeros, form.bits, rows).t().to(torch.int16)
-    if form.less_one and form.bits == 3:
-        offsets = (offsets + 1) & 7
+    columns = shape[1]
+    scales, offsets = _scales(form, parts, shape)
+    offsets = offsets.to(torch.int16)
     if form.ordered:
         group_of = parts["order"].long()
         scales, offsets = scales[:, group_of], offsets[:, group_of]
     elif form.group is not None:
         scales, offsets = (tensor.repeat_interleave(form.group, 1)[:, :columns] for tensor in (scales, offsets))
-    values = unpack(parts["words"].t(), form.bits, columns).to(torch.int16)
+    values = _integers(form, parts, shape).to(torch.int16)
     return (values - offsets).to(scales.dtype) * scales
+
+
+def _integers(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+    return unpack(parts["words"].t(), form.bits, shape[1])
+
+
+def _scales(form: Gptq, parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    zeros = parts["zeros"]
+    if form.less_one and form.bits != 3:  # add 1 to all packed values; an overflow carries into the next value
+        zeros = zeros + sum(1 << bit for bit in range(0, 31, form.bits))
+    offsets = unpack(zeros, form.bits, shape[0]).t()
+    return parts["scales"].t(), (offsets + 1) & 7 if form.less_one and form.bits == 3 else offsets
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    return pack_words(values, 4).t().contiguous()

@@ -63,7 +63,7 @@ class Members:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._shards: dict[str, Shards] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
-            for decoded, *_ in weight.places:
+            for decoded in (piece.decoded for piece in weight.pieces):
                 for key, origin in decoded.origins.items():
                     if not origin.name:  # made by the load
                         continue

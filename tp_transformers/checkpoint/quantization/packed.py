@@ -1,21 +1,24 @@
-"""Weights that stay quantised in memory; `model/packed_forward.py` decodes them for the forward."""
+"""Weights that stay quantised in memory; [model/packed](../../model/packed) computes with them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from ...errors import UnsupportedError
 from ...marks import Mark
 from ...slices.bundle import Decoded
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
+from ...torch_api import has_bfloat16
 
 
 class HeldWeight(Protocol):
@@ -38,6 +41,83 @@ class HeldWeight(Protocol):
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
 
+    def select(self, index: int) -> HeldWeight:
+        """The weight at one index of dim 0, such as one of several experts."""
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """`torch.nn.functional.linear(x, weight)` of a matrix for x (tokens, columns); not recorded by autograd."""
+
+
+class Product(Protocol):
+    """`x @ w.T` for a matrix in the layout of an operator; see `model/packed`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+    def weight(self) -> torch.Tensor:
+        """Decode to (rows, columns)."""
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, columns) -> (tokens, rows)."""
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype in which a product of x with decoded values is fastest: bfloat16 needs instructions of its own on a CPU."""
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16()
+    return torch.float32 if is_slow else x.dtype
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Stored tensors that decode to a strided view of a packed weight."""
+
+    decoded: Decoded
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    product: Product | None = None
+    """The values in the layout of an operator, of which `decoded` makes its stored tensors where they are needed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.product.nbytes if self.product else sum(part.nbytes for part in self.decoded.parts.values())
+
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix."""
+        return self.size[-2]
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Decode into `weight`."""
+        view = weight.as_strided(self.size, self.stride, self.offset)
+        if self.product is None:
+            self.decoded.fill(view)
+        else:
+            view.copy_(self.product.weight())
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, columns) -> (tokens, rows), with the operator, or with a few decoded rows at a time."""
+        if self.product is not None:
+            return self.product.linear(x)
+        y, x = x.new_empty(len(x), self.rows), x.to(product_dtype(x))
+        for row, values in self.decoded.tiles():
+            tile = values.flatten(0, -2).to(x.dtype)
+            y[:, row : row + len(tile)] = linear(x, tile)
+        return y
+
+    def at(self, index: int, numel: int) -> Piece | None:
+        """The piece of the weight at `index` of dim 0, which has `numel` elements; None if it has no part in it."""
+        first = self.offset // numel
+        if len(self.size) == 2:
+            return replace(self, offset=self.offset - first * numel) if first == index else None
+        if not first <= index < first + self.size[0]:
+            return None
+        positions = [position for start, stop in self.decoded.dims[0].positions for position in range(start, stop)]
+        decoded = self.decoded.at(0, positions[index - first])
+        return replace(self, decoded=decoded, size=(1, *self.size[1:]), offset=self.offset - first * numel)
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -46,20 +126,44 @@ class PackedWeight:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    places: Sequence[tuple[Decoded, tuple[int, ...], tuple[int, ...], int]]
-    """(stored tensors, size, strides, offset): each entry decodes to a strided view of the weight."""
+    pieces: Sequence[Piece]
+    _selected: dict[int, PackedWeight] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored tensors in memory."""
-        return sum(tensor.nbytes for decoded, *_ in self.places for tensor in decoded.parts.values())
+        return sum(piece.nbytes for piece in self.pieces)
 
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
         weight = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for decoded, size, stride, offset in self.places:
-            decoded.fill(weight.as_strided(size, stride, offset))
+        for piece in self.pieces:
+            piece.fill(weight)
         return weight
+
+    def select(self, index: int) -> PackedWeight:
+        """The weight at one index of dim 0, such as one of several experts."""
+        index = range(self.shape[0])[index]
+        if index not in self._selected:
+            numel = math.prod(self.shape[1:])
+            pieces = [piece for each in self.pieces if (piece := each.at(index, numel)) is not None]
+            self._selected[index] = PackedWeight(self.shape[1:], self.dtype, self.device, pieces)
+        return self._selected[index]
+
+    @cached_property
+    def row_blocks(self) -> Sequence[Piece] | None:
+        """The pieces in the order of their rows, if each consists of complete rows of the matrix; else None."""
+        columns = self.shape[-1]
+        if any(piece.stride[-2:] != (columns, 1) or piece.size[-1] != columns for piece in self.pieces):
+            return None
+        return sorted(self.pieces, key=lambda piece: piece.offset)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """`torch.nn.functional.linear(x, weight)` for x (tokens, columns); decodes a few rows at a time."""
+        if self.row_blocks is None or x.dtype != self.dtype:
+            return linear(x, self.decoded())
+        products = [piece.linear(x) for piece in self.row_blocks]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def pack(
@@ -67,19 +171,19 @@ def pack(
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
     """Create a packed weight and the reads that fill it; None if a part of it is not quantised."""
     full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
-    places, reads = [], []
+    pieces, reads = [], []
     for source, view in shard.pieces(full):
         if isinstance(source, Decoded):
-            places.append((source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
+            pieces.append(Piece(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
         elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
         elif isinstance(source, Stored):
             reads.append((source, view))
         else:
             source.fill(view)
-    if not places or math.prod(shard.shape) == 0:
+    if not pieces or math.prod(shard.shape) == 0:
         return None
-    return PackedWeight(shard.shape, dtype, device, places), reads
+    return PackedWeight(shard.shape, dtype, device, pieces), reads
 
 
 PACKED: Mark[dict[str, HeldWeight]] = Mark("tp_packed")

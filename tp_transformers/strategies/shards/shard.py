@@ -125,6 +125,8 @@ class ParamShard:
             return local
         if self.added_once:
             return copy_to_region(local, process_group, dtype) * (0 if self.group.rank else 1)
+        if not local.requires_grad:
+            return local
         if self.sums_gradients:
             return copy_to_region(local, process_group, dtype)
         assert self.layout is not None

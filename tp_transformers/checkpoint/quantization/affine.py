@@ -1,0 +1,42 @@
+"""Integers with a scale and a zero point per group of columns: `(integer - zero) * scale`.
+
+GPTQ, AWQ, the integers of compressed-tensors and int8 of bitsandbytes are such formats. Their decoders expose the
+integers, so that an operator that multiplies integers can hold them in its own layout; see `model/packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...slices.bundle import Decode, Parts
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A `Decode` of integers with scales and zero points."""
+
+    decode: Decode
+    bits: int
+    group: int | None
+    """Columns that share a scale, from column 0 on; None for one scale per row."""
+    part: str
+    """Name of the stored tensor that holds the integers."""
+    integers: Callable[[Parts, Sequence[int]], torch.Tensor]
+    """The integers, (rows, columns): int8 or uint8."""
+    scales: Callable[[Parts, Sequence[int]], tuple[torch.Tensor, torch.Tensor | int]]
+    """Scales and zero points, (rows, groups); zero points are in the units of `integers`."""
+    stored: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """The inverse of `integers`, for complete words; None if the integers are the stored tensor itself."""
+
+    def __call__(self, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+        return self.decode(parts, shape)
+
+
+def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack uint8 values of 4 or 8 bits (n, m) into int32 (n, m * bits / 32); the inverse of `format.unpack`."""
+    if bits == 4:
+        values = values[:, ::2] | values[:, 1::2] << 4
+    return values.contiguous().view(torch.int32)

@@ -1,0 +1,72 @@
+"""The forward of a module with packed weights.
+
+The module's parameter is a placeholder on the meta device, with the shape, dtype and shard of the weight. During the
+forward, a `PackedTensor` replaces it. torch.compile traces the decoding, and products with decoded weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.quantization.packed import PACKED, HeldWeight, PackedWeight
+from ...marks import untyped
+from ...strategies import SHARD
+from ...strategies.forward.attach import LocalConfig, wrap_forward
+from ...strategies.forward.short_forwards import Forwarder
+from .products import with_products
+from .tensor import PackedTensor, decoded_again
+
+
+def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> HeldWeight:
+    """Compute with a packed weight in the place of the parameter `name` of a module, which is on the meta device.
+
+    Returns the weight in the layout that the module computes with.
+    """
+    shard = SHARD.of(module._parameters[name])
+    placeholder = shard.wrap(torch.empty(weight.shape, dtype=weight.dtype, device="meta"), requires_grad=False)
+    untyped(placeholder)._is_hf_initialized = True
+    module._parameters[name] = placeholder
+    packed = PACKED.find(module)
+    if packed is None:
+        PACKED.put(module, packed := {})
+        wrap_forward(module, _with_weights)
+    packed[name] = with_products(weight) if isinstance(weight, PackedWeight) else weight
+    return packed[name]
+
+
+def _with_weights(call: Forwarder) -> Forwarder:
+    """Wrap a forward so that the module has its packed weights while it runs."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        packed = PACKED.of(module)
+        placeholders = {name: module._parameters[name] for name in packed}
+        config = module.__dict__.get("config")
+        try:
+            if torch.compiler.is_compiling():
+                storages = _decode(module)
+                with decoded_again(storages):
+                    return call(module, *args, **kwargs)
+            for name, weight in packed.items():
+                module._parameters[name] = PackedTensor(weight)  # type: ignore[assignment]
+            if hasattr(config, "_experts_implementation"):  # others read all experts
+                module.__dict__["config"] = LocalConfig(config, _experts_implementation="eager")
+            return call(module, *args, **kwargs)
+        finally:
+            module._parameters.update(placeholders)
+            if config is not None:
+                module.__dict__["config"] = config
+
+    return forward
+
+
+def _decode(module: nn.Module) -> dict[int, HeldWeight]:
+    """Replace the module's placeholders by decoded weights; return them by their memory."""
+    storages = {}
+    for name, weight in PACKED.of(module).items():
+        decoded = weight.decoded()
+        storages[decoded.untyped_storage()._cdata] = weight
+        module._parameters[name] = SHARD.of(module._parameters[name]).wrap(decoded, requires_grad=False)
+    return storages

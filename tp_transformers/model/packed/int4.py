@@ -1,0 +1,146 @@
+"""Integers of 4 bits in the layout of torch's operator for CPUs, which multiplies bfloat16 inputs.
+
+    aten::_weight_int4pack_mm_for_cpu(x (tokens, columns), packed, group, scales_and_zeros (groups, rows, 2))
+    weight = (integer - 8) * scale + zero
+
+The operator reads 4 bits of a weight where a product in bfloat16 reads 16, and is ahead for a few tokens. For more, the
+weight is decoded a few rows at a time. The layout depends on the processor: `_block_rows` finds it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from ...checkpoint.quantization.affine import Affine
+from ...checkpoint.quantization.packed import product_dtype
+from ...slices.bundle import Aligned, Decoded
+from ...torch_api import int4_product, pack_int4
+
+GROUPS = (256, 128, 64, 32)
+"""Columns that may share a scale in the operator."""
+FEW = 64
+"""Tokens up to which the operator is faster than decoding and torch's matrix product."""
+_TILE = 1 << 20
+"""Elements decoded at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Int4:
+    """`x @ w.T` for a matrix (rows, columns) of integers of 4 bits."""
+
+    rows: Aligned
+    columns: Aligned
+    packed: torch.Tensor
+    """(rows, columns / 2) uint8, rows padded to blocks, columns to groups."""
+    scales_and_zeros: torch.Tensor
+    """(groups, rows, 2) bfloat16."""
+    offsets: torch.Tensor | int
+    """Zero points, (groups, rows) uint8, or one for all."""
+    group: int
+    block: int
+    """Rows that the layout interleaves."""
+    kept: Mapping[str, torch.Tensor]
+    """The stored tensors without the integers."""
+
+    @classmethod
+    def of(cls, decoded: Decoded, affine: Affine) -> Int4 | None:
+        """Convert a matrix; None if the operator cannot multiply it."""
+        rows, columns = decoded.dims
+        shape, block = (rows.length, columns.length), _block_rows()
+        group = affine.group or next((group for group in GROUPS if shape[1] % group == 0), GROUPS[-1])
+        if affine.bits != 4 or group not in GROUPS or block is None or any(length % 8 for length in shape):
+            return None
+        padded, groups = _rounded(shape[0], block), -(-shape[1] // group)
+        integers = affine.integers(decoded.parts, shape)
+        packed = torch.empty(padded, groups * group // 2, dtype=torch.uint8)
+        step = max(_TILE // shape[1] // block, 1) * block
+        for low in range(0, padded, step):
+            tile = torch.zeros(min(step, padded - low), groups * group, dtype=torch.int32)
+            part = integers[low : low + step]
+            tile[: len(part), : shape[1]] = part
+            packed[low : low + step] = pack_int4(tile, 1).view(len(tile), -1)
+        scales, zeros = affine.scales(decoded.parts, shape)
+        both = torch.zeros(groups, padded, 2, dtype=torch.bfloat16)
+        both[:, : shape[0], 0] = scales.t()
+        both[:, : shape[0], 1] = ((8.0 - zeros) * scales.float()).t()
+        offsets: torch.Tensor | int = 8
+        if isinstance(zeros, torch.Tensor):
+            offsets = torch.full((groups, padded), 8, dtype=torch.uint8)
+            offsets[:, : shape[0]] = zeros.t()
+        kept = {name: part for name, part in decoded.parts.items() if name != affine.part}
+        return cls(rows, columns, packed, both, offsets, group, block, kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        own = self.packed.nbytes + self.scales_and_zeros.nbytes
+        own += self.offsets.nbytes if isinstance(self.offsets, torch.Tensor) else 0
+        return own + sum(part.nbytes for part in self.kept.values())
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, columns) -> (tokens, rows)."""
+        x = self.columns.spread(x, self.packed.shape[1] * 2)
+        if len(x) <= FEW:
+            y = int4_product(x, self.packed, self.group, self.scales_and_zeros)
+        else:
+            y, x = x.new_empty(len(x), len(self.packed)), x.to(product_dtype(x))
+            for low, tile in self._tiles(x.dtype):
+                y[:, low : low + tile.shape[1]] = x @ tile
+        return self.rows.take(y[:, : self.rows.length], 1)
+
+    def weight(self) -> torch.Tensor:
+        """Decode to (rows, columns)."""
+        values = torch.cat([tile for _, tile in self._tiles(torch.bfloat16)], 1)
+        values = values[: self.columns.length, : self.rows.length]
+        return self.rows.take(self.columns.take(values, 0), 1).t()
+
+    def integers(self) -> torch.Tensor:
+        """The integers (rows, columns) of complete groups, uint8."""
+        pairs = self.packed.view(-1, self.packed.shape[1] * 2, self.block // 2)
+        values = torch.stack((pairs & 0xF, pairs >> 4), 1).transpose(2, 3).reshape(len(self.packed), -1)
+        return values[: self.rows.length, : self.columns.length]
+
+    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decode a few blocks of rows at a time: (first row, values (columns, rows))."""
+        columns = self.packed.shape[1] * 2
+        blocks = self.packed.view(-1, columns, self.block // 2)
+        step = max(_TILE // columns // self.block, 1)
+        for low in range(0, len(blocks), step):
+            pairs = blocks[low : low + step].transpose(0, 1)
+            tile = torch.empty(*pairs.shape[:2], 2, self.block // 2, dtype=dtype)
+            tile[:, :, 0], tile[:, :, 1] = pairs & 0xF, pairs >> 4
+            first, count = low * self.block, pairs.shape[1] * self.block
+            by_group = tile.view(-1, self.group, count)
+            offsets = self.offsets
+            by_group -= offsets[:, None, first : first + count] if isinstance(offsets, torch.Tensor) else offsets
+            by_group *= self.scales_and_zeros[:, None, first : first + count, 0]
+            yield first, by_group.view(columns, count)
+
+
+@cache
+def _block_rows() -> int | None:
+    """Rows that the operator's layout interleaves; None if torch lacks the operator, or its layout is another one.
+
+    A block of B rows is stored as (columns, B / 2) bytes: byte i has row i in its low half and row B / 2 + i in the
+    other. B is 64 with AVX-512 and 32 with AVX2.
+    """
+    if pack_int4 is None or int4_product is None:
+        return None
+    values = torch.randint(16, (128, 64), generator=torch.Generator().manual_seed(0))
+    try:
+        packed = pack_int4(values.int(), 1)
+    except RuntimeError:
+        return None
+    for block in (64, 32):
+        low, high = values.view(-1, 2, block // 2, 64).transpose(2, 3).unbind(1)
+        if torch.equal(packed.flatten(), (low | high << 4).flatten().to(torch.uint8)):
+            return block
+    return None
+
+
+def _rounded(length: int, unit: int) -> int:
+    return -(-length // unit) * unit

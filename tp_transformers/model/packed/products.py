@@ -1,0 +1,55 @@
+"""The operator that multiplies a packed weight, chosen by its format, dtype and device.
+
+4 bits, groups of 32 to 256 columns     bfloat16 on a CPU       Int4
+8 bits, one scale per row               bfloat16 on a CPU       Int8
+all others                                                      none: a few rows at a time are decoded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from ...checkpoint.quantization.affine import Affine
+from ...checkpoint.quantization.packed import PackedWeight, Piece
+from .int4 import Int4
+from .int8 import Int8
+
+
+def with_products(weight: PackedWeight) -> PackedWeight:
+    """The weight in the layout of the operators that can multiply it; the stored tensors of the others are kept."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return weight
+    pieces = [_with_product(piece) for piece in weight.pieces]
+    return PackedWeight(weight.shape, weight.dtype, weight.device, pieces)
+
+
+def _with_product(piece: Piece) -> Piece:
+    affine = piece.decoded.decode
+    if not isinstance(affine, Affine) or len(piece.size) != 2 or piece.stride[-1] != 1:
+        return piece
+    product = (Int4 if affine.bits == 4 else Int8).of(piece.decoded, affine)
+    if product is None:
+        return piece
+    return replace(piece, decoded=replace(piece.decoded, parts=_Parts(product, affine)), product=product)
+
+
+class _Parts(Mapping[str, torch.Tensor]):
+    """The stored tensors of a matrix in an operator's layout; its integers are converted back when they are read."""
+
+    def __init__(self, product: Int4 | Int8, affine: Affine) -> None:
+        self._product, self._affine = product, affine
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name != self._affine.part:
+            return self._product.kept[name]
+        integers = self._product.integers()
+        return integers if self._affine.stored is None else self._affine.stored(integers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self._affine.part, *self._product.kept))
+
+    def __len__(self) -> int:
+        return 1 + len(self._product.kept)
