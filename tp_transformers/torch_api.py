@@ -43,7 +43,7 @@ class Private:
 PRIVATE: dict[str, Private] = {
     # Functions and classes, bound below.
     "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "model strategies", _RAISES),
-    "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "strategies"),
+    "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "model strategies"),
     "torch._C._are_functorch_transforms_active": Private("torch.func is refused", "ranks"),
     "torch._C._autograd._top_saved_tensors_default_hooks": Private(
         "other hooks on saved tensors keep their tensors", "strategies model", _RAISES
@@ -80,6 +80,7 @@ PRIVATE: dict[str, Private] = {
     "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
     "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "ranks", _RAISES),
     "torch.ops.aten._convert_weight_to_int4pack_for_cpu": Private("packed weights of 4 bits", "model", _DECODED),
+    "torch.ops.aten._unsafe_view": Private("results of other dims, which may change in place", "model", _RAISES),
     "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "model", _DECODED),
     "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "model", _DECODED),
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private("products in fp32 elsewhere", "checkpoint", "in fp32"),
@@ -88,6 +89,7 @@ PRIVATE: dict[str, Private] = {
     "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "model plan_search strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
+    "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),
     "torch.Tensor._version": Private("values that have changed since", "strategies"),
     "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model strategies"),
     "torch.amp.GradScaler._unscale_grads_": Private("replaced", "model", "GradScaler refuses shards"),
@@ -222,6 +224,8 @@ world = _take("torch.distributed.distributed_c10d._world")
 is_any_true = _take("torch.ops.aten._is_any_true.default")
 to_copy = _take("torch.ops.aten._to_copy")
 disable_current_modes = _take("torch.utils._python_dispatch._disable_current_modes")
+unsafe_view = _take("torch.ops.aten._unsafe_view")
+"""Return a result in another shape; unlike a view, the result may be changed in place and recorded."""
 pack_int4 = _take("torch.ops.aten._convert_weight_to_int4pack_for_cpu", None)
 int4_product = _take("torch.ops.aten._weight_int4pack_mm_for_cpu", None)
 int8_product = _take("torch.ops.aten._weight_int8pack_mm", None)

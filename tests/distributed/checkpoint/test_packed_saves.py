@@ -13,13 +13,15 @@ from safetensors.torch import save_file
 
 import tp_transformers
 from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
-from tests.support.comparisons import read_folder
+from tests.support.comparisons import read_folder, relative
 from tests.support.float8 import quantize_folder
 from tests.support.models import load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.commands.shard.offline import shard_checkpoint
 
 pytestmark = pytest.mark.distributed
+
+ROUNDING = 3e-2  # of bfloat16, in another order
 
 FORMATS = {
     **VARIANTS,
@@ -122,7 +124,7 @@ def undo_one_expert(tensors: dict[str, torch.Tensor]) -> None:
 def save_refused(folder: str, to: str) -> list[str]:
     model = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
     dense = load(folder, dtype=torch.bfloat16)
-    assert torch.equal(logits_of(model), logits_of(dense))
+    assert relative(logits_of(model).float(), logits_of(dense).float()) < ROUNDING
     said = []
     for save_to in (model.save_pretrained, lambda path: tp_transformers.save_sharded(model, path)):
         try:

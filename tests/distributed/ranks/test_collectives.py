@@ -33,6 +33,11 @@ def run_collectives() -> list[float]:
     (y * 5).sum().backward()
     results += [relative(y, torch.full((2, 3), float(sum(widths)))), relative(x.grad, torch.full((2, 3), 5.0))]
     results.append(float((x != rank + 1).any()))
+    # In place, the base of a view is left as it was, too.
+    base = torch.full((2, 3), float(rank + 1), requires_grad=True) * 1
+    y = reduce_from_region(base.view(3, 2), process_group, in_place=True)
+    y.sum().backward()
+    results += [relative(y, torch.full((3, 2), float(sum(widths)))), float((base != rank + 1).any())]
     # Gather and scatter are each other's backward, along any dim.
     for dim in (0, 1, -1):
         whole = torch.arange(2.0 * 3 * sum(widths)).reshape(2, 3, sum(widths)).movedim(-1, dim)

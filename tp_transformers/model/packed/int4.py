@@ -83,7 +83,7 @@ class Int4:
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, columns) -> (tokens, rows)."""
-        x = self.columns.spread(x, self.packed.shape[1] * 2)
+        x = self.columns.spread(x, self.packed.shape[1] * 2).contiguous()
         if len(x) <= FEW:
             y = int4_product(x, self.packed, self.group, self.scales_and_zeros)
         else:

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ...checkpoint.quantization.packed import HeldWeight
-from ...torch_api import as_torch, make_wrapper_subclass, top_saved_tensors_hooks, tree_leaves, tree_map
+from ...torch_api import (
+    as_torch,
+    make_wrapper_subclass,
+    top_saved_tensors_hooks,
+    tree_leaves,
+    tree_map,
+    unsafe_view,
+)
 
 
 class PackedTensor(Tensor):
@@ -66,7 +73,7 @@ def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         y: Tensor = _Linear.apply(tokens, held)
     else:
         y = held.linear(tokens)
-    y = y.view(*x.shape[:-1], held.shape[0])
+    y = unsafe_view(y, [*x.shape[:-1], held.shape[0]])
     return y if bias is None else y + bias
 
 

@@ -1,0 +1,130 @@
+"""Computing with packed weights, against the same weights dequantised: `python -m benchmarks.bench_quantised`.
+
+Every rank loads a checkpoint of random integers twice, packed and dequantised to bfloat16, and compares the logits of
+both with those of a dequantised model in fp32. Then a decode step and a prefill are timed, the sides in turn. On one
+rank, transformers computes too, with the format's own package, if that is installed and works on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from . import machine, processes
+from .quantised import DEQUANTISED, FORMATS, GROUP, MXFP4, PACKED, STEPS, WIDTHS, Job
+from .report import shown_machine, shown_spread, slowest, spread
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the benchmark; returns 1 if a process fails or takes too long."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_quantised", description=__doc__)
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks (default: 1 2 3)")
+    add("--rounds", type=int, default=5, help="how often every side computes (default: 5)")
+    add("--formats", nargs="+", choices=[*FORMATS, MXFP4], default=[*FORMATS, MXFP4])
+    add("--widths", nargs="+", choices=WIDTHS, default=["9/3"], help="query/KV heads, or a width (default: 9/3)")
+    add("--results", type=Path, default=RESULTS, help="where the numbers go")
+    add("--timeout", type=float, default=600, help="seconds that one checkpoint may take")
+    arguments = parser.parse_args()
+    rows = []
+    try:
+        for widths in arguments.widths:
+            for name in arguments.formats:
+                for size in arguments.ranks:
+                    rows.append(summary(name, widths, size, _run(arguments, name, widths, size)))
+                    print(_line(rows[-1]), flush=True)
+    except (processes.ProcessError, OSError) as error:
+        print(f"bench_quantised: {error}", file=sys.stderr)
+        return 1
+    result = {
+        "command": shlex.join(["python", "-m", "benchmarks.bench_quantised", *sys.argv[1:]]),
+        "machine": machine.facts(),
+        "rounds": arguments.rounds,
+        "rows": rows,
+    }
+    text = table(result)
+    print(text)
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    path = arguments.results / "quantised-cpu"
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(f"{path}.json, .md")
+    return 0
+
+
+def _run(arguments: argparse.Namespace, name: str, widths: str, size: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Job(format=name, widths=widths, folder=f"{scratch}/model", size=size, rank=0, rounds=arguments.rounds)
+        return processes.run(
+            "benchmarks.quantised",
+            [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
+            timeout=arguments.timeout,
+            env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"} for rank in range(size)],
+        )
+
+
+def summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of each side's seconds to those of the dequantised weights, the slowest rank; the most bytes of a rank."""
+    found: dict[str, Any] = {"format": name, "widths": widths, "ranks": size, "ratios": {}, "seconds": {}}
+    for scenario in ranks[0]["seconds"]:
+        seconds = slowest([rank["seconds"][scenario] for rank in ranks])
+        base = seconds[DEQUANTISED]
+        found["seconds"][scenario] = {side: spread(values) for side, values in seconds.items()}
+        found["ratios"][scenario] = {
+            side: spread([took / dense for took, dense in zip(values, base, strict=True)])
+            for side, values in seconds.items()
+            if side != DEQUANTISED
+        }
+    for kind in ("held", "read"):
+        found[kind] = {side: max(rank[kind][side] for rank in ranks) for side in (PACKED, DEQUANTISED)}
+    found["errors"] = {side: max(rank["errors"][side] for rank in ranks) for side in ranks[0]["errors"]}
+    return found | {"refused": ranks[0]["refused"]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all rows; the machine and versions are below it."""
+    lines = [
+        "| format | shape | ranks | decode | prefill of 512 | transformers: decode, prefill | held | read | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *map(_line, result["rows"]),
+    ]
+    about = result["machine"]
+    refused = {row["format"]: why for row in result["rows"] for why in row["refused"].values()}
+    remarks = [
+        "decode, prefill: seconds of packed weights / of the same weights dequantised to bfloat16, the slowest rank, "
+        f"median (min to max) of {result['rounds']} rounds, the sides in turn; a decode is the mean of {STEPS} steps; "
+        f"gloo ranks with one thread each; {about['date']}",
+        f"int4, gptq, awq: groups of {GROUP}; int8: a scale per row; fp8: blocks of {GROUP} x {GROUP}; mxfp4: GPT-OSS, "
+        "32 experts, 4 of them for a token",
+        "held, read: most bytes of a rank, packed / dequantised; error: largest difference of logits to those of fp32, "
+        "relative to the largest logit, packed / dequantised",
+        *(f"{name}: transformers is not timed: {why}" for name, why in refused.items()),
+        shown_machine(about),
+        f"`{result['command']}`",
+    ]
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    ratios = row["ratios"]
+    others = [shown_spread(found["transformers"]) for found in ratios.values() if "transformers" in found]
+    cells = [row["format"], row["widths"] if row["format"] != MXFP4 else "experts", str(row["ranks"])]
+    cells += [shown_spread(found[PACKED]) for found in ratios.values()]
+    cells += [", ".join(others) or "-"]
+    for kind in ("held", "read"):
+        packed, dequantised = (row[kind][side] / 1e6 for side in (PACKED, DEQUANTISED))
+        cells.append(f"{packed:.1f} / {dequantised:.1f} MB")
+    cells.append(" / ".join(f"{row['errors'][side]:.1e}" for side in (PACKED, DEQUANTISED)))
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
