@@ -153,12 +153,12 @@ class Aligned:
         return torch.cat([buffer.narrow(dim, start, stop - start) for start, stop in self.positions], dim)
 
     def spread(self, values: torch.Tensor, length: int) -> torch.Tensor:
-        """Put values of the selected columns (rows, columns) at their positions in `length` columns; 0 elsewhere."""
+        """Add values of the selected columns (rows, columns) at their positions in `length` columns; 0 elsewhere."""
         if self.positions == [(0, self.length)] == [(0, length)]:
             return values
         buffer, column = values.new_zeros(len(values), length), 0
         for start, stop in self.positions:
-            buffer[:, start:stop] = values[:, column : column + stop - start]
+            buffer[:, start:stop] += values[:, column : column + stop - start]
             column += stop - start
         return buffer
 

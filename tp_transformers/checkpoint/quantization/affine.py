@@ -30,6 +30,12 @@ class Affine:
     """Scales and zero points, (rows, groups); zero points are in the units of `integers`."""
     stored: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The inverse of `integers`, for complete words; None if the integers are the stored tensor itself."""
+    packed_dim: int = 1
+    """The dim along which words are packed."""
+
+    def has_complete_words(self, shape: Sequence[int]) -> bool:
+        """True if `stored` can make all words of a slice of `shape`; the last word of a tensor may be incomplete."""
+        return self.stored is None or shape[self.packed_dim] % (32 // self.bits) == 0
 
     def __call__(self, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
         return self.decode(parts, shape)

@@ -76,7 +76,7 @@ class Awq(Format):
             "scales": Member(scales, (groups, Cut(0)), f"{module}.scales"),
             "zeros": Member(zeros, (groups, packed(0, _BITS)), f"{module}.qzeros"),
         }
-        decode = Affine(partial(_decode, self.group), _BITS, self.group, "words", _integers, _scales, _words)
+        decode = Affine(partial(_decode, self.group), _BITS, self.group, "words", _integers, _scales, _words, 0)
         return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, decode)
 
 

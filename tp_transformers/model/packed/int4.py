@@ -52,7 +52,7 @@ class Int4:
         rows, columns = decoded.dims
         shape, block = (rows.length, columns.length), _block_rows()
         group = affine.group or next((group for group in GROUPS if shape[1] % group == 0), GROUPS[-1])
-        if affine.bits != 4 or group not in GROUPS or block is None or any(length % 8 for length in shape):
+        if affine.bits != 4 or group not in GROUPS or block is None or not affine.has_complete_words(shape):
             return None
         padded, groups = _rounded(shape[0], block), -(-shape[1] // group)
         integers = affine.integers(decoded.parts, shape)

@@ -1,0 +1,190 @@
+"""Packed weights in the layouts of operators, for any slice, against products with decoded weights in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.support.comparisons import relative
+from tests.unit.slices.test_lazy import ranges
+from tp_transformers.checkpoint.quantization.awq import Awq
+from tp_transformers.checkpoint.quantization.bitsandbytes import BitsAndBytes
+from tp_transformers.checkpoint.quantization.compressed import Compressed
+from tp_transformers.checkpoint.quantization.format import Format
+from tp_transformers.checkpoint.quantization.gptq import Gptq
+from tp_transformers.checkpoint.quantization.packed import PackedWeight, pack
+from tp_transformers.model.packed import int4, int8
+from tp_transformers.model.packed.products import with_products
+from tp_transformers.model.packed.tensor import PackedTensor
+from tp_transformers.slices.lazy import LazyTensor, Resident
+
+ROWS, COLUMNS, GROUP = 104, 224, 32
+ROUNDING = 2e-2
+"""Error of bfloat16 scales and sums, relative to the largest value."""
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+
+def scales(*shape: int) -> Tensor:
+    return torch.rand(shape) + 0.5
+
+
+def compressed(bits: int, group: int | None, form: str, symmetric: bool = True) -> Format:
+    weights = {"num_bits": bits, "symmetric": symmetric, "strategy": "group" if group else "channel"}
+    groups = {"all": {"targets": ["Linear"], "weights": weights | {"group_size": group}}}
+    return Compressed.of({"format": form, "config_groups": groups})
+
+
+def of_module(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
+    return {f"m.{name}": Resident(tensor) for name, tensor in tensors.items()}
+
+
+def gptq() -> LazyTensor:
+    tensors = {"qweight": words(COLUMNS // 8, ROWS), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
+    stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
+    return Gptq.of({"bits": 4, "group_size": GROUP}).expressed(stored, stays_packed=True)["m.weight"]
+
+
+def awq() -> LazyTensor:
+    tensors = {"qweight": words(COLUMNS, ROWS // 8), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
+    stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
+    return Awq.of({"bits": 4, "group_size": GROUP}).expressed(stored)["m.weight"]
+
+
+def int4_by_groups() -> LazyTensor:
+    tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
+    return compressed(4, GROUP, "pack-quantized").expressed(of_module(tensors))["m.weight"]
+
+
+def int4_with_zeros() -> LazyTensor:
+    tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
+    tensors["weight_zero_point"] = words(ROWS // 8, COLUMNS // GROUP)
+    return compressed(4, GROUP, "pack-quantized", symmetric=False).expressed(of_module(tensors))["m.weight"]
+
+
+def int8_packed() -> LazyTensor:
+    tensors = {"weight_packed": words(ROWS, COLUMNS // 4), "weight_scale": scales(ROWS, 1).bfloat16()}
+    tensors["weight_shape"] = torch.tensor([ROWS, COLUMNS])
+    return compressed(8, None, "pack-quantized").expressed(of_module(tensors))["m.weight"]
+
+
+def int8_plain() -> LazyTensor:
+    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    tensors = of_module({"weight": values, "weight_scale": scales(ROWS, 1).bfloat16()})
+    return compressed(8, None, "int-quantized").expressed(tensors)["m.weight"]
+
+
+def int8_of_bitsandbytes() -> LazyTensor:
+    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    return BitsAndBytes.of({}).expressed(of_module({"weight": values, "SCB": scales(ROWS)}))["m.weight"]
+
+
+FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
+    "gptq": (gptq, int4.Int4),
+    "awq": (awq, int4.Int4),
+    "int4": (int4_by_groups, int4.Int4),
+    "int4 with zeros": (int4_with_zeros, int4.Int4),
+    "int8 packed": (int8_packed, int8.Int8),
+    "int8": (int8_plain, int8.Int8),
+    "bitsandbytes": (int8_of_bitsandbytes, int8.Int8),
+}
+
+
+def packed(lazy: LazyTensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """The weight with its stored tensors, as a load fills it."""
+    made = pack(lazy, dtype, torch.device("cpu"))
+    assert made is not None
+    assert not made[1]
+    return made[0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    make, kind = FORMATS[name]
+    lazy = make()
+    for dim in data.draw(st.sets(st.integers(0, 1))):
+        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
+    columns = lazy.shape[1]
+    if not lazy.numel():
+        return
+    exact = lazy.materialize().float()
+    stored = packed(lazy)
+    weight = with_products(stored)
+    (before,), (after,) = stored.pieces, weight.pieces
+    assert isinstance(after.product, kind)
+    x = torch.randn(data.draw(st.sampled_from([1, 3, 70])), columns).bfloat16()
+    assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
+    assert relative(weight.decoded().float(), exact) < ROUNDING
+    # What a save writes has the bits of the file.
+    assert before.decoded.parts.keys() == after.decoded.parts.keys()
+    for part, tensor in before.decoded.parts.items():
+        assert torch.equal(after.decoded.parts[part], tensor), part
+    # Without an operator, a few rows at a time are decoded.
+    assert relative(stored.linear(x).float(), linear(x.float(), exact)) < ROUNDING
+    assert relative(packed(lazy, torch.float32).linear(x.float()), linear(x.float(), exact)) < 1e-5
+
+
+def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = gptq()
+    assert with_products(packed(lazy, torch.float32)).pieces[0].product is None
+    monkeypatch.setattr(int4, "_block_rows", lambda: None)  # as in a torch without the operator
+    assert with_products(packed(lazy)).pieces[0].product is None
+    monkeypatch.undo()
+    odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
+    lazy = Gptq.of({"bits": 4, "group_size": 16}).expressed(of_module(odd), stays_packed=True)["m.weight"]
+    assert with_products(packed(lazy)).pieces[0].product is None
+
+
+def test_a_packed_tensor_computes_as_the_decoded_one() -> None:
+    torch.manual_seed(0)
+    weight = packed(int4_by_groups(), torch.float32)
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    assert (tensor.shape, tensor.dtype, tensor.requires_grad) == (exact.shape, exact.dtype, False)
+    bias = torch.randn(ROWS)
+
+    def products(w: Tensor, x: Tensor) -> list[Tensor]:
+        return [linear(x, w), linear(x, w, bias), x @ w.t(), torch.einsum("...i,oi->...o", x, w), w.float() * 2, w[3:5]]
+
+    for shape in ((COLUMNS,), (3, COLUMNS), (2, 5, COLUMNS)):
+        results, grads = [], []
+        for w in (tensor, exact):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            results.append(products(w, x))
+            sum(result.square().sum() for result in results[-1]).backward()
+            grads.append(x.grad)
+        for ours, theirs in zip(*results, strict=True):
+            assert type(ours) is Tensor
+            assert relative(ours, theirs) < 1e-5
+        assert relative(*grads) < 1e-5
+
+
+def test_a_recorded_product_keeps_nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, counts = packed(int4_by_groups(), torch.float32), 0
+    decoded = PackedWeight.decoded
+
+    def counted(self: Any) -> Tensor:
+        nonlocal counts
+        counts += 1
+        return decoded(self)
+
+    monkeypatch.setattr(PackedWeight, "decoded", counted)
+    x = torch.randn(3, COLUMNS, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = linear(x, PackedTensor(weight))
+    assert not saved
+    assert counts == 0
+    y.sum().backward()
+    assert counts == 1
