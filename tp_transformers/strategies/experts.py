@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Split
 from .base import TensorParallelLayer
-from .forward.attach import LocalConfig
+from .forward.attach import LocalConfig, read_locally
 from .local import to_local
-from .shards.shard import ParamShard
+from .shards.shard import SHARD, ParamShard
 from .signature import PARTIAL, REPLICATED, Signature
 
 
@@ -110,6 +110,13 @@ class MoEExpertsParallel(IsolatedParallel):
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """None: the parameters have rules of their own."""
         return None
+
+    def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Let the experts read this rank's matrices if a child holds them, as in DBRX."""
+        shards = {name: SHARD.find(param) for name, param in module.named_parameters() if "." in name}
+        read = {name: shard for name, shard in shards.items() if shard is not None and shard.needs_view}
+        if read and _is_routed(module):
+            read_locally(module, read)
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         # Routing is identical on all ranks, but gradients of hidden states and routing weights are partial sums.

@@ -34,7 +34,7 @@ from .regions.sequence import (
     SequenceStatesParallel,
     SequenceWholeParallel,
 )
-from .replicate import ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
+from .replicate import InnerReplicateParallel, ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .sharded_moments import ShardedMomentsParallel
 from .sharded_norm import ShardedNormParallel
 from .sharded_products import ShardedProductsParallel
@@ -71,6 +71,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "rowwise_inner": InnerRowwiseParallel(),
     "alibi": AlibiParallel(),
     "replicate": ReplicateParallel(),
+    "replicate_inner": InnerReplicateParallel(),
     "replicate_once": ReplicateOnceParallel(),
     # Names in the plans that classes of transformers 5 declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from ..ranks.collectives import copy_to_region
 from .base import TensorParallelLayer
-from .signature import LOCAL, PARTIAL, Signature
+from .signature import LOCAL, PARTIAL, REPLICATED, Signature
 
 
 class ReplicateParallel(TensorParallelLayer):
@@ -34,6 +36,23 @@ class ReplicateSumGradParallel(ReplicateParallel):
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: both matrices compute on this rank's activations."""
         return ReplicateSumGradParallel(), ReplicateSumGradParallel()
+
+
+class InnerReplicateParallel(ReplicateParallel):
+    """`replicate` for an output that each rank uses for its own heads or features, such as trained rotary positions: its
+    gradient is summed (backward: all-reduce).
+
+        x ── A ── xA ──f──
+    """
+
+    signature = Signature(REPLICATED, LOCAL)
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: B's output is used by this rank's heads, too."""
+        return ReplicateParallel(), InnerReplicateParallel()
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return copy_to_region(super().after(module, outputs, mesh), mesh.get_group())
 
 
 class ReplicateOnceParallel(ReplicateParallel):

@@ -110,6 +110,7 @@ CUTS: dict[str, Cut] = {
     "sequence_whole": NOTHING,
     "sequence_states": NOTHING,
     "replicate": NOTHING,
+    "replicate_inner": NOTHING,
     "replicate_once": NOTHING,
     "replicated_with_grad_allreduce": NOTHING,
 }

@@ -1,7 +1,7 @@
 """The forward of a module with packed weights.
 
 The module's parameter is a placeholder on the meta device, with the shape, dtype and shard of the weight. During the
-forward, a `PackedTensor` replaces it. torch.compile traces the decoding, and products with decoded weights.
+forward, a `PackedTensor` replaces it. torch.compile leaves these forwards out of its graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...strategies import SHARD
 from ...strategies.forward.attach import LocalConfig, wrap_forward
 from ...strategies.forward.short_forwards import Forwarder
 from .products import with_products
-from .tensor import PackedTensor, decoded_again
+from .tensor import PackedTensor
 
 
 def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> HeldWeight:
@@ -45,10 +45,6 @@ def _with_weights(call: Forwarder) -> Forwarder:
         placeholders = {name: module._parameters[name] for name in packed}
         config = module.__dict__.get("config")
         try:
-            if torch.compiler.is_compiling():
-                storages = _decode(module)
-                with decoded_again(storages):
-                    return call(module, *args, **kwargs)
             for name, weight in packed.items():
                 module._parameters[name] = PackedTensor(weight)  # type: ignore[assignment]
             if hasattr(config, "_experts_implementation"):  # others read all experts
@@ -59,14 +55,5 @@ def _with_weights(call: Forwarder) -> Forwarder:
             if config is not None:
                 module.__dict__["config"] = config
 
-    return forward
-
-
-def _decode(module: nn.Module) -> dict[int, HeldWeight]:
-    """Replace the module's placeholders by decoded weights; return them by their memory."""
-    storages = {}
-    for name, weight in PACKED.of(module).items():
-        decoded = weight.decoded()
-        storages[decoded.untyped_storage()._cdata] = weight
-        module._parameters[name] = SHARD.of(module._parameters[name]).wrap(decoded, requires_grad=False)
-    return storages
+    untraced: Forwarder = torch.compiler.disable(forward)
+    return untraced

@@ -95,12 +95,12 @@ def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
     packed = {id(leaf): leaf.held for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, PackedTensor)}
     values = {key: held.decoded() for key, held in packed.items()}
     args, kwargs = tree_map(lambda leaf: values.get(id(leaf), leaf), (args, kwargs))
-    with decoded_again({value.untyped_storage()._cdata: packed[key] for key, value in values.items()}):
+    with _decoded_again({value.untyped_storage()._cdata: packed[key] for key, value in values.items()}):
         return func(*args, **kwargs)
 
 
 @contextmanager
-def decoded_again(storages: Mapping[int, HeldWeight]) -> Iterator[None]:
+def _decoded_again(storages: Mapping[int, HeldWeight]) -> Iterator[None]:
     """Decode the weights in those `storages` again in the backward, instead of keeping them for it.
 
     If other hooks already save tensors for the backward, as activation checkpoints do, they handle these weights too.

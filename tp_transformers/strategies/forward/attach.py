@@ -122,6 +122,36 @@ def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) ->
     untyped(module).forward = MethodType(wraps(call)(around(call)), module)
 
 
+def read_locally(module: nn.Module, shards: Mapping[str, ParamShard]) -> None:
+    """Wrap the forward of a module so that the parameters of its children that it reads are this rank's shards."""
+
+    def around(call: Forwarder) -> Forwarder:
+        def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            params = put_local(mod, shards)
+            try:
+                return call(mod, *args, **kwargs)
+            finally:
+                put_back(mod, params)
+
+        return forward
+
+    wrap_forward(module, around)
+
+
+def put_local(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, nn.Parameter]:
+    """Replace parameters of a module and its children by local tensors; return the replaced ones."""
+    params = {name: module.get_parameter(name) for name in views}
+    put_back(module, {name: views[name].view(param) for name, param in params.items()})
+    return params
+
+
+def put_back(module: nn.Module, params: Mapping[str, torch.Tensor]) -> None:
+    """Set parameters of a module and its children, by their names in the module."""
+    for name, param in params.items():
+        owner, _, param_type = name.rpartition(".")
+        module.get_submodule(owner)._parameters[param_type] = param  # type: ignore[assignment]
+
+
 def block_of(module: nn.Module) -> Block:
     """The `Block` of `module`; the first call creates it and wraps the module's forward."""
     existing: Block | None = vars(module).get("tp_block")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout, Split
-from ..forward.attach import argument_names, wrap_forward
+from ..forward.attach import argument_names, put_back, put_local, wrap_forward
 from ..forward.short_forwards import Forwarder
 from ..shards.shard import ParamShard
 from ..shards.slicing import take
@@ -40,16 +40,14 @@ def mix_locally(
 
     def around(call: Forwarder) -> Forwarder:
         def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            params = {name: mod.get_parameter(name) for name in views}
             buffers, training = {name: mod.get_buffer(name) for name in buffer_splits}, mod.training
             values = {**dict(zip(arguments, args, strict=False)), **kwargs}
             for name in states:
                 argument, _, index = name.rpartition(".")
                 if values.get(argument) is not None:
                     _slice_state(values[argument], int(index), splits[name], rank)
+            params = put_local(mod, views)
             try:
-                for name, param in params.items():
-                    _put(mod, name, views[name].view(param))
                 mod._buffers.update(
                     {name: local_buffer(buffer, buffer_splits[name]) for name, buffer in buffers.items()}
                 )
@@ -60,8 +58,7 @@ def mix_locally(
                 if training:
                     mod.training = True
                 mod._buffers.update(buffers)
-                for name, param in params.items():
-                    _put(mod, name, param)
+                put_back(mod, params)
 
         return forward
 
@@ -81,8 +78,3 @@ def _slice_state(states: Any, index: int, split: Split, rank: int) -> None:
         states[index] = local
     else:
         state.data = local
-
-
-def _put(module: nn.Module, name: str, param: Tensor) -> None:
-    owner, _, param_type = name.rpartition(".")
-    module.get_submodule(owner)._parameters[param_type] = param  # type: ignore[assignment]
