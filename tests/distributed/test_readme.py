@@ -85,6 +85,7 @@ def environment(here: Path, smollm2: Path) -> Iterator[dict[str, str]]:
         hub.add("HuggingFaceTB/SmolLM2-135M-Instruct", smollm2)
         yield {
             **os.environ,
+            "COLUMNS": "120",
             "HF_ENDPOINT": hub.endpoint,
             "HF_HOME": str(here / "home"),
             "HF_HUB_DISABLE_XET": "1",

@@ -39,8 +39,9 @@ class ReplicateSumGradParallel(ReplicateParallel):
 
 
 class InnerReplicateParallel(ReplicateParallel):
-    """`replicate` for an output that each rank uses for its own heads or features, such as trained rotary positions: its
-    gradient is summed (backward: all-reduce).
+    """`replicate` for an output that each rank uses for its own heads or features, such as trained rotary positions.
+
+    The gradient of the output is summed (backward: all-reduce).
 
         x ── A ── xA ──f──
     """

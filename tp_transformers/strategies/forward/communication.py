@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,6 +30,9 @@ class Steps(NamedTuple):
     """The output: unchanged; summed in place, then the bias is added; `after`."""
 
 
+_NONE: Mapping[Any, Any] = {}  # a MappingProxyType breaks graphs of torch.compile
+
+
 class Communication:
     """The methods of a strategy that run in a forward; `attach` wraps the module's forward with them.
 
@@ -48,11 +50,11 @@ class Communication:
     output_layouts: Placements
     desired_input_layouts: Placements
     use_local_output: bool
-    widths: Mapping[str, int] = MappingProxyType({})
+    widths: Mapping[str, int] = _NONE
     """Attributes of the module that are split evenly in its forward, with their unsharded values."""
     size: int
     """Number of ranks."""
-    _splits: Mapping[tuple[int, int, int], Split] = MappingProxyType({})
+    _splits: Mapping[tuple[int, int, int], Split] = _NONE
     """Cache of `cut`, by length, ranks and unit."""
     rank: int
     """Rank of this process, once the strategy is attached."""
