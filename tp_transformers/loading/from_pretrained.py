@@ -39,7 +39,7 @@ from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_one_rank, warn_of_size_alone
-from .initialized import pad_locally, partition_initialized
+from .initialized import partition_initialized
 from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
@@ -69,8 +69,6 @@ class _Load:
     """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
-    undo: Callable[[], None] = lambda: None
-    """Undoes the changes that hold while transformers initialises."""
 
     def request(
         self, config: LoadStateDictConfig, state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str]
@@ -202,7 +200,6 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
         # 6. Shard parameters that transformers has initialised because the checkpoint lacked them.
-        current.undo()
         partition_initialized(model, current.resolution, group)
         check_if_enabled(model)
         TRAINER.hold_for(model)
@@ -285,7 +282,6 @@ def load_pretrained_model(
         replicated = bool(current.options.allow_replicated)
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         result = load(model, current.resolution, current.group, request)
-        current.undo = pad_locally(model, current.resolution, current.group, result.missing)
     untyped(model).tp_report = result.report
     untyped(model).tp_source = current.source(model, checkpoint_files or ())
     return result.as_loading_info(), None

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..anatomy.names import owner_of
 from ..plans.bind import Resolution
@@ -13,29 +10,6 @@ from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import Resident
 from ..strategies import take
-
-
-def pad_locally(
-    model: nn.Module, resolution: Resolution, group: TensorParallelGroup, missing: Collection[str]
-) -> Callable[[], None]:
-    """Let loaded embeddings count their padding row in this rank's rows; returns a function that undoes it.
-
-    Some classes (Youtu) set that row to zero while transformers initialises, even if the weights are loaded.
-    """
-    saved: dict[nn.Embedding, int | None] = {}
-    for name, strategy in resolution.module_strategies.items():
-        module = model.get_submodule(name)
-        if group.size == 1 or not isinstance(module, nn.Embedding) or f"{name}.weight" in missing:
-            continue
-        if not isinstance(module.weight, DTensor):  # a DTensor has the rows of the full tensor on all ranks
-            saved[module] = module.padding_idx
-            module.padding_idx = strategy.local_attributes(module, group.rank).get("padding_idx", module.padding_idx)
-
-    def undo() -> None:
-        for module, index in saved.items():
-            module.padding_idx = index
-
-    return undo
 
 
 def partition_initialized(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:

@@ -114,7 +114,7 @@ class MoEExpertsParallel(IsolatedParallel):
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Let the experts read this rank's matrices if a child holds them, as in DBRX."""
         shards = {name: SHARD.find(param) for name, param in module.named_parameters() if "." in name}
-        read = {name: shard for name, shard in shards.items() if shard is not None and shard.needs_view}
+        read = {name: shard for name, shard in shards.items() if shard is not None and shard.layout is not None}
         if read and _is_routed(module):
             read_locally(module, read)
 
