@@ -101,6 +101,16 @@ def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, si
             assert seen["cut"] >= (12 if name in TOWERS else 6), name
 
 
+@pytest.mark.parametrize(("name", "size"), [("dbrx", 2), ("roformer", 2), ("youtu", 3)])
+def test_types_unlike_others(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+    """Experts that read a child's matrices, trained rotary positions, and a load that writes to a padding row."""
+    save_as_loaded(MODELS[name].make(), tmp_path)
+    for result in pool.run(size, compare_small_models, {name: str(tmp_path / "checkpoint")}):
+        assert result[name]["output"] < LOGITS_TOLERANCE
+        assert result[name]["tokens"]
+        assert result[name]["gradients"] < GRADIENT_TOLERANCE
+
+
 COMPOSED = {"qwen3_vl": ("qwen3_vl_vision", "qwen3_vl_text"), "llava": ("clip_vision_model", "llama")}
 """Models without a plan of their own, by the types of their parts."""
 WIDTHS: dict[str, Any] = {"qwen3_vl": {"vision_config": {"out_hidden_size": 4096}}}  # its defaults do not fit together

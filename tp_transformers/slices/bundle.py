@@ -146,15 +146,20 @@ class Aligned:
         """The selected ranges, in order, as positions in the aligned buffer."""
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
 
+    def is_all_of(self, length: int) -> bool:
+        """True if the selected indices are all of a buffer of `length`, in order."""
+        return self.positions == [(0, length)]
+
     def take(self, buffer: torch.Tensor, dim: int) -> torch.Tensor:
-        """The selected indices of a buffer that has the aligned ranges in `dim`; a view if they are consecutive."""
-        if self.positions == [(0, self.length)]:
+        """The selected indices of a buffer that begins with the aligned ranges in `dim`; a view if consecutive."""
+        if self.is_all_of(buffer.shape[dim]):
             return buffer
-        return torch.cat([buffer.narrow(dim, start, stop - start) for start, stop in self.positions], dim)
+        selected = [buffer.narrow(dim, start, stop - start) for start, stop in self.positions]
+        return selected[0] if len(selected) == 1 else torch.cat(selected, dim)
 
     def spread(self, values: torch.Tensor, length: int) -> torch.Tensor:
         """Add values of the selected columns (rows, columns) at their positions in `length` columns; 0 elsewhere."""
-        if self.positions == [(0, self.length)] == [(0, length)]:
+        if self.is_all_of(length):
             return values
         buffer, column = values.new_zeros(len(values), length), 0
         for start, stop in self.positions:

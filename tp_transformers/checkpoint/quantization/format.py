@@ -139,7 +139,8 @@ def packed(dim: int, bits: int) -> Cut:
 
 def unpack(words: torch.Tensor, bits: int, length: int) -> torch.Tensor:
     """Unpack (..., words) int32 to (..., length) uint8: value i of a row starts at bit i * `bits`."""
-    words = words.contiguous()
+    # A dim of length 1 may have any stride in a contiguous tensor.
+    words = words.contiguous() if words.stride(-1) == 1 else words.clone(memory_format=torch.contiguous_format)
     if bits == 8:
         values = words.view(torch.uint8)
     elif bits == 4:

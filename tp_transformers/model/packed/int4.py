@@ -90,12 +90,11 @@ class Int4:
             y, x = x.new_empty(len(x), len(self.packed)), x.to(product_dtype(x))
             for low, tile in self._tiles(x.dtype):
                 y[:, low : low + tile.shape[1]] = x @ tile
-        return self.rows.take(y[:, : self.rows.length], 1)
+        return self.rows.take(y, 1)
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""
         values = torch.cat([tile for _, tile in self._tiles(torch.bfloat16)], 1)
-        values = values[: self.columns.length, : self.rows.length]
         return self.rows.take(self.columns.take(values, 0), 1).t()
 
     def integers(self) -> torch.Tensor:

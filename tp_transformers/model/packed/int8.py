@@ -75,8 +75,7 @@ class Int8:
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""
-        values = self._decode(slice(None), torch.bfloat16)[:, : self.columns.length]
-        return self.rows.take(self.columns.take(values, 1), 0)
+        return self.rows.take(self.columns.take(self._decode(slice(None), torch.bfloat16), 1), 0)
 
     def integers(self) -> torch.Tensor:
         """The integers (rows, columns) as they were stored."""
