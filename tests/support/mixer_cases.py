@@ -77,6 +77,14 @@ MIXER_CASES: dict[str, Cases] = {
             leaves=(1, even(10, size)),
         ),
     },
+    "replicate_inner": {
+        "before a linear that is cut": lambda size: Case(
+            nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
+            {"0": "replicate_inner", "1": "channelwise"},
+            (randn(2, 5, 10),),
+            leaves=(-1, even(14, size)),
+        ),
+    },
     "rowwise_inner": {
         "before a linear that is cut": lambda size: Case(
             nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),

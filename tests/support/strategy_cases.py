@@ -383,14 +383,6 @@ CASES: dict[str, Cases] = {
         {**LINEARS, "layer norm": lambda: nn.LayerNorm(10)},
         lambda module, size: Case(module, {"": "replicate"}, (randn(3, 10),)),
     ),
-    "replicate_inner": {
-        "before a linear that is cut": lambda size: Case(
-            nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
-            {"0": "replicate_inner", "1": "channelwise"},
-            (randn(2, 5, 10),),
-            leaves=(-1, even(14, size)),
-        ),
-    },
     "replicate_once": {
         "added to a sum": lambda size: Case(
             nn.Sequential(Block(nn.Linear(6, 11), nn.Linear(11, 6)), Add(6)),

@@ -170,6 +170,17 @@ def test_a_packed_tensor_computes_as_the_decoded_one() -> None:
         assert relative(*grads) < 1e-5
 
 
+def test_casts_and_no_tokens() -> None:
+    weight = with_products(packed(int4_by_groups()))
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    assert linear(torch.ones(0, COLUMNS, dtype=torch.bfloat16), tensor).shape == (0, ROWS)
+    x = torch.randn(3, COLUMNS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, tensor), linear(x, exact))
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(x, tensor)
+
+
 def test_a_recorded_product_keeps_nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, counts = packed(int4_by_groups(), torch.float32), 0
     decoded = PackedWeight.decoded

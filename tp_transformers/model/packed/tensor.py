@@ -43,7 +43,8 @@ class PackedTensor(Tensor):
             with as_torch():
                 return func(*args, **kwargs)
         if func is linear and isinstance(args[1], PackedTensor) and type(args[0]) is Tensor:
-            return _linear(*args, **kwargs)
+            is_cast = torch.is_autocast_enabled(args[0].device.type)  # to another dtype than that of the weight
+            return _decoded(func, args, kwargs) if is_cast else _linear(*args, **kwargs)
         if func is Tensor.__getitem__ and args[0].ndim == 3 and _is_index(args[1]):
             return PackedTensor(args[0].held.select(int(args[1])))
         return _decoded(func, args, kwargs)
