@@ -270,8 +270,9 @@ def test_packed_weights_compute_as_dequantised_ones(
         assert 0 < errors["packed"] == errors["copy"] < 2 * errors["dense"]  # both round to bfloat16
         assert rank["held"] == rank["footprint"] < rank["dense"]
         assert rank["operators"] == (variant in OPERATORS)
-        # Members have room for whole groups, of which a rank reads its part; operators have scales of their own.
-        assert rank["held"] <= (1.35 if rank["operators"] else 1.1) * rank["read"]
+        # Members have room for whole groups, of which a rank reads its part. An operator has scales and zero points of
+        # its own: 5 bytes for a group of 32, which is 18 bytes, and rows in blocks.
+        assert rank["held"] <= (1.5 if rank["operators"] else 1.1) * rank["read"]
         assert rank["parameters"]
         assert rank["refused"].keys() == {"state_dict", "load_state_dict", "another dtype"}
         assert all("tp_dequantize=True" in text for text in rank["refused"].values())
