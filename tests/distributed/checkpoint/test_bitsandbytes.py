@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 
 import tp_transformers
 from tests.distributed.checkpoint.test_packed_saves import check_saved, save
+from tests.distributed.checkpoint.test_quantized import check_errors, packed_errors
 from tests.support.comparisons import different_tensors, full_parameters
-from tests.support.models import headers, llama_config, load, logits_of
+from tests.support.models import headers, llama_config, load
 
 pytest.importorskip("bitsandbytes")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -44,7 +45,7 @@ def compare_decoded(folder: str, expected: dict[str, torch.Tensor]) -> dict[str,
     packed = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
     return {
         "differ": different_tensors(full_parameters(model), expected),
-        "same": torch.equal(logits_of(packed), logits_of(model)),
+        "errors": packed_errors(folder, model, packed),
         "held": packed.get_memory_footprint(return_buffers=False),
         "read": packed.tp_report.bytes_read - headers(folder),
         "fallbacks": packed.tp_report.fallbacks,
@@ -57,7 +58,7 @@ def test_weights_are_those_of_the_library(pool: Any, tmp_path: Path, kind: str, 
     expected = quantise(tmp_path, kind)
     for rank in pool.run(size, compare_decoded, str(tmp_path / "packed"), expected):
         assert rank["differ"] == []
-        assert rank["same"]
+        check_errors(rank["errors"])
         assert rank["fallbacks"] == ()
     pool.run(size, save, str(tmp_path / "packed"), str(tmp_path / "saved"), str(tmp_path / "sharded"))
     check_saved(tmp_path / "packed", tmp_path / "saved")

@@ -46,13 +46,9 @@ class ArrivedWeight:
         weight: torch.Tensor = self.tensor.dequantize().to(self.dtype)
         return weight.contiguous()
 
-    def select(self, index: int) -> ArrivedWeight:
-        """The weight at one index of dim 0."""
-        return ArrivedWeight(self.tensor[index], self.dtype)
-
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, columns) -> (tokens, rows), by torchao."""
-        return linear(x, self.tensor)
+        """`torch.nn.functional.linear(x, weight)` with the decoded weight; torchao's own product rounds differently."""
+        return linear(x, self.decoded())
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...checkpoint.quantization.packed import HeldWeight
+from ...checkpoint.quantization.packed import HeldWeight, PackedWeight
 from ...torch_api import (
     as_torch,
     make_wrapper_subclass,
@@ -45,7 +45,7 @@ class PackedTensor(Tensor):
         if func is linear and isinstance(args[1], PackedTensor) and type(args[0]) is Tensor:
             is_cast = torch.is_autocast_enabled(args[0].device.type)  # to another dtype than that of the weight
             return _decoded(func, args, kwargs) if is_cast else _linear(*args, **kwargs)
-        if func is Tensor.__getitem__ and args[0].ndim == 3 and _is_index(args[1]):
+        if func is Tensor.__getitem__ and _is_expert(*args):
             return PackedTensor(args[0].held.select(int(args[1])))
         return _decoded(func, args, kwargs)
 
@@ -64,8 +64,10 @@ _DESCRIBING = {
 """Functions that need no values."""
 
 
-def _is_index(index: Any) -> bool:
-    return isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.int64)
+def _is_expert(weight: Any, index: Any) -> bool:
+    """True for one index of experts (experts, out, in)."""
+    is_index = isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.int64)
+    return is_index and weight.ndim == 3 and isinstance(weight.held, PackedWeight)
 
 
 def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
