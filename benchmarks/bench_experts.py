@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 from . import machine, processes
 from .experts import CUTS, LENGTH, MODELS, SAMPLES, SIDES, Job
-from .report import shown_machine, shown_spread, slowest, spread
+from .report import save, shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,10 +49,8 @@ def main() -> int:
         return 1
     text = table(result)
     print(text)
-    arguments.results.mkdir(parents=True, exist_ok=True)
     path = arguments.results / "experts-cpu"
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    save(path, result, text)
     print(f"{path}.json, .md")
     return 0
 

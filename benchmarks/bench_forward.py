@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import signal
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 from . import machine, processes
 from .forward import MODELS, SCENARIOS, SIDES, WIDTHS, Job
-from .report import shown_machine, shown_spread, slowest, spread
+from .report import save, shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -54,12 +53,10 @@ def main() -> int:
         return 1
     text = table(result)
     print(f"\n{text}")
-    arguments.results.mkdir(parents=True, exist_ok=True)
     kinds = [*["fake"] * arguments.fake, *["compiled"] * arguments.compiled]
     kinds += [arguments.widths] if arguments.widths != ("tiny" if arguments.fake else "real") else []
     path = arguments.results / "-".join(["forward", arguments.device, *kinds])
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    save(path, result, text)
     drawn = _draw(result, path.with_suffix(".png"))
     print(f"{path}.json, .md" + (", .png" if drawn else "; no chart: it needs matplotlib (pip install '.[bench]')"))
     return 0

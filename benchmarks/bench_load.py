@@ -19,7 +19,7 @@ from typing import Any
 from . import machine, processes
 from .chart import draw
 from .checkpoints import LAYOUTS, ensure, files
-from .report import fractions, shards, summarise, table
+from .report import fractions, save, shards, summarise, table
 from .sides import Setting, Side, compared
 
 RESULTS = Path(__file__).parent / "results"
@@ -49,10 +49,8 @@ def main() -> int:
         return 1
     text = table(result)
     print(f"\n{text}")
-    arguments.results.mkdir(parents=True, exist_ok=True)
     path = arguments.results / _name(arguments)
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    save(path, result, text)
     drawn = draw(result, path.with_suffix(".png"))
     print(f"{path}.json, .md" + (", .png" if drawn else "; no chart: it needs matplotlib (pip install '.[bench]')"))
     return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from typing import Any
 
 from . import machine, processes
 from .quantised import DEQUANTISED, FORMATS, GROUP, MXFP4, PACKED, STEPS, WIDTHS, Job
-from .report import shown_machine, shown_spread, slowest, spread
+from .report import save, shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -52,10 +51,8 @@ def main() -> int:
     }
     text = table(result)
     print(text)
-    arguments.results.mkdir(parents=True, exist_ok=True)
     path = arguments.results / "quantised-cpu"
-    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    save(path, result, text)
     print(f"{path}.json, .md")
     return 0
 

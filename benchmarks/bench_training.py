@@ -25,6 +25,7 @@ from . import machine
 from .curves import TOLERANCES, compare, draw, faults, summary, table
 from .meters import read_log
 from .processes import ROOT, ProcessError
+from .report import save
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -140,10 +141,8 @@ def run(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def write(result: dict[str, Any], path: Path) -> None:
     """Write the result so far: numbers, table and chart."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     result["modes"] = {name: result["modes"][name] for name in MODES if name in result["modes"]}
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    path.with_suffix(".md").write_text(table(result), encoding="utf-8")
+    save(path, result, table(result))
     draw(result, path.with_suffix(".png"))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 Run = Sequence[dict[str, Any]]
@@ -70,6 +72,13 @@ def summarise(runs: dict[str, list[Run]], measures: Sequence[str]) -> dict[str, 
         result[name] = {side: spread(numbers) for side, numbers in values.items()}
         result[name]["ratio"] = spread(ratios) if None not in ratios else None
     return result
+
+
+def save(path: Path, result: Mapping[str, Any], text: str) -> None:
+    """Write the numbers (.json) and the table (.md) of a result to `path`, a file name without suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
 
 
 def spread(values: Sequence[Any]) -> dict[str, Any]:
