@@ -41,6 +41,14 @@ class Affine:
         return self.decode(parts, shape)
 
 
+def by_groups(integers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int | None) -> torch.Tensor:
+    """Decode unsigned integers (rows, columns) in the dtype of the scales, as the libraries of GPTQ and AWQ do."""
+    zeros = zeros.to(torch.int16)
+    if group is not None:
+        scales, zeros = (each.repeat_interleave(group, 1)[:, : integers.shape[1]] for each in (scales, zeros))
+    return (integers.to(torch.int16) - zeros).to(scales.dtype) * scales
+
+
 def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack uint8 values of 4 or 8 bits (n, m) into int32 (n, m * bits / 32); the inverse of `format.unpack`."""
     if bits == 4:

@@ -16,7 +16,7 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.lazy import LazyTensor
-from .affine import Affine, pack_words
+from .affine import Affine, by_groups, pack_words
 from .format import (
     Format,
     Tensors,
@@ -81,14 +81,7 @@ class Awq(Format):
 
 
 def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Decode in the dtype of the scales, as the library does."""
-    columns = shape[1]
-    scales, offsets = _scales(parts, shape)
-    values, offsets = _integers(parts, shape).to(torch.int16), offsets.to(torch.int16)
-    if group is not None:
-        scales, offsets = (tensor.repeat_interleave(group, 1)[:, :columns] for tensor in (scales, offsets))
-    result: torch.Tensor = (values - offsets).to(scales.dtype) * scales
-    return result
+    return by_groups(_integers(parts, shape), *_scales(parts, shape), group)
 
 
 def _integers(parts: Parts, shape: Sequence[int]) -> torch.Tensor:

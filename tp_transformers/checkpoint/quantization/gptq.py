@@ -18,7 +18,7 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
 from ...slices.lazy import LazyTensor, Resident
-from .affine import Affine, pack_words
+from .affine import Affine, by_groups, pack_words
 from .format import (
     Format,
     Tensors,
@@ -125,17 +125,11 @@ class Gptq(Format):
 
 
 def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Decode in the dtype of the scales, as the library does."""
-    columns = shape[1]
     scales, offsets = _scales(form, parts, shape)
-    offsets = offsets.to(torch.int16)
-    if form.ordered:
+    if form.ordered:  # every column names its group
         group_of = parts["order"].long()
         scales, offsets = scales[:, group_of], offsets[:, group_of]
-    elif form.group is not None:
-        scales, offsets = (tensor.repeat_interleave(form.group, 1)[:, :columns] for tensor in (scales, offsets))
-    values = _integers(form, parts, shape).to(torch.int16)
-    return (values - offsets).to(scales.dtype) * scales
+    return by_groups(_integers(form, parts, shape), scales, offsets, None if form.ordered else form.group)
 
 
 def _integers(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
