@@ -44,8 +44,8 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
     """
     records = torch.is_grad_enabled() and x.requires_grad
     # A dispatch mode may keep `x`: selective activation checkpointing passes it to the recomputation, which sums again.
-    is_kept = records and (torch.compiler.is_dynamo_compiling() or direct.is_watched())
-    is_kept = is_kept or (records and x._is_view())  # autograd keeps the base
+    # Autograd keeps the base of a view.
+    is_kept = records and (torch.compiler.is_dynamo_compiling() or direct.is_watched() or x._is_view())
     if in_place and x.is_contiguous() and not is_kept:
         if not records:
             direct.all_reduce(x, group)

@@ -146,6 +146,11 @@ class Aligned:
         """The selected ranges, in order, as positions in the aligned buffer."""
         return [(self.position(start), self.position(start) + stop - start) for start, stop in self.ranges]
 
+    @cached_property
+    def indices(self) -> list[int]:
+        """The positions of the selected indices, in order."""
+        return [position for start, stop in self.positions for position in range(start, stop)]
+
     def is_all_of(self, length: int) -> bool:
         """True if the selected indices are all of a buffer of `length`, in order."""
         return self.positions == [(0, length)]
@@ -210,11 +215,7 @@ class Decoded:
         """Decode a few rows at a time, for every index of the leading dims; round once to the destination's dtype."""
         if not math.prod(destination.shape):
             return
-        selected = [
-            [position for start, stop in ranges.positions for position in range(start, stop)]
-            for ranges in self.dims[:-2]
-        ]
-        for places in product(*map(enumerate, selected)):
+        for places in product(*(enumerate(ranges.indices) for ranges in self.dims[:-2])):
             one, into = self, destination
             for dim, (index, position) in enumerate(places):
                 one = one.at(dim, position)

@@ -142,6 +142,10 @@ def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(int4, "_block_rows", lambda: None)  # as in a torch without the operator
     assert with_products(packed(lazy)).pieces[0].product is None
     monkeypatch.undo()
+    stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
+    stored["weight_shape"] = torch.tensor([16, 30])  # the last word of a row is incomplete
+    lazy = compressed(8, None, "pack-quantized").expressed(of_module(stored))["m.weight"]
+    assert with_products(packed(lazy)).pieces[0].product is None
     odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
     lazy = Gptq.of({"bits": 4, "group_size": 16}).expressed(of_module(odd), stays_packed=True)["m.weight"]
     assert with_products(packed(lazy)).pieces[0].product is None

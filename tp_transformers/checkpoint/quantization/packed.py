@@ -41,9 +41,6 @@ class HeldWeight(Protocol):
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
 
-    def select(self, index: int) -> HeldWeight:
-        """The weight at one index of dim 0, such as one of several experts."""
-
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`torch.nn.functional.linear(x, weight)` of a matrix for x (tokens, columns); not recorded by autograd."""
 
@@ -114,8 +111,7 @@ class Piece:
             return replace(self, offset=self.offset - first * numel) if first == index else None
         if not first <= index < first + self.size[0]:
             return None
-        positions = [position for start, stop in self.decoded.dims[0].positions for position in range(start, stop)]
-        decoded = self.decoded.at(0, positions[index - first])
+        decoded = self.decoded.at(0, self.decoded.dims[0].indices[index - first])
         return replace(self, decoded=decoded, size=(1, *self.size[1:]), offset=self.offset - first * numel)
 
 
@@ -127,7 +123,7 @@ class PackedWeight:
     dtype: torch.dtype
     device: torch.device
     pieces: Sequence[Piece]
-    _selected: dict[int, PackedWeight] = field(default_factory=dict, repr=False)
+    _selected: dict[int, PackedWeight] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:

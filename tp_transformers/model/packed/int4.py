@@ -9,31 +9,25 @@ weight is decoded a few rows at a time. The layout depends on the processor: `_b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from ...checkpoint.quantization.affine import Affine
-from ...checkpoint.quantization.packed import product_dtype
-from ...slices.bundle import Aligned, Decoded
+from ...slices.bundle import Decoded
 from ...torch_api import int4_product, pack_int4
+from .operator import TILE, Operator
 
 GROUPS = (256, 128, 64, 32)
 """Columns that may share a scale in the operator."""
-FEW = 64
-"""Tokens up to which the operator is faster than decoding and torch's matrix product."""
-_TILE = 1 << 20
-"""Elements decoded at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Int4:
+class Int4(Operator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 4 bits."""
 
-    rows: Aligned
-    columns: Aligned
     packed: torch.Tensor
     """(rows, columns / 2) uint8, rows padded to blocks, columns to groups."""
     scales_and_zeros: torch.Tensor
@@ -43,8 +37,6 @@ class Int4:
     group: int
     block: int
     """Rows that the layout interleaves."""
-    kept: Mapping[str, torch.Tensor]
-    """The stored tensors without the integers."""
 
     @classmethod
     def of(cls, decoded: Decoded, affine: Affine) -> Int4 | None:
@@ -52,12 +44,12 @@ class Int4:
         rows, columns = decoded.dims
         shape, block = (rows.length, columns.length), _block_rows()
         group = affine.group or next((group for group in GROUPS if shape[1] % group == 0), GROUPS[-1])
-        if affine.bits != 4 or group not in GROUPS or block is None or not affine.has_complete_words(shape):
+        if affine.bits != 4 or group not in GROUPS or block is None:
             return None
         padded, groups = _rounded(shape[0], block), -(-shape[1] // group)
         integers = affine.integers(decoded.parts, shape)
         packed = torch.empty(padded, groups * group // 2, dtype=torch.uint8)
-        step = max(_TILE // shape[1] // block, 1) * block
+        step = max(TILE // shape[1] // block, 1) * block
         for low in range(0, padded, step):
             tile = torch.zeros(min(step, padded - low), groups * group, dtype=torch.int32)
             part = integers[low : low + step]
@@ -72,42 +64,29 @@ class Int4:
             offsets = torch.full((groups, padded), 8, dtype=torch.uint8)
             offsets[:, : shape[0]] = zeros.t()
         kept = {name: part for name, part in decoded.parts.items() if name != affine.part}
-        return cls(rows, columns, packed, both, offsets, group, block, kept)
+        return cls(rows, columns, kept, packed, both, offsets, group, block)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        own = self.packed.nbytes + self.scales_and_zeros.nbytes
-        own += self.offsets.nbytes if isinstance(self.offsets, torch.Tensor) else 0
-        return own + sum(part.nbytes for part in self.kept.values())
+    def width(self) -> int:
+        return self.packed.shape[1] * 2
 
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, columns) -> (tokens, rows)."""
-        x = self.columns.spread(x, self.packed.shape[1] * 2).contiguous()
-        if len(x) <= FEW:
-            y = int4_product(x, self.packed, self.group, self.scales_and_zeros)
-        else:
-            y, x = x.new_empty(len(x), len(self.packed)), x.to(product_dtype(x))
-            for low, tile in self._tiles(x.dtype):
-                y[:, low : low + tile.shape[1]] = x @ tile
-        return self.rows.take(y, 1)
+    @property
+    def height(self) -> int:
+        return len(self.packed)
 
-    def weight(self) -> torch.Tensor:
-        """Decode to (rows, columns)."""
-        values = torch.cat([tile for _, tile in self._tiles(torch.bfloat16)], 1)
-        return self.rows.take(self.columns.take(values, 0), 1).t()
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = int4_product(x, self.packed, self.group, self.scales_and_zeros)
+        return product
 
     def integers(self) -> torch.Tensor:
-        """The integers (rows, columns) of complete groups, uint8."""
-        pairs = self.packed.view(-1, self.packed.shape[1] * 2, self.block // 2)
+        pairs = self.packed.view(-1, self.width, self.block // 2)
         values = torch.stack((pairs & 0xF, pairs >> 4), 1).transpose(2, 3).reshape(len(self.packed), -1)
         return values[: self.rows.length, : self.columns.length]
 
-    def _tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decode a few blocks of rows at a time: (first row, values (columns, rows))."""
-        columns = self.packed.shape[1] * 2
+    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        columns = self.width
         blocks = self.packed.view(-1, columns, self.block // 2)
-        step = max(_TILE // columns // self.block, 1)
+        step = max(TILE // columns // self.block, 1)
         for low in range(0, len(blocks), step):
             pairs = blocks[low : low + step].transpose(0, 1)
             tile = torch.empty(*pairs.shape[:2], 2, self.block // 2, dtype=dtype)

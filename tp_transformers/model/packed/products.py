@@ -16,21 +16,24 @@ from ...checkpoint.quantization.affine import Affine
 from ...checkpoint.quantization.packed import PackedWeight, Piece
 from .int4 import Int4
 from .int8 import Int8
+from .operator import Operator
 
 
 def with_products(weight: PackedWeight) -> PackedWeight:
     """The weight in the layout of the operators that can multiply it; the stored tensors of the others are kept."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return weight
-    pieces = [_with_product(piece) for piece in weight.pieces]
-    return PackedWeight(weight.shape, weight.dtype, weight.device, pieces)
+    return replace(weight, pieces=[_with_product(piece) for piece in weight.pieces])
 
 
 def _with_product(piece: Piece) -> Piece:
     affine = piece.decoded.decode
     if not isinstance(affine, Affine) or len(piece.size) != 2 or piece.stride[-1] != 1:
         return piece
-    product = (Int4 if affine.bits == 4 else Int8).of(piece.decoded, affine)
+    if not affine.has_complete_words([dim.length for dim in piece.decoded.dims]):
+        return piece
+    kind = Int4 if affine.bits == 4 else Int8
+    product = kind.of(piece.decoded, affine)
     if product is None:
         return piece
     return replace(piece, decoded=replace(piece.decoded, parts=_Parts(product, affine)), product=product)
@@ -39,7 +42,7 @@ def _with_product(piece: Piece) -> Piece:
 class _Parts(Mapping[str, torch.Tensor]):
     """The stored tensors of a matrix in an operator's layout; its integers are converted back when they are read."""
 
-    def __init__(self, product: Int4 | Int8, affine: Affine) -> None:
+    def __init__(self, product: Operator, affine: Affine) -> None:
         self._product, self._affine = product, affine
 
     def __getitem__(self, name: str) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""A matrix of integers in the layout of an operator that multiplies them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+
+import torch
+
+from ...checkpoint.quantization.packed import product_dtype
+from ...slices.bundle import Aligned
+
+FEW = 64
+"""Tokens up to which the operators are faster than decoding and torch's matrix product."""
+TILE = 1 << 20
+"""Elements decoded at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operator(ABC):
+    """`x @ w.T` for a matrix (rows, columns): packed for a few tokens, else with a few decoded rows at a time."""
+
+    rows: Aligned
+    columns: Aligned
+    kept: Mapping[str, torch.Tensor]
+    """The stored tensors without the integers."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns of the layout, padding included."""
+
+    @property
+    @abstractmethod
+    def height(self) -> int:
+        """Rows of the layout, padding included."""
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, width) -> (tokens, height), by the operator."""
+
+    @abstractmethod
+    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decode a few rows at a time: (first row, values (width, rows))."""
+
+    @abstractmethod
+    def integers(self) -> torch.Tensor:
+        """The integers (rows, columns) of complete groups, as they were stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        values = (*(getattr(self, field.name) for field in fields(self)), *self.kept.values())
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, columns) -> (tokens, rows)."""
+        x = self.columns.spread(x, self.width).contiguous()
+        if len(x) <= FEW:
+            y = self.multiply(x)
+        else:
+            y, x = x.new_empty(len(x), self.height), x.to(product_dtype(x))
+            for low, tile in self.tiles(x.dtype):
+                y[:, low : low + tile.shape[1]] = x @ tile
+        return self.rows.take(y, 1)
+
+    def weight(self) -> torch.Tensor:
+        """Decode to (rows, columns)."""
+        values = torch.cat([tile for _, tile in self.tiles(torch.bfloat16)], 1)
+        return self.rows.take(self.columns.take(values, 0), 1).t()
