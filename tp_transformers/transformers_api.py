@@ -45,6 +45,8 @@ __all__ = [
     "extract_commit_hash",  # commit of a file in the Hub cache
     "get_class_from_dynamic_module",  # a class of a repository's custom code, once it is trusted
     "get_state_dict_dtype",  # dtype="auto" for weights that are streamed from the Hub
+    "gguf_conversion",  # names and operations for the tensors of a GGUF file, of some architectures
+    "gguf_processor",  # names of others, and what llama.cpp did to their tensors, undone
     "modeling_utils",  # two of its functions are replaced
     "parallel_styles",  # strategies that users register with transformers
     "rename_source_key",  # maps a checkpoint tensor's name to its name in the model
@@ -139,6 +141,26 @@ def parallel_styles() -> Any:
     except ImportError:  # before 5.16
         from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
     return ALL_PARALLEL_STYLES
+
+
+def gguf_conversion(architecture: str, config: Any) -> list[Any] | None:
+    """transformers' conversions for the tensors of a GGUF file; None for an architecture that has a processor."""
+    try:
+        from transformers.integrations.gguf.utils import get_gguf_conversion_mapping, is_gguf_arch_supported
+    except ImportError:  # before 5.24
+        return None
+    if not is_gguf_arch_supported(architecture):
+        return None
+    conversions: list[Any] = get_gguf_conversion_mapping(architecture, config)
+    return conversions
+
+
+def gguf_processor(architecture: str, config: Any) -> tuple[Any, bool]:
+    """transformers' processor for the decoded tensors of a GGUF file; False if it changes none of them."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    return kind(config=config.to_dict()), kind is not TensorProcessor
 
 
 def _dotted(version: tuple[int, ...]) -> str:

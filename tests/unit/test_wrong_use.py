@@ -80,7 +80,12 @@ IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
     "an option misspelt": (lambda here: here.load(tp_sream=True), PlanError, "(nearest: tp_stream"),
     "an option in words": (lambda here: here.load(tp_map="yes"), PlanError, "tp_map: got 'yes'"),
     "a number for an option": (lambda here: here.load(tp_prefetch=2), PlanError, "tp_prefetch: got 2"),
-    "gguf_file": (lambda here: here.load(gguf_file="m.gguf"), UnsupportedError, "both tp_plan and gguf_file"),
+    "gguf_file": (lambda here: here.load(gguf_file="m.gguf"), CheckpointError, "m.gguf of "),
+    "a streamed GGUF file": (
+        lambda here: here.load(gguf_file="m.gguf", tp_stream=True),
+        UnsupportedError,
+        "both tp_stream=True and gguf_file",
+    ),
     "a dtype that is none": (lambda here: here.load(dtype="bf17"), UnsupportedError, "dtype: got 'bf17'"),
     "no ranks": (lambda here: here.load(tp_size=0), MeshError, "got 0, expected 1"),
     "ranks in words": (lambda here: here.load(tp_size="2"), MeshError, "got '2', expected 1"),

@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_one_rank, warn_of_size_alone
+from .gguf_file import take_gguf_file
 from .initialized import partition_initialized
 from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
@@ -63,6 +63,8 @@ class _Load:
     """Files on the Hub, by the names that transformers passes on."""
     quantization: Quantization | None = None
     """Quantisation of the checkpoint; None if it is not quantised."""
+    gguf_file: str | None = None
+    """The GGUF file to load; None: safetensors files."""
     arriving: Arriving | None = None
     """Quantisation to apply to unquantised weights as they are loaded; None: none."""
     instead: Instead | None = None
@@ -118,9 +120,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
     if parallelism is not None:
         del kwargs["distributed_config"]
         mesh = parallelism.mesh()
-        result = _load_tensor_parallel(
-            partial(original, cls), args, {**kwargs, **parallelism.arguments, "device_mesh": mesh}
-        )
+        result = _load_tensor_parallel(original, cls, args, {**kwargs, **parallelism.arguments, "device_mesh": mesh})
         parallelism.make_copies(result[0] if isinstance(result, tuple) else result, mesh)
         return result
     if kwargs.get("tp_plan") is None:
@@ -130,7 +130,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
         if folder is not None and _current.get() is None:
             refuse_without_plan(folder)
         return original(cls, *args, **kwargs)
-    return _load_tensor_parallel(partial(original, cls), args, kwargs)
+    return _load_tensor_parallel(original, cls, args, kwargs)
 
 
 def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs: Any) -> Any:
@@ -156,7 +156,9 @@ def _reject_meta() -> None:
         )
 
 
-def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _load_tensor_parallel(
+    original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
     check_torch()
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
@@ -187,11 +189,12 @@ def _load_tensor_parallel(original: Callable[..., Any], args: tuple[Any, ...], k
         if watching is not None:
             stack.enter_context(watching)
         # 4. To stream from the Hub, agree on one commit for all files.
-        current.stream = _choose_commit(group, name, options, kwargs)
+        current.gguf_file = take_gguf_file(cls, name, kwargs, group)
+        current.stream = None if current.gguf_file else _choose_commit(group, name, options, kwargs)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
-            result = original(*args, device_map={"": group.device}, **kwargs)
+            result = original(cls, *args, device_map={"": group.device}, **kwargs)
         except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
             raise CheckpointError(f"checkpoint {name}: {error}") from error
         finally:
@@ -225,7 +228,7 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
-    arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+    arguments = inspect.signature(original).bind(*args, **kwargs).arguments | {"gguf_file": current.gguf_file}
     download_kwargs = arguments.get("download_kwargs") or {}
     if current.stream:
         files, metadata = open_weights(current.group, Weights(arguments, download_kwargs))
@@ -254,7 +257,7 @@ def find_quantizer(original: Callable[..., Any], config: Any, quantization_confi
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(config, quantization_config, *args, **kw)
-    current.quantization = take_quantization(config, quantization_config)
+    current.quantization = take_quantization(config, quantization_config, gguf=current.gguf_file is not None)
     if current.quantization is None and quantization_config is not None:
         current.arriving = Arriving.of(quantization_config, current.group.device)
     return original(config, None, *args, **kw)

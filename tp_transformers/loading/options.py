@@ -104,13 +104,10 @@ class Options:
             fix = "Leave out quantization_config to keep weights packed, or tp_dequantize to undo it."
             got = "both tp_dequantize=False and quantization_config"
             raise PlanError("from_pretrained", got=got, expected="one of them", fix=fix)
-        if arguments.get("gguf_file") is not None:
-            raise UnsupportedError(
-                "from_pretrained",
-                got="both tp_plan and gguf_file",
-                expected="weights in safetensors files",
-                fix="Convert once, in one process: from_pretrained(name, gguf_file=...).save_pretrained(folder).",
-            )
+        if self.tp_stream and arguments.get("gguf_file") is not None:
+            fix = "Leave out tp_stream: one rank of each node downloads the file, each reads its slices."
+            got = "both tp_stream=True and gguf_file"
+            raise UnsupportedError("from_pretrained", got=got, expected="one of them", fix=fix)
         dtype = arguments.get("dtype", arguments.get("torch_dtype"))
         if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise UnsupportedError(

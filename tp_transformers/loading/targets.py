@@ -68,14 +68,18 @@ def _write_expressions(
     tensors: Mapping[str, LazyTensor] = checkpoint.tensors
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
+    shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
     stored = tensors
     if request.quantization is not None:
-        tensors = request.quantization.format.expressed(tensors, stays_packed=request.stays_packed)
-    shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
+        form = request.quantization.format
+        tensors = form.expressed(tensors, stays_packed=request.stays_packed)
+        tensors, entries = form.named(model, tensors, shapes, entries)
     # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.
     has_own_names = request.sharded is not None and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
-    if request.stays_packed:
+    if entries is not request.config.weight_mapping:  # a save writes the names of the model's class
+        untyped(model)._weight_conversions = None
+    elif request.stays_packed:
         encoding = {name for tensor in tensors.values() for name in stored_names(tensor)}
         conversion.beside = {
             name: tensor for name, tensor in stored.items() if name not in encoding and tensors.get(name) is not tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -181,6 +181,11 @@ class TensorParallelGroup:
         result = self.together(lambda: function(True) if first else None)
         with self.agree():
             return function(False) if result is None else result
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """Run `function` on rank 0, and return its value on all ranks; if it fails, all fail."""
+        value = self.together(lambda: function() if self.rank == 0 else None)
+        return cast(T, self.gather(value)[0])
 
     @contextmanager
     def agree(self) -> Iterator[list[Any]]:

@@ -19,7 +19,7 @@ from itertools import product
 import torch
 
 from .composed import Expression
-from .layout import Range, joined
+from .layout import Range, union
 from .lazy import LazyTensor, Leaf
 from .stored import Selection, compose, lengths
 
@@ -125,12 +125,12 @@ class Aligned:
 
     def __init__(self, ranges: Sequence[Range], unit: int, length: int) -> None:
         self.ranges, self.unit = [(start, stop) for start, stop in ranges if start < stop], unit
-        self.aligned = joined((index * unit, min((index + 1) * unit, length)) for index in self._touched(unit))
+        self.aligned = [(start * unit, min(stop * unit, length)) for start, stop in self._touched(unit)]
         self.length = sum(stop - start for start, stop in self.aligned)
 
-    def _touched(self, unit: int) -> list[int]:
+    def _touched(self, unit: int) -> list[Range]:
         """The multiples of `unit` that contain selected indices, ascending; `unit` may differ from the aligned one."""
-        return sorted({index for start, stop in self.ranges for index in range(start // unit, (stop - 1) // unit + 1)})
+        return union((start // unit, (stop - 1) // unit + 1) for start, stop in self.ranges)
 
     def position(self, index: int) -> int:
         """Position of `index`, which lies in an aligned range, in the aligned buffer."""
@@ -174,14 +174,10 @@ class Aligned:
 
     def places(self, cut: Cut, length: int) -> list[Place]:
         """The ranges of a stored dim of `length` to read for the slice."""
-        result: list[Place] = []
-        for index in self._touched(cut.unit):
-            start, stop = index * cut.width, min((index + 1) * cut.width, length)
-            position = cut.members(self.position(index * cut.unit))
-            if result and (result[-1][0] + result[-1][2], result[-1][1] + result[-1][2]) == (start, position):
-                result[-1] = (*result[-1][:2], stop - result[-1][0])
-            else:
-                result.append((start, position, stop - start))
+        result = []
+        for first, last in self._touched(cut.unit):
+            start, stop = first * cut.width, min(last * cut.width, length)
+            result.append((start, cut.members(self.position(first * cut.unit)), stop - start))
         return result
 
 

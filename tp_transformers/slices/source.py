@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import Lock
+from typing import Any
 
 from ..errors import CheckpointError
 
@@ -18,7 +19,9 @@ class Source(AbstractContextManager["Source"]):
     size: int
     """Length in bytes."""
     header_hash: str | None = None
-    """Hash of the safetensors header, once read."""
+    """Hash of the file's header, once read."""
+    metadata: Mapping[str, Any] = {}
+    """Metadata of a GGUF file, once read."""
     is_remote: bool = False
     """True if reads cross a network, so that ranks should fetch each byte once and share it."""
 

@@ -186,11 +186,6 @@ def test_float8_stays_packed(tmp_path: Path, llama: Path, block: tuple[int, int]
     assert model.get_memory_footprint() < 0.6 * dense.get_memory_footprint()
 
 
-def test_gguf_is_refused(llama: Path) -> None:
-    with pytest.raises(UnsupportedError, match="gguf_file"):
-        load(llama, gguf_file="model.gguf")
-
-
 FLOAT8 = torch.zeros(20, 20, dtype=torch.float8_e4m3fn)
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import posixpath
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
@@ -97,7 +97,7 @@ def pin(
                 raise hub_error(url, error) from error
         return str(commit_hash)
 
-    return _on_rank_0(group, commit)
+    return group.from_first(commit)
 
 
 def check_index(weights: Weights) -> None:
@@ -115,7 +115,7 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
     Cached files are paths; the others are remote, their headers fetched already.
     Raises CheckpointError on all ranks if there are no safetensors files, or they cannot be read.
     """
-    files, metadata = _on_rank_0(group, lambda: _find(weights))
+    files, metadata = group.from_first(lambda: _find(weights))
     cached_by_rank = group.everywhere(lambda: {file: weights.cached(file) for file in files})
     cached = cached_by_rank[group.rank]
     missing = sorted({file for paths in cached_by_rank for file, path in paths.items() if not path})
@@ -126,12 +126,6 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
         if "dtype" not in metadata:
             metadata["dtype"] = _dtype(opened[0])
     return opened, metadata
-
-
-def _on_rank_0(group: TensorParallelGroup, compute: Callable[[], T]) -> T:
-    """Return the value of `compute()` on rank 0, on all ranks; they fail together."""
-    value = group.together(lambda: compute() if group.rank == 0 else None)
-    return cast(T, group.gather(value)[0])
 
 
 def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:

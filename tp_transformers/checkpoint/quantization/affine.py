@@ -7,7 +7,7 @@ integers, so that an operator that multiplies integers can hold them in its own 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,11 +27,27 @@ class Affine:
     integers: Callable[[Parts, Sequence[int]], torch.Tensor]
     """The integers, (rows, columns): int8 or uint8."""
     scales: Callable[[Parts, Sequence[int]], tuple[torch.Tensor, torch.Tensor | int]]
-    """Scales and zero points, (rows, groups); zero points are in the units of `integers`."""
+    """Scales and zero points, (rows, groups); zero points are in the units of `integers`. See `adds`."""
     stored: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The inverse of `integers`, for complete words; None if the integers are the stored tensor itself."""
     packed_dim: int = 1
     """The dim along which words are packed."""
+    adds: bool = False
+    """True if `scales` returns the value of integer 0 in place of its zero point: `integer * scale + value`."""
+
+    def with_rows(self, order: Callable[[torch.Tensor], torch.Tensor]) -> Affine:
+        """The decoder of the weight with its rows in another `order`."""
+
+        def scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | int]:
+            scale, zero = self.scales(parts, shape)
+            return order(scale), order(zero) if isinstance(zero, torch.Tensor) else zero
+
+        return replace(
+            self,
+            decode=lambda parts, shape: order(self.decode(parts, shape)),
+            integers=lambda parts, shape: order(self.integers(parts, shape)),
+            scales=scales,
+        )
 
     def has_complete_words(self, shape: Sequence[int]) -> bool:
         """True if `stored` can make all words of a slice of `shape`; the last word of a tensor may be incomplete."""

@@ -11,6 +11,7 @@ from .bitsandbytes import BitsAndBytes
 from .compressed import Compressed
 from .float8 import Float8
 from .format import Format, Quantization, unsupported
+from .gguf import Gguf
 from .gptq import Gptq
 from .mxfp4 import Mxfp4
 
@@ -20,6 +21,7 @@ FORMATS: Mapping[str, type[Format]] = {
     "bitsandbytes (8bit)": BitsAndBytes,
     "compressed-tensors": Compressed,
     "fp8": Float8,
+    "gguf": Gguf,
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
@@ -32,15 +34,15 @@ REMEDIES: Mapping[str, str] = {
 """Unsupported method -> the fix in its error, if there is a better one than another checkpoint."""
 
 
-def take_quantization(config: Any, requested: Any) -> Quantization | None:
+def take_quantization(config: Any, requested: Any, *, gguf: bool = False) -> Quantization | None:
     """Remove the quantisation settings from a model's `config` and return them; None if there are none.
 
-    `asked` is the caller's `quantization_config` argument of `from_pretrained`.
+    `requested` is the caller's `quantization_config` argument of `from_pretrained`; `gguf`: a GGUF file is loaded.
 
-    Raises UnsupportedError on a format that is not in FORMATS, and on an `asked` that requests anything but
+    Raises UnsupportedError on a format that is not in FORMATS, and if `requested` asks for anything but
     dequantisation of this format or quantisation with torchao.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"quant_method": "gguf"} if gguf else {}
     sub_config = None
     for key in (None, *getattr(config, "sub_configs", ())):
         candidate: Any = config if key is None else getattr(config, key, None)

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -14,6 +14,9 @@ from ...errors import CheckpointError, UnsupportedError
 from ...slices.bundle import Bundle, Cut, Decode, Member
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
@@ -24,6 +27,8 @@ class Format(ABC):
 
     title: ClassVar[str]
     """Name in error messages."""
+    is_written: ClassVar[bool] = True
+    """True if packed weights can be saved."""
 
     @classmethod
     @abstractmethod
@@ -37,6 +42,19 @@ class Format(ABC):
         With `stays_packed`, each quantised tensor must be a `Bundle`, since its stored tensors stay in memory.
         Raises CheckpointError if a stored tensor of a quantised weight is missing or inconsistent with the others.
         """
+
+    def named(
+        self,
+        model: PreTrainedModel,
+        tensors: Tensors,
+        shapes: Mapping[str, torch.Size],
+        entries: Sequence[Any] | None,
+    ) -> tuple[Tensors, Sequence[Any] | None]:
+        """The tensors and transformers' conversions `entries` for `model`, whose parameters have `shapes`.
+
+        Only a format with names of its own changes them. Raises UnsupportedError if it has none for the model.
+        """
+        return tensors, entries
 
     def read_first(self, tensors: Tensors) -> list[str]:
         """Name the tensors whose values determine how others are sliced; they are read first."""

@@ -164,6 +164,8 @@ def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torc
         kept = PACKED_CHECKPOINT.find(model)
         if kept is None:
             raise _unsaved("weights that were quantised as they arrived", "those of a checkpoint")
+        if not kept.quantization.format.is_written:
+            raise _unsaved(f"one in {kept.quantization.format.title}, which is only read", "another format")
         if kept.unpacked:
             raise _unsaved(f"the quantised {kept.unpacked[0]} dequantised", "all of them packed")
         members = Members(packed_weights(model).values())

@@ -19,6 +19,7 @@ from ...slices.lazy import LazyTensor
 from ...slices.source import Source
 from ...slices.stored import Stored
 from ...transformers_api import str_to_torch_dtype
+from .gguf import read_gguf_header
 from .local_file import LocalFile
 
 DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
@@ -49,7 +50,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 source = file if isinstance(file, Source) else LocalFile(file)
                 opened.callback(source.close)
                 self.sources.append(source)
-                for name, tensor in read_header(source).items():
+                read = read_gguf_header if source.name.endswith(".gguf") else read_header
+                for name, tensor in read(source).items():
                     if name in homes:
                         raise CheckpointError(f"tensor {name} stands in two files: {homes[name]} and {source.name}")
                     homes[name] = source.name
@@ -103,7 +105,7 @@ def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> No
     if not paths:
         raise CheckpointError(subject, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
-        if not path.endswith(".safetensors"):
+        if not path.endswith((".safetensors", ".gguf")):
             raise CheckpointError(
                 subject,
                 got=f"the file {os.path.basename(path)}",

@@ -32,8 +32,8 @@ class Int4(Operator):
     """(rows, columns / 2) uint8, rows padded to blocks, columns to groups."""
     scales_and_zeros: torch.Tensor
     """(groups, rows, 2) bfloat16."""
-    offsets: torch.Tensor | int
-    """Zero points, (groups, rows) uint8, or one for all."""
+    offsets: torch.Tensor | int | None
+    """Zero points, (groups, rows) uint8, or one for all; None: the value of 8 is that of `scales_and_zeros`."""
     group: int
     block: int
     """Rows that the layout interleaves."""
@@ -58,9 +58,10 @@ class Int4(Operator):
         scales, zeros = affine.scales(decoded.parts, shape)
         both = torch.zeros(groups, padded, 2, dtype=torch.bfloat16)
         both[:, : shape[0], 0] = scales.t()
-        both[:, : shape[0], 1] = ((8.0 - zeros) * scales.float()).t()
-        offsets: torch.Tensor | int = 8
-        if isinstance(zeros, torch.Tensor):
+        values_of_8 = scales.float() * 8 + zeros if affine.adds else (8.0 - zeros) * scales.float()
+        both[:, : shape[0], 1] = values_of_8.t()
+        offsets: torch.Tensor | int | None = None if affine.adds else 8
+        if isinstance(zeros, torch.Tensor) and not affine.adds:
             offsets = torch.full((groups, padded), 8, dtype=torch.uint8)
             offsets[:, : shape[0]] = zeros.t()
         kept = {name: part for name, part in decoded.parts.items() if name != affine.part}
@@ -93,9 +94,11 @@ class Int4(Operator):
             tile[:, :, 0], tile[:, :, 1] = pairs & 0xF, pairs >> 4
             first, count = low * self.block, pairs.shape[1] * self.block
             by_group = tile.view(-1, self.group, count)
-            offsets = self.offsets
+            offsets = 8 if self.offsets is None else self.offsets
             by_group -= offsets[:, None, first : first + count] if isinstance(offsets, torch.Tensor) else offsets
             by_group *= self.scales_and_zeros[:, None, first : first + count, 0]
+            if self.offsets is None:
+                by_group += self.scales_and_zeros[:, None, first : first + count, 1]
             yield first, by_group.view(columns, count)
 
 

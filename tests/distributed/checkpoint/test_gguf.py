@@ -1,0 +1,179 @@
+"""GGUF files on real ranks, against transformers in one process, which decodes the complete file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+
+import tp_transformers
+from tests.support.comparisons import different_tensors, full_parameters, relative
+from tests.support.gguf_files import write_gguf
+from tests.support.models import bytes_read, load, logits_of
+from tests.support.tiers import wide
+from tp_transformers.checkpoint.quantization.packed import packed_weights
+
+pytestmark = pytest.mark.distributed
+
+NAME = "model.gguf"
+SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2}  # a GGUF does not have the other sizes: those of the class hold
+Q4_K_M = {
+    "attn_output": "Q4_0",
+    "ffn_down": "Q6_K",
+    "attn_v": "Q8_0",
+    "token_embd": "Q8_0",
+    "output.": "Q8_0",
+    "attn": "Q4_1",
+    "ffn": "Q4_0",
+}
+"""As llama.cpp mixes types in a file; 192 columns are no complete blocks of 256."""
+FILES: Mapping[str, tuple[str, Callable[[], Any], Mapping[str, str]]] = {
+    "llama": ("llama", lambda: LlamaConfig(**SIZES, head_dim=32), Q4_K_M),
+    "llama, tied": ("llama", lambda: LlamaConfig(**{**SIZES, "tie_word_embeddings": True}, head_dim=32), {"w": "F16"}),
+    "qwen3": ("qwen3", lambda: Qwen3Config(**SIZES), {"ffn_down": "Q4_K", "ffn": "Q5_0", "attn": "BF16"}),
+    "qwen3_moe": (
+        "qwen3moe",
+        lambda: Qwen3MoeConfig(**SIZES, head_dim=32, **EXPERTS),
+        {"ffn_down_exps": "Q4_K", "_exps": "Q4_0", "attn": "Q8_0"},
+    ),
+    "qwen2_moe": ("qwen2moe", lambda: Qwen2MoeConfig(**SIZES, **EXPERTS), {"attn": "Q8_0", "exps": "Q4_1"}),
+    "gemma2": ("gemma2", lambda: Gemma2Config(**SIZES, head_dim=32), {"ffn_down": "Q3_K", "ffn": "Q5_1"}),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory):
+    """`files(name)`: a folder with a GGUF file."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            architecture, config, kinds = FILES[name]
+            made[name] = tmp_path_factory.mktemp("gguf")
+            write_gguf(made[name] / NAME, architecture, config(), kinds)
+        return made[name]
+
+    return make
+
+
+def compare(folder: str) -> dict[str, Any]:
+    """Load the file on ranks and in one process."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, gguf_file=NAME)
+    model = load(folder, gguf_file=NAME)
+    return {
+        "differ": different_tensors(full_parameters(model), dict(reference.named_parameters())),
+        "error": relative(logits_of(model), logits_of(reference)),
+        "generation": model.generation_config == reference.generation_config,
+        "read": bytes_read(model),
+        "fallbacks": model.tp_report.fallbacks,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    wide(
+        [
+            ("llama", 3),
+            ("qwen3_moe", 2),
+            ("gemma2", 2),
+            ("llama", 1),
+            ("llama", 2),
+            ("llama, tied", 2),
+            ("qwen3", 3),
+            ("qwen2_moe", 3),
+            ("qwen3_moe", 3),
+        ],
+        3,
+    ),
+)
+def test_ranks_have_the_values_of_one_process(pool: Any, files: Any, name: str, size: int) -> None:
+    folder = files(name)
+    seen = pool.run(size, compare, str(folder))
+    for rank in seen:
+        assert rank["differ"] == []
+        assert rank["error"] < 1e-5  # sums over ranks in another order
+        assert rank["generation"]
+        assert rank["fallbacks"] == ()
+    if size > 1:  # norms are in every rank, and a rank of two has a complete KV head
+        size_of_header = 1 << 16  # rounded up, as it is read
+        assert max(rank["read"] for rank in seen) < 0.75 * (folder / NAME).stat().st_size + size_of_header
+
+
+def stay_packed(folder: str) -> dict[str, Any]:
+    """A packed model beside a dequantised one, both in bfloat16."""
+    exact = logits_of(load(folder, gguf_file=NAME))
+    dense = load(folder, gguf_file=NAME, dtype=torch.bfloat16)
+    model = load(folder, gguf_file=NAME, dtype=torch.bfloat16, tp_dequantize=False)
+    with pytest.raises(tp_transformers.UnsupportedError, match="GGUF, which is only read"):
+        model.save_pretrained(f"{folder}/saved")
+    fp32 = load(folder, gguf_file=NAME, tp_dequantize=False)
+    return {
+        "fp32": relative(logits_of(fp32), exact),
+        "packed": relative(logits_of(model).float(), exact),
+        "dense": relative(logits_of(dense).float(), exact),
+        "held": model.tp_report.share / dense.tp_report.share,
+        "operators": {
+            name.split(".")[-2]
+            for name, weight in packed_weights(model).items()
+            if any(piece.product for piece in weight.pieces)
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "operators"),
+    wide(
+        [
+            ("llama", 3, {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"}),
+            ("llama", 2, {"q_proj", "k_proj", "o_proj", "gate_proj", "up_proj"}),
+            ("qwen3", 2, {"down_proj"}),
+            ("qwen3_moe", 2, set()),
+        ],
+        1,
+    ),
+)
+def test_packed_weights_compute_as_dequantised_ones(
+    pool: Any, files: Any, name: str, size: int, operators: set[str]
+) -> None:
+    for rank in pool.run(size, stay_packed, str(files(name))):
+        assert rank["fp32"] < 1e-5
+        assert 0 < rank["packed"] < 2 * rank["dense"]
+        assert rank["held"] < 0.8
+        assert rank["operators"] == operators
+
+
+def save(folder: str, target: str) -> None:
+    """Save the model of a GGUF file."""
+    load(folder, gguf_file=NAME).save_pretrained(target)
+
+
+def test_a_save_is_a_checkpoint_of_transformers(pool: Any, files: Any, tmp_path: Path) -> None:
+    folder = files("qwen3_moe")
+    pool.run(2, save, str(folder), str(tmp_path))
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(folder, gguf_file=NAME)
+    assert different_tensors(dict(saved.named_parameters()), dict(reference.named_parameters())) == []
+
+
+def test_all_ranks_refuse_a_truncated_file(pool: Any, files: Any, tmp_path: Path) -> None:
+    content = (files("llama") / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(content[:-40_000])
+    error = pool.error(2, partial(load, gguf_file=NAME), str(tmp_path))
+    assert error.startswith("CheckpointError")
+    assert "The file is truncated; download it again." in error

@@ -1,0 +1,63 @@
+"""`gguf_file=`: transformers reads the config in the file's metadata, and is then given a model with that config.
+
+transformers itself would decode the complete file in every process, before the point where this package loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers.utils import cached_file
+
+from ..checkpoint.reading.header import Checkpoint
+from ..errors import CheckpointError, TensorParallelError, UnsupportedError
+from ..ranks.group import TensorParallelGroup
+
+_OF_FILE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+"""Arguments of `from_pretrained` that find the file."""
+
+
+def take_gguf_file(cls: Any, name: Any, kwargs: dict[str, Any], group: TensorParallelGroup) -> str | None:
+    """Take `gguf_file` out of the arguments of `cls.from_pretrained(name)`, and put in the config and the dtype.
+
+    The dtype is float32 unless given, as in transformers. Rank 0 reads the config, which takes transformers seconds,
+    since it parses the tokenizer too. Collective.
+
+    Raises:
+        CheckpointError: the file is missing, or transformers cannot read its config.
+        UnsupportedError: an architecture that transformers does not support, or no package `gguf`.
+    """
+    gguf_file: str | None = kwargs.pop("gguf_file", None)
+    group.check_same({"gguf_file": gguf_file})
+    if gguf_file is None:
+        return None
+    if kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto"):
+        kwargs.pop("torch_dtype", None)
+        kwargs["dtype"] = torch.float32
+    if not isinstance(kwargs.get("config"), PreTrainedConfig):
+        kwargs["config"] = group.from_first(lambda: _config(cls, name, gguf_file, kwargs))
+    if kwargs.get("generation_config") is None:  # transformers would look for its file, which a GGUF does not have
+        kwargs["generation_config"] = GenerationConfig.from_model_config(kwargs["config"])
+    return gguf_file
+
+
+def _config(cls: Any, name: Any, gguf_file: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
+    arguments = {argument: kwargs[argument] for argument in _OF_FILE if argument in kwargs}
+    config_class = getattr(cls, "config_class", None) or AutoConfig
+    subject = f"{gguf_file} of {name}"
+    try:
+        with Checkpoint([str(cached_file(name, gguf_file, **arguments))]):  # a damaged file gets an error of its own
+            config: PreTrainedConfig = config_class.from_pretrained(name, gguf_file=gguf_file, **arguments)
+    except ImportError as error:
+        fix = "pip install gguf"
+        raise UnsupportedError(subject, got="no package gguf", expected="it, to read the file", fix=fix) from error
+    except ValueError as error:
+        raise UnsupportedError(f"{subject}: {error}") from error
+    except TensorParallelError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{subject}: {error}") from error
+    return config
