@@ -26,6 +26,12 @@ def write_gguf(path: Path, architecture: str, config: Any, kinds: Mapping[str, s
     by_key = GGUF_CONFIG_MAPPING.get(config.model_type) or GGUF_CONFIG_MAPPING[config.model_type.removesuffix("_text")]
     for key, attribute in by_key.items():
         value = getattr(config, attribute or "", None)
+        if architecture == "lfm2" and key == "attention.head_count_kv":  # 0 for a layer without attention
+            counts = [value if kind == "full_attention" else 0 for kind in config.layer_types]
+            writer.add_array(f"{architecture}.{key}", counts)
+            continue
+        if architecture == "lfm2" and attribute == "rms_norm_eps":
+            value = config.norm_eps
         value = config.rope_parameters["rope_theta"] if attribute == "rope_theta" else value
         if isinstance(value, float):
             writer.add_float32(f"{architecture}.{key}", value)
@@ -46,6 +52,8 @@ def write_gguf(path: Path, architecture: str, config: Any, kinds: Mapping[str, s
             values = values + 1
         if "ffn_gate_inp_shexp" in name:
             values = values[0]
+        if "shortconv.conv" in name:
+            values = values.squeeze(1)
         kind = next((kind for part, kind in kinds.items() if part in name and values.ndim > 1), "F32")
         _add(writer, name, values.numpy(), gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
