@@ -156,10 +156,10 @@ class PackedWeight:
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`torch.nn.functional.linear(x, weight)` for x (tokens, columns); decodes a few rows at a time."""
-        if self.row_blocks is None or x.dtype != self.dtype or not len(x):
+        blocks = self.row_blocks
+        if blocks is None or x.dtype != self.dtype or not x.shape[0]:
             return linear(x, self.decoded())
-        products = [piece.linear(x) for piece in self.row_blocks]
-        return products[0] if len(products) == 1 else torch.cat(products, -1)
+        return blocks[0].linear(x) if len(blocks) == 1 else torch.cat([block.linear(x) for block in blocks], -1)
 
 
 def pack(

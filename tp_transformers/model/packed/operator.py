@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 
@@ -56,14 +57,26 @@ class Operator(ABC):
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, columns) -> (tokens, rows)."""
-        x = self.columns.spread(x, self.width).contiguous()
-        if len(x) <= FEW:
+        if self._spreads:
+            x = self.columns.spread(x, self.width)
+        x = x.contiguous()
+        if x.shape[0] <= FEW:
             y = self.multiply(x)
         else:
             y, x = x.new_empty(len(x), self.height), x.to(product_dtype(x))
             for low, tile in self.tiles(x.dtype):
                 y[:, low : low + tile.shape[1]] = x @ tile
-        return self.rows.take(y, 1)
+        return self.rows.take(y, 1) if self._takes else y
+
+    @cached_property
+    def _spreads(self) -> bool:
+        """True if the layout has columns that the weight does not have."""
+        return not self.columns.is_all_of(self.width)
+
+    @cached_property
+    def _takes(self) -> bool:
+        """True if the layout has rows that the weight does not have."""
+        return not self.rows.is_all_of(self.height)
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""

@@ -91,6 +91,16 @@ def forward_of_linear(
     return forward
 
 
+def inference_steps(module: nn.Module) -> Steps | None:
+    """The steps of a linear that leaves its input as it is in inference, and at most sums its output; else None."""
+    strategy: Communication | None = vars(module).get("tp_strategy")
+    if strategy is None:
+        is_plain = type(module) is nn.Linear and "forward" not in vars(module)
+        return Steps("as it is", "as it is") if is_plain else None
+    steps = strategy.short_steps() if strategy.asks_block else None
+    return steps if steps is not None and steps.given != "before" and steps.left != "after" else None
+
+
 def _view(param: Tensor, shard: ParamShard | None, block: Block | None) -> Tensor:
     """The local tensor of a parameter, from the autograd node of its `block` if there is one."""
     if shard is None:
