@@ -38,6 +38,7 @@ def test_one_process_is_size_one_without_a_group(cases: Any) -> None:
     assert model.tp_size == 1
     plain = LlamaForCausalLM.from_pretrained(case.folder)
     assert equal_parameters(model, plain)
+    assert {type(param) for param in model.parameters()} == {torch.nn.Parameter}  # no shards, which are gathered
     assert model.tp_plan == model._tp_plan
     assert model.tp_plan["model.layers.*.self_attn.q_proj"] == "colwise"
     assert model.tp_plan["lm_head"] == "colwise_rep"

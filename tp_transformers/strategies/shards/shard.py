@@ -75,9 +75,11 @@ class ParamShard:
     def wrap(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Make the parameter from this rank's values: a DTensor if a placement describes it, else plain.
 
-        A sharded one gets a class that computes as the full parameter; see `tensors`.
+        A sharded one gets a class that computes as the full parameter; see `tensors`. Without a process group the shard
+        is the full parameter.
         """
-        if self.placement is None and (self.layout is None or type(local) not in (Tensor, nn.Parameter)):
+        is_full = self.layout is None or self.group.device_mesh is None
+        if self.placement is None and (is_full or type(local) not in (Tensor, nn.Parameter)):
             param: Any = nn.Parameter(local, requires_grad=requires_grad)
         elif self.placement is None:
             return plain_parameter(local, self, requires_grad=requires_grad)
