@@ -49,7 +49,9 @@ def _config(cls: Any, name: Any, gguf_file: str, kwargs: Mapping[str, Any]) -> P
     config_class = getattr(cls, "config_class", None) or AutoConfig
     subject = f"{gguf_file} of {name}"
     try:
-        with Checkpoint([str(cached_file(name, gguf_file, **arguments))]):  # a damaged file gets an error of its own
+        path = cached_file(name, gguf_file, **arguments)
+        arguments.pop("force_download", None)
+        with Checkpoint([str(path)]):  # a damaged file gets an error of its own
             config: PreTrainedConfig = config_class.from_pretrained(name, gguf_file=gguf_file, **arguments)
     except ImportError as error:
         fix = "pip install gguf"

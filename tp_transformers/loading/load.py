@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from time import perf_counter
@@ -94,6 +95,7 @@ def load(
         prefetched=prefetched,
         sampled=sampled,
         fallbacks=tuple(targets.conversion.fallbacks),
+        products=dict(Counter(weight.product for weight in memory.packed.weights.values())),
     )
     if group.rank == 0:
         logger.info("%s", report)

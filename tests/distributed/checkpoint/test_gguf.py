@@ -144,6 +144,7 @@ def stay_packed(folder: str) -> dict[str, Any]:
         "fp32": relative(logits_of(fp32), exact),
         "packed": relative(logits_of(model).float(), exact),
         "dense": relative(logits_of(dense).float(), exact),
+        "products": model.tp_report.products,
         "held": model.tp_report.share / dense.tp_report.share,
         "operators": {
             name.split(".")[-2]
@@ -175,6 +176,8 @@ def test_packed_weights_compute_as_dequantised_ones(
         assert 0 < rank["packed"] < 2 * rank["dense"]
         assert rank["held"] < 0.8
         assert rank["operators"] == operators
+        assert rank["products"].get("int4 operator", 0) == 2 * len(operators)  # of two layers
+        assert set(rank["products"]) <= {"int4 operator", "decoded"}
 
 
 def save(folder: str, target: str) -> None:

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
+from .packed import DECODED
 
 _WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
 
@@ -40,6 +41,10 @@ class ArrivedWeight:
         """Bytes in memory."""
         names, _ = self.tensor.__tensor_flatten__()
         return sum(getattr(self.tensor, name).nbytes for name in names)
+
+    @property
+    def product(self) -> str:
+        return DECODED
 
     def decoded(self) -> torch.Tensor:
         """Dequantise to a contiguous tensor."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from ...slices.bundle import Decoded
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
 from ...torch_api import has_bfloat16
+
+DECODED = "decoded"
+"""The product of a weight that no operator multiplies: a few rows at a time are decoded in each forward."""
 
 
 class HeldWeight(Protocol):
@@ -38,6 +41,10 @@ class HeldWeight(Protocol):
     def nbytes(self) -> int:
         """Bytes in memory."""
 
+    @property
+    def product(self) -> str:
+        """Name of the operator that multiplies it, or `decoded`."""
+
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
 
@@ -47,6 +54,9 @@ class HeldWeight(Protocol):
 
 class Product(Protocol):
     """`x @ w.T` for a matrix in the layout of an operator; see `model/packed`."""
+
+    title: ClassVar[str]
+    """Name in the report of a load."""
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +139,12 @@ class PackedWeight:
     def nbytes(self) -> int:
         """Bytes of the stored tensors in memory."""
         return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def product(self) -> str:
+        """See `HeldWeight.product`."""
+        titles = {DECODED if piece.product is None else piece.product.title for piece in self.pieces}
+        return " and ".join(sorted(titles))
 
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""

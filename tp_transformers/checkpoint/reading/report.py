@@ -35,6 +35,8 @@ class LoadReport:
     """Bytes read to compare copies of files on several nodes, at most 64 KiB a file; not part of `bytes_read`."""
     fallbacks: tuple[str, ...] = ()
     """Parameters whose sources were read completely, because their conversion has no lazy equivalent."""
+    products: dict[str, int] = field(default_factory=dict)
+    """Packed weights: name of the operator that multiplies them, or `decoded` -> their number."""
 
     @property
     def share(self) -> int:
@@ -57,6 +59,7 @@ class LoadReport:
         ]
         optional = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
         notes += [f"{name} {size(nbytes)}" for name, nbytes in optional.items() if nbytes]
+        notes += [f"{count} packed weights: {product}" for product, count in sorted(self.products.items())]
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

@@ -28,6 +28,8 @@ GROUPS = (256, 128, 64, 32)
 class Int4(Operator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 4 bits."""
 
+    title = "int4 operator"
+
     packed: torch.Tensor
     """(rows, columns / 2) uint8, rows padded to blocks, columns to groups."""
     scales_and_zeros: torch.Tensor

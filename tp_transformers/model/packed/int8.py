@@ -24,6 +24,8 @@ _UNIT = 32
 class Int8(Operator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 8 bits."""
 
+    title = "int8 operator"
+
     values: torch.Tensor
     """(rows, columns) int8, columns padded to `_UNIT`; 128 less than the stored integers if those are uint8."""
     scales: torch.Tensor

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -22,6 +23,8 @@ TILE = 1 << 20
 class Operator(ABC):
     """`x @ w.T` for a matrix (rows, columns): packed for a few tokens, else with a few decoded rows at a time."""
 
+    title: ClassVar[str]
+    """Name in the report of a load."""
     rows: Aligned
     columns: Aligned
     kept: Mapping[str, torch.Tensor]

@@ -8,9 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from tests.support.comparisons import different_tensors, full_parameters
+from tests.support.gguf_files import write_gguf
 from tests.support.hub import fail, run, stream, weight_bytes
 from tests.support.hub_server import HubServer
+from tests.support.models import llama_config, load
 from tests.support.pool import WorkerError
 
 pytestmark = pytest.mark.distributed
@@ -84,3 +88,20 @@ def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases
     error = fail(hub_pool, 3, "org/model", None, str(tmp_path), tp_stream=False)
     assert error.startswith("CheckpointError: rank 0: ")
     assert len({seen.path for seen in served.seen if seen.status == 404 and seen.is_weights}) == 1
+
+
+def test_one_rank_downloads_a_gguf_file(hub_pool: Any, served: HubServer, tmp_path: Path) -> None:
+    folder, path = tmp_path / "model", tmp_path / "model" / "model.gguf"
+    folder.mkdir()
+    write_gguf(path, "llama", llama_config(8, 4, intermediate_size=96), {"w": "Q4_0"})
+    served.add("org/gguf", folder)
+    for result in hub_pool.run(2, _load_gguf, "org/gguf", str(folder), str(tmp_path / "cache")):
+        assert result == []
+    sent = sum(seen.sent for seen in served.seen if seen.method == "GET" and "model.gguf" in seen.path)
+    assert sent == path.stat().st_size
+
+
+def _load_gguf(name: str, folder: str, cache: str) -> list[str]:
+    model = load(name, gguf_file="model.gguf", cache_dir=cache)
+    reference = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf")
+    return different_tensors(full_parameters(model), dict(reference.named_parameters()))
