@@ -11,7 +11,7 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/plan_search test
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all matrix proofs fuzz bench lint versions optimizers clean
+.PHONY: demo test test-all matrix types proofs fuzz bench lint versions optimizers clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
@@ -27,6 +27,10 @@ test-all: lint
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about ten minutes.
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
+
+# A small model of every model type that has a plan, on 2 ranks against one process: about three minutes.
+types: $(VENV)/ready
+	$(PY) -m pytest -n 2 --dist load tests/distributed/test_model_types.py -k "match_one_process and not 3]"
 
 # A small model of every model type of transformers against one process, if its plan has changed, and the tables of
 # model_plans/README.md: less than an hour from the start. SAMPLE=10 proves ten, others every day, and writes nothing.

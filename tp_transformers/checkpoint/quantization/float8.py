@@ -94,8 +94,14 @@ def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
 
 
 def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    scales = parts["scales"].to(torch.float32)
+    values, scales = from_float8(parts["values"]), parts["scales"].to(torch.float32)
+    sizes = [min(size or length, length) for size, length in zip(block, shape, strict=True)]
+    if all(length % size == 0 for size, length in zip(sizes, shape, strict=True)):
+        counts = [length // size for size, length in zip(sizes, shape, strict=True)]
+        blocks = values.view([each for pair in zip(counts, sizes, strict=True) for each in pair])
+        blocks.mul_(scales.reshape([each for count in scales.shape for each in (count, 1)]))
+        return values
     for dim, size in enumerate(block):
         if size is not None:
             scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
-    return from_float8(parts["values"]) * scales
+    return values.mul_(scales)
