@@ -53,13 +53,13 @@ def _config(cls: Any, name: Any, gguf_file: str, kwargs: Mapping[str, Any]) -> P
         arguments.pop("force_download", None)
         with Checkpoint([str(path)]):  # a damaged file gets an error of its own
             config: PreTrainedConfig = config_class.from_pretrained(name, gguf_file=gguf_file, **arguments)
+    except TensorParallelError:
+        raise
     except ImportError as error:
         fix = "pip install gguf"
         raise UnsupportedError(subject, got="no package gguf", expected="it, to read the file", fix=fix) from error
     except ValueError as error:
         raise UnsupportedError(f"{subject}: {error}") from error
-    except TensorParallelError:
-        raise
     except OSError as error:
         raise CheckpointError(f"{subject}: {error}") from error
     return config

@@ -120,6 +120,7 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
     ("settings", "says"),
     [
         ({"quant_method": "hqq", "bits": 4}, "hqq"),
+        ({"quant_method": "gguf"}, "gguf"),
         ({"quant_method": "torchao", "quant_type": {}}, "with quantization_config=TorchAoConfig(...)"),
         ({"quant_method": "gptq", "bits": 5}, "GPTQ in 5 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the version marlin"),

@@ -21,11 +21,10 @@ FORMATS: Mapping[str, type[Format]] = {
     "bitsandbytes (8bit)": BitsAndBytes,
     "compressed-tensors": Compressed,
     "fp8": Float8,
-    "gguf": Gguf,
     "gptq": Gptq,
     "mxfp4": Mxfp4,
 }
-"""Quantisation method in a config -> format."""
+"""Quantisation method in a config -> format; GGUF files have no such config."""
 
 REMEDIES: Mapping[str, str] = {
     "torchao": "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without "
@@ -62,6 +61,8 @@ def take_quantization(config: Any, requested: Any, *, gguf: bool = False) -> Qua
         )
     if not settings:
         return None
+    if gguf:
+        return Quantization(Gguf(), settings)
     if method not in FORMATS:
         titles = dict.fromkeys(kind.title for kind in FORMATS.values())
         raise unsupported(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))

@@ -36,6 +36,7 @@ class Gguf(Format):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Gguf:
+        """See `Format.of`; there are no settings, since each tensor has its type in the file."""
         return cls()
 
     def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
@@ -63,11 +64,8 @@ def _bundle(name: str, blocks: Blocks) -> Bundle:
     shape = (*leading, width // nbytes * length)
     decode: Decode = partial(_decode, kind)
     if kind.name in _FOUR_BITS:
-        scales = _FOUR_BITS[kind.name]
-        adds = kind.name != "Q4_0"
-        decode = Affine(
-            decode, 4, 32, BLOCKS, partial(_integers, nbytes), partial(_by_group, scales, nbytes), adds=adds
-        )
+        integers, scales = partial(_integers, nbytes), partial(_by_group, _FOUR_BITS[kind.name], nbytes)
+        decode = Affine(decode, 4, 32, BLOCKS, integers, scales, adds=kind.name != "Q4_0")
     return Bundle({BLOCKS: Member(blocks, cuts, name)}, shape, torch.float32, decode)
 
 

@@ -181,11 +181,13 @@ class PackedWeight:
 def pack(
     shard: LazyTensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
-    """Create a packed weight and the reads that fill it; None if a part of it is not quantised."""
+    """Create a packed weight and the reads that fill it; None if a part of it, or all of it, is not quantised."""
     full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
     pieces, reads = [], []
     for source, view in shard.pieces(full):
         if isinstance(source, Decoded):
+            if all(part.is_floating_point() and part.itemsize > 1 for part in source.parts.values()):
+                return None  # rows of a GGUF in another order
             pieces.append(Piece(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
         elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
