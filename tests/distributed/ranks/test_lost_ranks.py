@@ -105,12 +105,13 @@ DURING_A_LOAD = """
 import os, signal, sys
 import tp_transformers
 from transformers import AutoModelForCausalLM
-from tp_transformers.loading import load as module
+from tp_transformers.loading.memory import Memory
 
 tp_transformers.enable()
-rank, read = int(os.environ["RANK"]), module.fill
+rank = int(os.environ["RANK"])
+assert callable(Memory.fill)
 if rank == int(sys.argv[2]):
-    module.fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    Memory.fill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 try:
     AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
 except tp_transformers.RemoteRankError as error:
