@@ -69,15 +69,16 @@ def _write_expressions(
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
     shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
-    stored = tensors
+    stored, named = tensors, None
     if request.quantization is not None:
         form = request.quantization.format
         tensors = form.expressed(tensors, stays_packed=request.stays_packed)
-        tensors, entries = form.named(model, tensors, shapes, entries)
+        named = form.named(model, tensors, shapes)
+        tensors, entries = (tensors, entries) if named is None else named
     # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.
     has_own_names = request.sharded is not None and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
-    if entries is not request.config.weight_mapping:  # a save writes the names of the model's class
+    if named is not None:  # a save writes the names of the model's class
         untyped(model)._weight_conversions = None
     elif request.stays_packed:
         encoding = {name for tensor in tensors.values() for name in stored_names(tensor)}

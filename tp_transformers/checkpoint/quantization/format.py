@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
+Shapes = Mapping[str, torch.Size]
+"""Full shapes of a model's parameters and buffers, by name."""
 
 
 class Format(ABC):
@@ -43,18 +45,13 @@ class Format(ABC):
         Raises CheckpointError if a stored tensor of a quantised weight is missing or inconsistent with the others.
         """
 
-    def named(
-        self,
-        model: PreTrainedModel,
-        tensors: Tensors,
-        shapes: Mapping[str, torch.Size],
-        entries: Sequence[Any] | None,
-    ) -> tuple[Tensors, Sequence[Any] | None]:
-        """The tensors and transformers' conversions `entries` for `model`, whose parameters have `shapes`.
+    def named(self, model: PreTrainedModel, tensors: Tensors, shapes: Shapes) -> tuple[Tensors, Sequence[Any]] | None:
+        """The tensors by their names in `model`, and transformers' conversions to apply to them.
 
-        Only a format with names of its own changes them. Raises UnsupportedError if it has none for the model.
+        None if the checkpoint has transformers' names. `shapes`: those of the model's parameters. Raises
+        UnsupportedError if the format has no names for the model.
         """
-        return tensors, entries
+        return None
 
     def read_first(self, tensors: Tensors) -> list[str]:
         """Name the tensors whose values determine how others are sliced; they are read first."""

@@ -18,7 +18,7 @@ from ...slices.lazy import LazyTensor
 from ..conversion.gguf import model_tensors
 from ..reading.gguf import Blocks
 from .affine import Affine
-from .format import Format, Tensors
+from .format import Format, Shapes, Tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,13 +44,7 @@ class Gguf(Format):
             name: _bundle(name, tensor) if isinstance(tensor, Blocks) else tensor for name, tensor in tensors.items()
         }
 
-    def named(
-        self,
-        model: PreTrainedModel,
-        tensors: Tensors,
-        shapes: Mapping[str, torch.Size],
-        entries: Sequence[Any] | None,
-    ) -> tuple[Tensors, Sequence[Any] | None]:
+    def named(self, model: PreTrainedModel, tensors: Tensors, shapes: Shapes) -> tuple[Tensors, Sequence[Any]]:
         return model_tensors(model, tensors, shapes)
 
 
