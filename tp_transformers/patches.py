@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from .errors import UnsupportedError, lacks, release
 from .logs import get_logger
+from .torch_api import CompileContext
 
 logger = get_logger(__name__)
 
@@ -73,8 +74,17 @@ class Patch:
             self.refuse()
 
     def release(self) -> None:
-        """Remove a holder."""
+        """Remove a holder.
+
+        A model may be garbage-collected while torch.compile traces another, and its guards would look for names that
+        are gone: patches without holders then stay until the next release.
+        """
         self._holders -= 1
+        _released.append(self)
+        while _released and CompileContext.try_get() is None:
+            _released.pop()._undo_unheld()
+
+    def _undo_unheld(self) -> None:
         if not self._holders and self._undo is not None:
             undo, self._undo = self._undo, None
             undo()
@@ -109,6 +119,10 @@ class Patch:
         with suppress(*_PROBLEMS):
             return (self._without or nothing)()
         return nothing()
+
+
+_released: list[Patch] = []
+"""Patches that lost a holder and may have to be undone."""
 
 
 def nothing() -> Undo:

@@ -56,6 +56,7 @@ PRIVATE: dict[str, Private] = {
     "torch._assert_async": Private("the loss refuses labels that are no token", "strategies", _RAISES),
     "torch._dynamo.eval_frame.OptimizedModule": Private("its calls are watched", "model", "they are not watched"),
     "torch._foreach_norm": Private("the norms of many gradients in one call", "model", _RAISES),
+    "torch._guards.CompileContext": Private("patches stay during a compilation", "patches.py"),
     "torch._guards.TracingContext": Private("torch.compile sees the shards alone", "strategies"),
     "torch._inductor.ir.TensorBox": Private("operators of ours in compiled graphs", "ranks", _RAISES),
     "torch._inductor.ir._CollectiveKernel.create_out_of_place": Private("the same", "ranks", _RAISES),
@@ -208,6 +209,7 @@ is_watched = _take("torch._C._len_torch_dispatch_stack")
 """Return the number of active dispatch modes."""
 assert_async = _take("torch._assert_async")
 foreach_norm = _take("torch._foreach_norm")
+CompileContext = _take("torch._guards.CompileContext")
 TracingContext = _take("torch._guards.TracingContext")
 engine = _take("torch.autograd.Variable._execution_engine")
 traced_all_gather = _take("torch.distributed._functional_collectives.all_gather_single", None) or _take(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.support.models import Case
@@ -115,6 +117,39 @@ def test_a_patch_is_made_once_and_undone_after_its_last_holder() -> None:
     patch.release()
     assert seen == ["made", "undone"]
     assert not patch.is_on
+
+
+class SetsChild(nn.Module):
+    """Its forward makes a module a child, so a compiled graph depends on torch's hooks of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.other = self.child
+        return self.other(x)
+
+
+def test_a_patch_stays_while_a_model_is_compiled() -> None:
+    def watch() -> Callable[[], None]:
+        return nn.modules.module.register_module_module_registration_hook(lambda *_: None).remove
+
+    patch, kept, held = Patch("torch", "hook", watch), Patch("torch", "other hook", watch), [nn.Module()]
+    patch.hold_for(held[0])
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        held.clear()  # the garbage collector may do so
+        return graph
+
+    module, x = SetsChild(), torch.ones(2, 3)
+    assert torch.equal(torch.compile(module, backend=backend)(x), module(x))
+    assert not held
+    assert patch.is_on
+    kept.hold()
+    kept.release()
+    assert not patch.is_on
+    assert not nn.modules.module._global_module_registration_hooks
 
 
 def test_a_wrapper_of_another_library_stays() -> None:
