@@ -115,7 +115,7 @@ class Bundle(Expression):
                         source = source.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
                 yield from source.pieces(view)
-            origins[name] = Origin(member.name, tuple(member.tensor.shape), places)
+            origins[name] = Origin(member.name, tuple(member.tensor.shape), member.tensor.dtype, places)
         cuts = {name: member.cuts for name, member in self.members.items()}
         yield Decoded(buffers, cuts, tuple(aligned), self.decode, origins), destination
 
@@ -191,6 +191,7 @@ class Origin:
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     places: Sequence[Sequence[Place]]
     """The ranges read, for each dim."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, make_case, observe
 from tests.support.comparisons import gradient_errors, gradients, relative, worst
+from tests.support.memory import Memory
 from tests.support.models import MASK, PROMPTS, llama_config, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
@@ -33,31 +30,6 @@ UNFIT = ("bloom", "falcon", "falcon with alibi", "opt", "t5", "t5 gated", "bart"
 """Architectures that are refused."""
 TRAINED = ((7, "kept"), (1, "kept"), (2, "re-entrant"), (7, "checkpointed"))
 """(length of a sequence, what becomes of its activations): lengths below the ranks', and none of their multiples."""
-
-
-class Memory(TorchDispatchMode):
-    """The bytes of the tensors that operations made and that still live; parameters not counted."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.live, self.peak = 0, 0
-        self._known = WeakIdKeyDictionary()
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._known[local_tensor(tensor).untyped_storage()] = True
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
-                storage = tensor.untyped_storage()
-                self._known[storage] = True
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self._free, storage.nbytes())
-        return outputs
-
-    def _free(self, nbytes: int) -> None:
-        self.live -= nbytes
 
 
 def peak_of(step: Callable[[], torch.Tensor], model: torch.nn.Module) -> tuple[int, int]:

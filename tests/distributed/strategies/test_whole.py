@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 from unittest import mock
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.support.groups import join
+from tests.support.memory import Memory
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.slices.layout import Layout, Split, chunked, even, packed
@@ -24,32 +22,6 @@ pytestmark = pytest.mark.distributed
 
 CHUNK = 4 << 10
 SHAPE = (6, 50, 96)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes of tensors made in the block that are alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive, self.peak, self.seen = 0, 0, set[int]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-        }
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in given | self.seen:
-                self.seen.add(storage._cdata)
-                self.alive += storage.nbytes()
-                self.peak = max(self.peak, self.alive)
-                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
-        return made
-
-    def gone(self, key: int, nbytes: int) -> None:
-        self.seen.discard(key)
-        self.alive -= nbytes
 
 
 def layouts(size: int) -> dict[str, Layout | None]:
@@ -82,9 +54,9 @@ def gather_and_count(copies: int) -> dict[str, Any]:
                 shard = ParamShard(value.shape, layout, group, data_parallel=data_parallel)
                 local: Any = take(value, layout, group.rank)
                 local = local[shard.rows[0] : shard.rows[1]].clone()
-                with Peak() as gathering:
+                with Memory() as gathering:
                     gathered = shard.gather(local)
-                with Peak() as filling:
+                with Memory() as filling:
                     full = shard.full(local)
                 assert torch.equal(full.view(torch.uint8), value.view(torch.uint8)), name
                 if gathered is not None:

@@ -34,7 +34,7 @@ def write(folder: Path, tensors: dict[str, tuple[torch.Tensor, Layout | None]], 
         local = {name: take(whole, layout, rank) for name, (whole, layout) in tensors.items()}
         name = f"rank-{rank:05}-of-{size:05}-{SAVE}.safetensors"
         writer = SummedWriter(folder / name, local, metadata={"save": SAVE, "rank": str(rank)})
-        writer.write_all(local)
+        writer.write_all(local.__getitem__)
         files.append(RankFile(name, writer.size, f"{writer.crc32:08x}"))
         for key, tensor in load_file(folder / name).items():
             assert torch.equal(tensor, local[key])

@@ -6,8 +6,9 @@ the same indices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -16,9 +17,9 @@ from torch import nn
 from ...errors import UnsupportedError
 from ...marks import Mark
 from ...ranks.group import TensorParallelGroup
-from ...slices.bundle import Place
+from ...slices.bundle import Origin, Parts, Place
 from ...slices.layout import Layout, Range, Split
-from ...strategies import SHARD
+from ...strategies import SHARD, local_tensor
 from ...strategies.shards.shard import ParamShard
 from .format import Quantization
 from .packed import HeldWeight, PackedWeight, packed_weights
@@ -52,16 +53,41 @@ class Outline:
     """The value of a zero-dim tensor."""
 
 
-Shards = list[tuple[int | None, Sequence[Place], torch.Tensor]]
-"""Shards of one stored tensor: (sharded dim, places of the indices in the shard, shard)."""
+@dataclass(frozen=True)
+class Shard:
+    """The part of a stored tensor that belongs to one packed weight."""
+
+    origin: Origin
+    dim: int | None
+    """The sharded dim; None if it is the full tensor."""
+    parts: Parts
+    key: str
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The ranges of the sharded dim in the shard."""
+        return () if self.dim is None else self.origin.places[self.dim]
+
+    def values(self) -> torch.Tensor:
+        """The stored values; integers in an operator's layout are converted back by this call."""
+        return self.parts[self.key].detach()
+
+
+STORED_VALUES: Mark[Callable[[], torch.Tensor]] = Mark("tp_stored_values")
+"""Makes the shard of a stored tensor; set on its placeholder in a state to save."""
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor in a state to save, detached."""
+    make = STORED_VALUES.find(tensor)
+    return local_tensor(tensor) if make is None else make()
 
 
 class Members:
     """The stored tensors of a rank's packed weights."""
 
     def __init__(self, weights: Iterable[HeldWeight]) -> None:
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._shards: dict[str, Shards] = {}
+        self._shards: dict[str, list[Shard]] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
             for decoded in (piece.decoded for piece in weight.pieces):
                 for key, origin in decoded.origins.items():
@@ -73,43 +99,42 @@ class Members:
                     if len(sharded_dims) > 1:
                         raise _unsaved(f"{origin.name} cut along {len(sharded_dims)} dims", "one")
                     dim = sharded_dims[0] if sharded_dims else None
-                    self._shapes[origin.name] = origin.shape
-                    places = [] if dim is None else origin.places[dim]
-                    self._shards.setdefault(origin.name, []).append((dim, places, decoded.parts[key]))
+                    self._shards.setdefault(origin.name, []).append(Shard(origin, dim, decoded.parts, key))
 
     def outlines(self) -> dict[str, Outline]:
         """Return the outlines of the rank's stored tensors, by name."""
-        return {name: self._outline(self._shapes[name], shards) for name, shards in self._shards.items()}
+        return {name: self._outline(shards) for name, shards in self._shards.items()}
 
-    def _outline(self, shape: tuple[int, ...], shards: Shards) -> Outline:
-        shard = shards[0][2]
-        dim = next((None for dim, _, _ in shards if dim is None), shards[0][0])
-        if len({dim for dim, _, _ in shards if dim is not None}) > 1:
+    def _outline(self, shards: Sequence[Shard]) -> Outline:
+        origin = shards[0].origin
+        dim = next((None for shard in shards if shard.dim is None), shards[0].dim)
+        if len({shard.dim for shard in shards if shard.dim is not None}) > 1:
             raise _unsaved("a stored tensor cut along several dims", "one")
         ranges = (
-            ()
-            if dim is None
-            else tuple((start, start + count) for _, places, _ in shards for start, _, count in places)
+            () if dim is None else tuple((start, start + count) for shard in shards for start, _, count in shard.places)
         )
-        return Outline(shape, shard.dtype, dim, ranges, None if shape or shard.is_meta else shard.cpu())
+        scalar = None if origin.shape else shards[0].values()
+        return Outline(
+            origin.shape, origin.dtype, dim, ranges, None if scalar is None or scalar.is_meta else scalar.cpu()
+        )
 
     def local(self, name: str, outline: Outline, layout: Layout | None, rank: int) -> torch.Tensor:
         """Return the shard of `rank` (this rank) in `layout`; a view if the indices are contiguous in memory."""
         shards = self._shards.get(name, [])
-        complete = next((shard for dim, _, shard in shards if dim is None), None)
+        complete = next((shard for shard in shards if shard.dim is None), None)
         if layout is None:
-            value = outline.scalar if complete is None else complete.detach()
+            value = outline.scalar if complete is None else complete.values()
             assert value is not None
             return value
-        dim, ranges = layout.dim, []
+        ranges: list[tuple[Shard, int, int]] = []
         for start, stop in layout.split.ranges[rank]:
             if complete is not None:
                 ranges.append((complete, start, stop - start))
                 continue
             shard, position = next(
                 (shard, position + start - first)
-                for _, places, shard in shards
-                for first, position, count in places
+                for shard in shards
+                for first, position, count in shard.places
                 if first <= start and stop <= first + count
             )
             if ranges and ranges[-1][0] is shard and ranges[-1][1] + ranges[-1][2] == position:
@@ -118,8 +143,9 @@ class Members:
                 ranges.append((shard, position, stop - start))
         if not ranges:
             return torch.empty(layout.local_shape(outline.shape, rank), dtype=outline.dtype)
-        views = [shard.narrow(dim, position, count) for shard, position, count in ranges]
-        return views[0] if len(views) == 1 else torch.cat(views, dim)
+        values = {id(shard): shard.values() for shard, _, _ in ranges}
+        views = [values[id(shard)].narrow(layout.dim, position, count) for shard, position, count in ranges]
+        return views[0] if len(views) == 1 else torch.cat(views, layout.dim)
 
 
 def stored_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Outline, Layout | None]]:
@@ -156,7 +182,7 @@ def _layout(name: str, per_rank: Sequence[Outline | None]) -> tuple[Outline, Lay
 
 
 def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of the stored tensors of packed weights, by their names in the checkpoint.
+    """Return placeholders of the stored tensors of packed weights, by their names in the checkpoint, for `values_of`.
 
     Collective: call on all ranks. Raises UnsupportedError if a quantised weight is not packed.
     """
@@ -180,14 +206,13 @@ def place_stored(
     group: TensorParallelGroup,
     members: Members | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's shards, marked with their `ParamShard`; on the meta device if there are no `members`."""
+    """Return placeholders on the meta device, marked with their `ParamShard`; the values are those of `members`."""
     state = {}
     for name, (outline, layout) in layouts.items():
-        if members is None:
-            shape = outline.shape if layout is None else layout.local_shape(outline.shape, group.rank)
-            state[name] = torch.empty(shape, dtype=outline.dtype, device="meta")
-        else:
-            state[name] = members.local(name, outline, layout, group.rank).detach()
+        shape = outline.shape if layout is None else layout.local_shape(outline.shape, group.rank)
+        state[name] = torch.empty(shape, dtype=outline.dtype, device="meta")
+        if members is not None:
+            STORED_VALUES.put(state[name], partial(members.local, name, outline, layout, group.rank))
         shard = ParamShard(torch.Size(outline.shape), layout, group, use_dtensor=False)
         SHARD.put(state[name], shard)
     return state

@@ -27,12 +27,12 @@ from ...anatomy.names import tied_parameters
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...strategies import local_tensor, shard_of, unsharded_like
+from ...strategies import shard_of, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
 from ..quantization.format import Format
-from ..quantization.members import PACKED_CHECKPOINT, packed_state
+from ..quantization.members import PACKED_CHECKPOINT, packed_state, values_of
 from ..quantization.packed import packed_weights
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, VARIANT
@@ -280,7 +280,7 @@ def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """Gather the full tensor on the CPU of rank 0; None on other ranks."""
     shard = shard_of(tensor)
     if shard is not None:
-        return shard.gather(local_tensor(tensor))
+        return shard.gather(values_of(tensor))
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu() if group.rank == 0 else None

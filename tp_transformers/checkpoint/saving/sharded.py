@@ -25,6 +25,7 @@ from ...ranks.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity
+from ..quantization.members import values_of
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .save import config_last, names_in, saved_state, write_configs
@@ -103,7 +104,7 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
         make_folder(folder)  # if this rank sees another file system than rank 0
         local = {name: local_tensor(tensor) for name, tensor in state.items()}
         with closing(open_writer(path, local, save=save, rank=group.rank)) as writer:
-            writer.write_all(local)
+            writer.write_all(lambda name: values_of(state[name]))
         return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
 
     with ExitStack() as stack:

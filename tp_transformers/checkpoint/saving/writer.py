@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -189,10 +189,10 @@ class SummedWriter(Writer):
     """CRC-32 of all bytes written so far, including the header."""
     _end = 0
 
-    def write_all(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write all tensors in file order, and finish the file (synced to disk)."""
+    def write_all(self, values: Callable[[str], Tensor]) -> None:
+        """Write the `values` of all tensors in file order, and finish the file (synced to disk)."""
         for name in list(self.pending):
-            self.write(name, tensors[name])
+            self.write(name, values(name))
         self.finish()
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
