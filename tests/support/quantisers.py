@@ -102,6 +102,7 @@ def compressed(folder: Path, target: Path, *, form: str, **weights: Any) -> Any:
 
 def _compress(form: str, weights: dict[str, Any], weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """The members of a weight, and what the library makes of them."""
+    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam

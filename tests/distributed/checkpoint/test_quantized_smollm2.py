@@ -133,5 +133,6 @@ def test_text_is_that_of_one_process(pool: Any, case: Any, smollm2: Path, tmp_pa
             assert result["logits"] < TOLERANCE
             assert result["tokens"]
             if result["packed"]:
-                assert result["held"] <= result["read"] <= 1.01 * result["held"]  # shapes; groups of all columns
+                assert result["held"] <= 1.1 * result["read"]  # the operators' own scales
+                assert result["read"] <= 1.01 * result["held"]  # shapes; groups of all columns
     assert_same_tensors(folder, tmp_path / "saved")
