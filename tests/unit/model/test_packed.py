@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tp_transformers.checkpoint.quantization.bitsandbytes import BitsAndBytes
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.format import Format
 from tp_transformers.checkpoint.quantization.gptq import Gptq
+from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.checkpoint.quantization.packed import PackedWeight, pack
 from tp_transformers.model.packed import int4, int8
 from tp_transformers.model.packed.products import with_products
@@ -172,6 +174,33 @@ def test_a_packed_tensor_computes_as_the_decoded_one() -> None:
             assert type(ours) is Tensor
             assert relative(ours, theirs) < 1e-5
         assert relative(*grads) < 1e-5
+
+
+def mxfp4_experts() -> LazyTensor:
+    """(3 experts, 64 in, 40 out), stored as (experts, out, in)."""
+    blocks = torch.randint(256, (3, 40, 2, 16), dtype=torch.uint8)
+    stored = {"e_blocks": blocks, "e_scales": torch.randint(120, 130, blocks.shape[:-1], dtype=torch.uint8)}
+    tensors = {name: Resident(tensor) for name, tensor in stored.items()}
+    return Mxfp4.of({}).expressed(tensors, stays_packed=True)["e"]
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    lazy = mxfp4_experts()
+    for dim in data.draw(st.sets(st.integers(0, 2))):
+        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
+    if not lazy.numel():
+        return
+    weight = packed(lazy, torch.float32)
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    assert torch.equal(exact, lazy.materialize())
+    with mock.patch.object(PackedWeight, "decoded", side_effect=AssertionError("decoded at once")):
+        for expert in range(lazy.shape[0]):
+            for shape in ((), (3,), (2, 3)):
+                x = torch.randn(*shape, lazy.shape[1])
+                assert relative(x @ tensor[expert], x @ exact[expert]) < 1e-5
 
 
 def test_casts_and_no_tokens() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...slices.bundle import Decode, Parts
+from .format import by_blocks
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,15 @@ class Affine:
 
 
 def by_groups(integers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int | None) -> torch.Tensor:
-    """Decode unsigned integers (rows, columns) in the dtype of the scales, as the libraries of GPTQ and AWQ do."""
-    zeros = zeros.to(torch.int16)
-    if group is not None:
-        scales, zeros = (each.repeat_interleave(group, 1)[:, : integers.shape[1]] for each in (scales, zeros))
-    return (integers.to(torch.int16) - zeros).to(scales.dtype) * scales
+    """Decode unsigned integers (rows, columns) in float32, rounded to the dtype of the scales.
+
+    These are the bits of the products in that dtype, which the libraries of GPTQ and AWQ compute. `group`: columns that
+    share a scale; None for all.
+    """
+    values = integers.to(torch.float32)
+    for part, operation in ((zeros, torch.Tensor.sub_), (scales, torch.Tensor.mul_)):
+        operation(*by_blocks(values, part.to(torch.float32), (group,)))
+    return values.to(scales.dtype)
 
 
 def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:

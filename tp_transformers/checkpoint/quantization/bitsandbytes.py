@@ -19,7 +19,7 @@ from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine
-from .format import Format, Tensors, bundle, inconsistent, member, unsupported
+from .format import Format, Tensors, bundle, by_blocks, inconsistent, member, pair_table, unpack_pairs, unsupported
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALE = 7.874015718698502e-3
@@ -110,7 +110,7 @@ class BitsAndBytes(Format):
 
 
 def _decode_rows(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return parts["values"] * parts["scales"].unsqueeze(1) * _SCALE
+    return parts["values"].to(torch.float32).mul_(parts["scales"].unsqueeze(1)).mul_(_SCALE)
 
 
 def _integers(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
@@ -126,5 +126,7 @@ def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, 
     pairs, scales = parts["values"], parts["scales"]
     if "of" in parts:
         scales = parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + offset
-    values = parts["map"][torch.stack((pairs >> 4, pairs & 0xF), -1).flatten(-2).long()]
-    return (values * scales.repeat_interleave(block, 1)).to(dtype)
+    values = unpack_pairs(pairs, pair_table(parts["map"], high_first=True))
+    blocks, scales = by_blocks(values, scales, (block,))
+    blocks.mul_(scales)
+    return values.to(dtype)

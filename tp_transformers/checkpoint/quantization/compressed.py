@@ -21,8 +21,22 @@ import torch
 
 from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
 from ...slices.lazy import LazyTensor
+from ..reading.memory import from_float8
 from .affine import Affine, pack_words
-from .format import Format, Tensors, bundle, inconsistent, member, packed, unpack, unsupported
+from .format import (
+    FP4,
+    Format,
+    Tensors,
+    bundle,
+    by_blocks,
+    inconsistent,
+    member,
+    packed,
+    pair_table,
+    unpack,
+    unpack_pairs,
+    unsupported,
+)
 
 _PACKED = "pack-quantized"
 _MICRO = {
@@ -35,7 +49,7 @@ _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MI
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
 """Stored tensors that no weight depends on: shapes, and scales of activations, which stay in floating point."""
-_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+_PAIRS = pair_table(FP4)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -90,6 +104,11 @@ class Scheme:
             (int(rows), int(columns)) if strategy == "block" else None,
             form if micro is not None else None,
         )
+
+    @property
+    def scaled_block(self) -> tuple[int, int | None]:
+        """Rows and columns of a block with one scale; None for all columns."""
+        return self.block or (1, self.group)
 
     def targets_by_name(self, module: str) -> bool:
         """Return True if a target is the name of `module`, a suffix of it, or a pattern that matches it."""
@@ -217,18 +236,28 @@ class Compressed(Format):
 
 
 def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Decode in `dtype`, mostly that of the scales, as the library does."""
-    values, scales = parts["values"], parts["scales"]
+    """Decode in float32, rounded to `dtype`: the bits of the library, which computes in `dtype`."""
+    zeros: torch.Tensor | int = 0
     if scheme.micro is not None:
-        pairs = torch.stack((values & 0xF, values >> 4), -1).flatten(-2) if scheme.bits == 4 else None
-        values = values if pairs is None else _FP4.to(values.device)[pairs.long()]
+        scales = parts["scales"]
         scales = 2.0 ** (scales.int() - 127).to(dtype) if scales.dtype == torch.uint8 else scales.to(dtype)
         scales = scales / parts["divisor"] if "divisor" in parts else scales
-        return (values.to(dtype).to(scales.dtype) * _spread(scales, scheme, shape)).to(dtype)
-    integers = _integers(scheme, parts, shape)
-    scales, zeros = _scales_and_zeros(scheme, parts, shape)
-    offsets = _spread(zeros.to(dtype), scheme, shape) if isinstance(zeros, torch.Tensor) else zeros
-    return (integers.to(dtype) - offsets) * _spread(scales.to(dtype), scheme, shape)
+    else:
+        scales, zeros = _scales_and_zeros(scheme, parts, shape)
+        scales = scales.to(dtype)
+    if scheme.micro is not None and scheme.bits == 4:
+        values = unpack_pairs(parts["values"], _PAIRS)
+    else:
+        values = _integers(scheme, parts, shape)
+        values = from_float8(values) if values.is_floating_point() else values.to(torch.float32)
+    if isinstance(zeros, torch.Tensor):
+        blocks, zeros = by_blocks(values, zeros.to(torch.float32), scheme.scaled_block)
+        blocks.sub_(zeros)
+    elif zeros:
+        values.sub_(zeros)
+    blocks, scales = by_blocks(values, scales.to(torch.float32), scheme.scaled_block)
+    blocks.mul_(scales)
+    return values.to(dtype)
 
 
 def _integers(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
@@ -246,11 +275,3 @@ def _scales_and_zeros(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> tup
         zeros = unpack(zeros.mT, scheme.bits, shape[-2]).mT.to(torch.int16)
         return parts["scales"], zeros if scheme.is_packed else zeros - offset
     return parts["scales"], zeros.to(torch.int16) + offset if scheme.is_packed else zeros
-
-
-def _spread(scales: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
-    """Repeat scales of groups or blocks, so that they broadcast to `shape`."""
-    if scheme.block is not None:
-        scales = scales.repeat_interleave(scheme.block[0], -2)[..., : shape[-2], :]
-    columns = scheme.group or (scheme.block or (0, 0))[1]
-    return scales.repeat_interleave(columns, -1)[..., : shape[-1]] if columns else scales

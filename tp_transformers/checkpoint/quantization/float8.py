@@ -17,7 +17,7 @@ from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
 from ..reading.memory import from_float8
-from .format import Format, Tensors, bundle, inconsistent, unsupported
+from .format import Format, Tensors, bundle, by_blocks, inconsistent, unsupported
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
@@ -94,14 +94,7 @@ def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
 
 
 def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    values, scales = from_float8(parts["values"]), parts["scales"].to(torch.float32)
-    sizes = [min(size or length, length) for size, length in zip(block, shape, strict=True)]
-    if all(length % size == 0 for size, length in zip(sizes, shape, strict=True)):
-        counts = [length // size for size, length in zip(sizes, shape, strict=True)]
-        blocks = values.view([each for pair in zip(counts, sizes, strict=True) for each in pair])
-        blocks.mul_(scales.reshape([each for count in scales.shape for each in (count, 1)]))
-        return values
-    for dim, size in enumerate(block):
-        if size is not None:
-            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
-    return values.mul_(scales)
+    values = from_float8(parts["values"])
+    blocks, scales = by_blocks(values, parts["scales"].to(torch.float32), block)
+    blocks.mul_(scales)
+    return values

@@ -167,3 +167,41 @@ def unpack(words: torch.Tensor, bits: int, length: int) -> torch.Tensor:
         pairs = wide[..., first // 32] | wide[..., first // 32 + 1] << 32
         values = ((pairs >> first % 32) & ((1 << bits) - 1)).to(torch.uint8)
     return values[..., :length]
+
+
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""Values of FP4 (E2M1), by their bits."""
+
+
+def pair_table(values: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
+    """Byte -> the float32 `values` (16) of its halves, low half first, as one int64: one lookup gives both."""
+    low, high = values.repeat(16), values.repeat_interleave(16)
+    return torch.stack((high, low) if high_first else (low, high), -1).view(torch.int64).flatten()
+
+
+def unpack_pairs(pairs: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Look up the bytes (..., n) in a `pair_table`: (..., 2 n) float32."""
+    values = table.to(pairs.device).index_select(0, pairs.flatten().int()).view(torch.float32)
+    return values.view(*pairs.shape[:-1], -1)
+
+
+def by_blocks(
+    values: torch.Tensor, scales: torch.Tensor, block: Sequence[int | None]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of contiguous `values` and of `scales`, one for each block, that broadcast: operations change `values`.
+
+    `block`: its lengths in the last dims, None for the full length; 1 in all others. Scales of an incomplete last block
+    are repeated.
+    """
+    if scales.numel() == 1:
+        return values, scales.flatten()
+    block = (*(1 for _ in values.shape[len(block) :]), *block)
+    sizes = [min(size or length, length) for size, length in zip(block, values.shape, strict=True)]
+    if all(length % size == 0 for size, length in zip(sizes, values.shape, strict=True)):
+        counts = [length // size for size, length in zip(sizes, values.shape, strict=True)]
+        values = values.view([each for pair in zip(counts, sizes, strict=True) for each in pair])
+        return values, scales.reshape([each for count in scales.shape for each in (count, 1)])
+    for dim, size in enumerate(block):
+        if size is not None:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+    return values, scales

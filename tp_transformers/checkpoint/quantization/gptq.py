@@ -129,7 +129,7 @@ def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     if form.ordered:  # every column names its group
         group_of = parts["order"].long()
         scales, offsets = scales[:, group_of], offsets[:, group_of]
-    return by_groups(_integers(form, parts, shape), scales, offsets, None if form.ordered else form.group)
+    return by_groups(_integers(form, parts, shape), scales, offsets, 1 if form.ordered else form.group)
 
 
 def _integers(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -18,12 +18,12 @@ import torch
 from ...slices.bundle import Cut, Member, Parts
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
-from .format import Format, Tensors, bundle, inconsistent, member
+from .format import FP4, Format, Tensors, bundle, by_blocks, inconsistent, member, pair_table, unpack_pairs
 
 _BLOCK, _BIAS = 32, 127
-_HALF = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-_PAIRS = torch.stack((_HALF.repeat(16), _HALF.repeat_interleave(16)), -1).view(torch.int64).flatten()
-"""Byte -> its two float32 values, low half first, as one int64, so that one lookup gives both."""
+_DOUBLED = pair_table(FP4 * 2)
+_HALVED_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS - 1)
+"""Byte of a scale -> half of its power of two: the largest power overflows float32, its half does not."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ class Mxfp4(Format):
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Multiply by the scale in two factors, since the largest power of two overflows float32."""
-    pairs, scales = parts["pairs"], parts["scales"]
-    values = _PAIRS.to(pairs.device).index_select(0, pairs.flatten().int()).view(torch.float32)
-    powers = scales.to(torch.int32).unsqueeze(-1) - _BIAS
-    ones, first = torch.ones(powers.shape, device=powers.device), powers // 2
-    values = values.view(*scales.shape, _BLOCK)
-    return values.mul_(torch.ldexp(ones, first)).mul_(torch.ldexp(ones, powers - first)).flatten(-2)
+    values, scales = unpack_pairs(parts["pairs"], _DOUBLED), parts["scales"]
+    powers = _HALVED_POWERS.to(scales.device)[scales.int()]
+    blocks, powers = by_blocks(values, powers, (_BLOCK,))
+    blocks.mul_(powers)
+    return values

@@ -124,6 +124,15 @@ class Piece:
         decoded = self.decoded.at(0, self.decoded.dims[0].indices[index - first])
         return replace(self, decoded=decoded, size=(1, *self.size[1:]), offset=self.offset - first * numel)
 
+    def transposed(self, rows: int, columns: int) -> Piece:
+        """The piece of the transposed matrix (columns, rows)."""
+
+        def moved(place: int) -> int:
+            row, column = divmod(place, columns)
+            return column * rows + row
+
+        return replace(self, stride=tuple(map(moved, self.stride)), offset=moved(self.offset))
+
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -161,6 +170,13 @@ class PackedWeight:
             pieces = [piece for each in self.pieces if (piece := each.at(index, numel)) is not None]
             self._selected[index] = PackedWeight(self.shape[1:], self.dtype, self.device, pieces)
         return self._selected[index]
+
+    @cached_property
+    def transposed(self) -> PackedWeight:
+        """The transposed matrix."""
+        rows, columns = self.shape
+        pieces = [piece.transposed(rows, columns) for piece in self.pieces]
+        return PackedWeight(torch.Size((columns, rows)), self.dtype, self.device, pieces)
 
     @cached_property
     def row_blocks(self) -> Sequence[Piece] | None:

@@ -22,7 +22,7 @@ from ...torch_api import (
 
 
 class PackedTensor(Tensor):
-    """A tensor that `linear` multiplies packed, and that all other operations see decoded.
+    """A tensor that `linear` and `matmul` multiply packed, and that all other operations see decoded.
 
     An index of dim 0 selects one of several experts, and decodes nothing.
     """
@@ -37,14 +37,16 @@ class PackedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Multiply packed in `linear`; see the class."""
+        """Multiply packed in `linear` and `matmul`; see the class."""
         kwargs = kwargs or {}
         if func in _DESCRIBING:
             with as_torch():
                 return func(*args, **kwargs)
-        if func is linear and isinstance(args[1], PackedTensor) and type(args[0]) is Tensor:
+        if (func is linear or func in _MATMULS) and isinstance(args[1], PackedTensor) and type(args[0]) is Tensor:
+            weight = args[1].held if func is linear else _transposed(args[1].held)
             is_cast = torch.is_autocast_enabled(args[0].device.type)  # to another dtype than that of the weight
-            return _decoded(func, args, kwargs) if is_cast else _linear(*args, **kwargs)
+            if weight is not None and not is_cast:
+                return _linear(args[0], weight, *args[2:], **kwargs)
         if func is Tensor.__getitem__ and _is_expert(*args):
             return PackedTensor(args[0].held.select(int(args[1])))
         return _decoded(func, args, kwargs)
@@ -62,6 +64,7 @@ _DESCRIBING = {
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "element_size", "is_floating_point", "__len__")),
 }
 """Functions that need no values."""
+_MATMULS = {torch.matmul, Tensor.matmul, Tensor.__matmul__}
 
 
 def _is_expert(weight: Any, index: Any) -> bool:
@@ -70,8 +73,13 @@ def _is_expert(weight: Any, index: Any) -> bool:
     return is_index and weight.ndim == 3 and isinstance(weight.held, PackedWeight)
 
 
-def _linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    held, tokens = weight.held, x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
+def _transposed(weight: HeldWeight) -> HeldWeight | None:
+    """The matrix (in, out) as (out, in); None if it is no such matrix."""
+    return weight.transposed if isinstance(weight, PackedWeight) and len(weight.shape) == 2 else None
+
+
+def _linear(x: Tensor, held: HeldWeight, bias: Tensor | None = None) -> Tensor:
+    tokens = x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
     if torch.is_grad_enabled() and x.requires_grad:
         y: Tensor = _Linear.apply(tokens, held)
     else:
