@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, processes
-from .quantised import DEQUANTISED, FORMATS, GROUP, MXFP4, PACKED, STEPS, WIDTHS, Job
+from .quantised import ALL_EXPERTS, DEQUANTISED, FORMATS, GROUP, MXFP4, PACKED, STEPS, WIDTHS, Job
 from .report import save, shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,6 +99,12 @@ def table(result: dict[str, Any]) -> str:
         "decode, prefill: seconds of packed weights / of the same weights dequantised to bfloat16, the slowest rank, "
         f"median (min to max) of {result['rounds']} rounds, the sides in turn; a decode is the mean of {STEPS} steps; "
         f"gloo ranks with one thread each; {about['date']}",
+        *(
+            f"{row['format']}, {row['ranks']} ranks, {ALL_EXPERTS} in each module: "
+            + ", ".join(f"{name} {shown_spread(found[ALL_EXPERTS])}" for name, found in row["ratios"].items())
+            for row in result["rows"]
+            if ALL_EXPERTS in row["ratios"]["decode"]
+        ),
         f"int4, gptq, awq: groups of {GROUP}; int8: a scale per row; fp8: blocks of {GROUP} x {GROUP}; mxfp4: GPT-OSS, "
         "32 experts, 4 of them for a token",
         "held, read: most bytes of a rank, packed / dequantised; error: largest difference of logits to those of fp32, "

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, logging
 
 import tp_transformers
+from tp_transformers.model.packed import forward
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,7 +40,7 @@ EXPERTS = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
 PROMPT, STEPS = 512, 8
-DEQUANTISED, PACKED = "dequantised", "packed"
+DEQUANTISED, PACKED, ALL_EXPERTS = "dequantised", "packed", "all experts decoded"
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,12 @@ def prefill(model: Any) -> float:
 SCENARIOS: dict[str, Callable[[Any], float]] = {"decode": decode, "prefill of 512": prefill}
 
 
+def decoding_all(scenario: Callable[[Any], float], model: Any) -> float:
+    """Seconds of a scenario in which every module decodes its packed weights in full, as without `model/packed`."""
+    with mock.patch.object(forward, "PackedTensor", lambda weight: weight.decoded()):
+        return scenario(model)
+
+
 @torch.no_grad()
 def run(job: Job) -> dict[str, Any]:
     """Load the sides, compare their logits with those of fp32, and time them in turn."""
@@ -200,11 +208,15 @@ def run(job: Job) -> dict[str, Any]:
     errors = {
         side: float((model(prompt(8)).logits - exact).abs().max() / exact.abs().max()) for side, model in sides.items()
     }
+    if job.format == MXFP4:
+        sides[ALL_EXPERTS] = sides[PACKED]
     refused: dict[str, str] = {}
     if job.size == 1:
         tp_transformers.disable()
         try:
-            sides["transformers"] = load(job.folder, dtype=torch.bfloat16).eval()
+            theirs = load(job.folder, dtype=torch.bfloat16).eval()
+            theirs(prompt(8))
+            sides["transformers"] = theirs
         except Exception as error:
             refused["transformers"] = (str(error).splitlines() or [type(error).__name__])[0][:100]
     seconds: dict[str, dict[str, list[float]]] = {name: {side: [] for side in sides} for name in SCENARIOS}
@@ -212,7 +224,7 @@ def run(job: Job) -> dict[str, Any]:
         for name, scenario in SCENARIOS.items():
             for side, model in sides.items():
                 dist.barrier()
-                took = scenario(model)
+                took = decoding_all(scenario, model) if side == ALL_EXPERTS else scenario(model)
                 if number:  # the first round warms up
                     seconds[name][side].append(took)
     return {

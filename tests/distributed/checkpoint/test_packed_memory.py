@@ -22,7 +22,12 @@ pytestmark = pytest.mark.distributed
 
 TILE = 1 << 16
 """Elements decoded at a time, in place of a million."""
-TILES = ("slices.bundle._TILE", "model.packed.int4.TILE", "model.packed.int8.TILE")
+SIZES = {
+    "slices.bundle._TILE": TILE,
+    "model.packed.int4.CHUNK": TILE,
+    "model.packed.operator.CHUNK": TILE,
+    "model.packed.operator.TILE": 4 * TILE,
+}
 HIDDEN, INTERMEDIATE, LAYERS = 256, 4096, 3
 MATRIX = HIDDEN * INTERMEDIATE
 """Elements of each of the 3 large matrices of a layer."""
@@ -38,8 +43,8 @@ FORMATS = {
 def peaks(packed: str, plain: str, to: str) -> dict[str, int]:
     """Run on every rank: bytes at the peak of each step, without those that it leaves behind."""
     with ExitStack() as stack:
-        for name in TILES:
-            stack.enter_context(mock.patch(f"tp_transformers.{name}", TILE))
+        for name, size in SIZES.items():
+            stack.enter_context(mock.patch(f"tp_transformers.{name}", size))
         found = {}
         with Memory() as memory:
             model = load(packed, dtype=torch.bfloat16, tp_dequantize=False)

@@ -96,6 +96,11 @@ class Piece:
         """Rows of the matrix."""
         return self.size[-2]
 
+    def has_rows(self, columns: int) -> bool:
+        """True if it consists of complete rows of a matrix of `columns`; the stride of a dim of length 1 is any."""
+        strides = zip(self.size[-2:], self.stride[-2:], (columns, 1), strict=True)
+        return self.size[-1] == columns and all(size == 1 or stride == step for size, stride, step in strides)
+
     def fill(self, weight: torch.Tensor) -> None:
         """Decode into `weight`."""
         view = weight.as_strided(self.size, self.stride, self.offset)
@@ -181,8 +186,7 @@ class PackedWeight:
     @cached_property
     def row_blocks(self) -> Sequence[Piece] | None:
         """The pieces in the order of their rows, if each consists of complete rows of the matrix; else None."""
-        columns = self.shape[-1]
-        if any(piece.stride[-2:] != (columns, 1) or piece.size[-1] != columns for piece in self.pieces):
+        if not all(piece.has_rows(self.shape[-1]) for piece in self.pieces):
             return None
         return sorted(self.pieces, key=lambda piece: piece.offset)
 

@@ -9,7 +9,6 @@ weight is decoded a few rows at a time. The layout depends on the processor: `_b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,7 +17,7 @@ import torch
 from ...checkpoint.quantization.affine import Affine
 from ...slices.bundle import Decoded
 from ...torch_api import int4_product, pack_int4
-from .operator import TILE, Operator
+from .operator import CHUNK, Operator
 
 GROUPS = (256, 128, 64, 32)
 """Columns that may share a scale in the operator."""
@@ -29,6 +28,7 @@ class Int4(Operator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 4 bits."""
 
     title = "int4 operator"
+    is_row_major = False
 
     packed: torch.Tensor
     """(rows, columns / 2) uint8, rows padded to blocks, columns to groups."""
@@ -51,7 +51,7 @@ class Int4(Operator):
         padded, groups = _rounded(shape[0], block), -(-shape[1] // group)
         integers = affine.integers(decoded.parts, shape)
         packed = torch.empty(padded, groups * group // 2, dtype=torch.uint8)
-        step = max(TILE // shape[1] // block, 1) * block
+        step = max(CHUNK // shape[1] // block, 1) * block
         for low in range(0, padded, step):
             tile = torch.zeros(min(step, padded - low), groups * group, dtype=torch.int32)
             part = integers[low : low + step]
@@ -86,22 +86,24 @@ class Int4(Operator):
         values = torch.stack((pairs & 0xF, pairs >> 4), 1).transpose(2, 3).reshape(len(self.packed), -1)
         return values[: self.rows.length, : self.columns.length]
 
-    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        columns = self.width
-        blocks = self.packed.view(-1, columns, self.block // 2)
-        step = max(TILE // columns // self.block, 1)
-        for low in range(0, len(blocks), step):
-            pairs = blocks[low : low + step].transpose(0, 1)
-            tile = torch.empty(*pairs.shape[:2], 2, self.block // 2, dtype=dtype)
-            tile[:, :, 0], tile[:, :, 1] = pairs & 0xF, pairs >> 4
-            first, count = low * self.block, pairs.shape[1] * self.block
-            by_group = tile.view(-1, self.group, count)
-            offsets = 8 if self.offsets is None else self.offsets
-            by_group -= offsets[:, None, first : first + count] if isinstance(offsets, torch.Tensor) else offsets
-            by_group *= self.scales_and_zeros[:, None, first : first + count, 0]
-            if self.offsets is None:
-                by_group += self.scales_and_zeros[:, None, first : first + count, 1]
-            yield first, by_group.view(columns, count)
+    @property
+    def unit(self) -> int:
+        return self.block
+
+    def decode(self, first: int, last: int) -> torch.Tensor:
+        pairs = self.packed[first:last].view(-1, self.width, self.block // 2).transpose(0, 1)
+        values = torch.empty(*pairs.shape[:2], 2, self.block // 2)
+        values[:, :, 0], values[:, :, 1] = pairs & 0xF, pairs >> 4
+        by_group = values.view(-1, self.group, last - first)
+        # Contiguous scales are added and multiplied several times as fast.
+        scales, zeros = self.scales_and_zeros[:, None, first:last].float().permute(3, 0, 1, 2).contiguous()
+        if self.offsets is None:
+            zeros = zeros - 8 * scales
+        else:  # exact, while the values of 8 are rounded
+            offsets = self.offsets
+            zeros = -scales * (offsets[:, None, first:last] if isinstance(offsets, torch.Tensor) else offsets)
+        torch.addcmul(zeros, by_group, scales, out=by_group)
+        return values.view(self.width, last - first)
 
 
 @cache

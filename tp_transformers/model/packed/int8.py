@@ -5,7 +5,6 @@ aten::_weight_int8pack_mm(x (tokens, columns), weight (rows, columns) int8, scal
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn.functional import pad
 from ...checkpoint.quantization.affine import Affine
 from ...slices.bundle import Decoded
 from ...torch_api import int8_product
-from .operator import TILE, Operator
+from .operator import Operator
 
 _UNIT = 32
 """The operator reads columns in vectors of up to 32, also beyond the last one."""
@@ -25,6 +24,7 @@ class Int8(Operator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 8 bits."""
 
     title = "int8 operator"
+    is_row_major = True
 
     values: torch.Tensor
     """(rows, columns) int8, columns padded to `_UNIT`; 128 less than the stored integers if those are uint8."""
@@ -61,11 +61,9 @@ class Int8(Operator):
         product: torch.Tensor = int8_product(x, self.values, self.scales)
         return product
 
-    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        step = max(TILE // self.width, 1)
-        for low in range(0, self.height, step):
-            rows = slice(low, low + step)
-            yield low, self.values[rows].to(dtype).mul_(self.scales[rows, None]).t()
+    def decode(self, first: int, last: int) -> torch.Tensor:
+        rows = slice(first, last)
+        return self.values[rows].to(torch.float32).mul_(self.scales[rows, None]).t()
 
     def integers(self) -> torch.Tensor:
         values = self.values[:, : self.columns.length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -15,8 +16,21 @@ from ...slices.bundle import Aligned
 
 FEW = 64
 """Tokens up to which the operators are faster than decoding and torch's matrix product."""
-TILE = 1 << 20
-"""Elements decoded at a time."""
+TILE = 1 << 23
+"""Bytes of decoded rows that are multiplied at a time."""
+CHUNK = 1 << 19
+"""Elements decoded at a time: their float32 values stay in the processor's cache."""
+
+_OF_THREAD = threading.local()
+
+
+def _scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer that the thread keeps: new memory would have to be cleared in every call."""
+    nbytes, buffer = numel * dtype.itemsize, getattr(_OF_THREAD, "buffer", None)
+    if buffer is None or buffer.nbytes < nbytes:
+        with torch.inference_mode(False):
+            buffer = _OF_THREAD.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    return buffer[:nbytes].view(dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +39,8 @@ class Operator(ABC):
 
     title: ClassVar[str]
     """Name in the report of a load."""
+    is_row_major: ClassVar[bool]
+    """True if `decode` makes rows whose columns are adjacent in memory."""
     rows: Aligned
     columns: Aligned
     kept: Mapping[str, torch.Tensor]
@@ -44,9 +60,14 @@ class Operator(ABC):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, width) -> (tokens, height), by the operator."""
 
+    @property
+    def unit(self) -> int:
+        """Rows of which `decode` takes multiples."""
+        return 1
+
     @abstractmethod
-    def tiles(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decode a few rows at a time: (first row, values (width, rows))."""
+    def decode(self, first: int, last: int) -> torch.Tensor:
+        """Decode rows of the layout, in multiples of `unit`: (width, last - first) float32."""
 
     @abstractmethod
     def integers(self) -> torch.Tensor:
@@ -63,13 +84,35 @@ class Operator(ABC):
         if self._spreads:
             x = self.columns.spread(x, self.width)
         x = x.contiguous()
-        if x.shape[0] <= FEW:
-            y = self.multiply(x)
-        else:
-            y, x = x.new_empty(len(x), self.height), x.to(product_dtype(x))
-            for low, tile in self.tiles(x.dtype):
-                y[:, low : low + tile.shape[1]] = x @ tile
+        y = self.multiply(x) if len(x) <= FEW else self._multiply_decoded(x.to(product_dtype(x)), x.dtype)
         return self.rows.take(y, 1) if self._takes else y
+
+    def _multiply_decoded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(tokens, width) -> (tokens, height) in `dtype`, with a few decoded rows at a time."""
+
+        def multiply(rows: range) -> torch.Tensor:
+            return (x @ self._decode_into(_scratch(self.width * len(rows), x.dtype), rows)).to(dtype)
+
+        ranges = list(self._ranges(0, self.height, TILE // x.itemsize))
+        if len(ranges) == 1:
+            return multiply(ranges[0])
+        y = x.new_empty(len(x), self.height, dtype=dtype)
+        for rows in ranges:
+            y[:, rows.start : rows.stop] = multiply(rows)
+        return y
+
+    def _ranges(self, first: int, last: int, numel: int) -> Iterator[range]:
+        """Ranges of rows of about `numel` elements each."""
+        step = max(numel // self.width // self.unit, 1) * self.unit
+        return (range(low, min(low + step, last)) for low in range(first, last, step))
+
+    def _decode_into(self, values: torch.Tensor, rows: range) -> torch.Tensor:
+        """Decode rows of the layout into a flat buffer, a few at a time; returns them as (width, rows)."""
+        values = values[: self.width * len(rows)]
+        values = values.view(-1, self.width).t() if self.is_row_major else values.view(self.width, -1)
+        for chunk in self._ranges(rows.start, rows.stop, CHUNK):
+            values[:, chunk.start - rows.start : chunk.stop - rows.start] = self.decode(chunk.start, chunk.stop)
+        return values
 
     @cached_property
     def _spreads(self) -> bool:
@@ -83,5 +126,6 @@ class Operator(ABC):
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""
-        values = torch.cat([tile for _, tile in self.tiles(torch.bfloat16)], 1)
+        values = torch.empty(self.width * self.height, dtype=torch.bfloat16)
+        values = self._decode_into(values, range(self.height))
         return self.rows.take(self.columns.take(values, 0), 1).t()
