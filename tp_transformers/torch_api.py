@@ -49,6 +49,7 @@ PRIVATE: dict[str, Private] = {
         "other hooks on saved tensors keep their tensors", "strategies model", _RAISES
     ),
     "torch._C._current_graph_task_id": Private("one recomputation for each backward", "strategies", _RAISES),
+    "torch._C._dispatch_has_kernel_for_dispatch_key": Private("operators of a device", "model", _DECODED),
     "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "ranks", "torch.compiler.disable is called"),
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "ranks", "the same"),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Private("`untraced`", "ranks", "the same"),
@@ -80,8 +81,10 @@ PRIVATE: dict[str, Private] = {
     "torch.ops.aten._is_any_true.default": Private("detect_anomaly", "strategies", "detect_anomaly raises"),
     "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
     "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "ranks", _RAISES),
+    "torch.ops.aten._convert_weight_to_int4pack": Private("packed weights of 4 bits on a GPU", "model", _DECODED),
     "torch.ops.aten._convert_weight_to_int4pack_for_cpu": Private("packed weights of 4 bits", "model", _DECODED),
     "torch.ops.aten._unsafe_view": Private("results of other dims, which may change in place", "model", _RAISES),
+    "torch.ops.aten._weight_int4pack_mm": Private("their product on a GPU", "model", _DECODED),
     "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "model", _DECODED),
     "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "model", _DECODED),
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private("products in fp32 elsewhere", "checkpoint", "in fp32"),
@@ -230,7 +233,11 @@ unsafe_view = _take("torch.ops.aten._unsafe_view")
 """Return a result in another shape; unlike a view, the result may be changed in place and recorded."""
 pack_int4 = _take("torch.ops.aten._convert_weight_to_int4pack_for_cpu", None)
 int4_product = _take("torch.ops.aten._weight_int4pack_mm_for_cpu", None)
+pack_int4_for_gpu = _take("torch.ops.aten._convert_weight_to_int4pack", None)
+int4_product_of_gpu = _take("torch.ops.aten._weight_int4pack_mm", None)
 int8_product = _take("torch.ops.aten._weight_int8pack_mm", None)
+has_kernel = _take("torch._C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+"""Return True if an operator has a kernel for a dispatch key, such as CUDA."""
 has_bfloat16 = _take("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
 """Return True if the processor multiplies bfloat16 (AVX-512 and later)."""
 tree_leaves = _take("torch.utils._pytree.tree_leaves")

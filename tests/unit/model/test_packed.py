@@ -22,7 +22,7 @@ from tp_transformers.checkpoint.quantization.format import Format
 from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.checkpoint.quantization.packed import PackedWeight, pack
-from tp_transformers.model.packed import int4, int8
+from tp_transformers.model.packed import int4_cpu, int8
 from tp_transformers.model.packed.products import with_products
 from tp_transformers.model.packed.tensor import PackedTensor
 from tp_transformers.slices.lazy import LazyTensor, Resident
@@ -91,10 +91,10 @@ def int8_of_bitsandbytes() -> LazyTensor:
 
 
 FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
-    "gptq": (gptq, int4.Int4),
-    "awq": (awq, int4.Int4),
-    "int4": (int4_by_groups, int4.Int4),
-    "int4 with zeros": (int4_with_zeros, int4.Int4),
+    "gptq": (gptq, int4_cpu.Int4Cpu),
+    "awq": (awq, int4_cpu.Int4Cpu),
+    "int4": (int4_by_groups, int4_cpu.Int4Cpu),
+    "int4 with zeros": (int4_with_zeros, int4_cpu.Int4Cpu),
     "int8 packed": (int8_packed, int8.Int8),
     "int8": (int8_plain, int8.Int8),
     "bitsandbytes": (int8_of_bitsandbytes, int8.Int8),
@@ -141,7 +141,7 @@ def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
 def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = gptq()
     assert with_products(packed(lazy, torch.float32)).pieces[0].product is None
-    monkeypatch.setattr(int4, "_block_rows", lambda: None)  # as in a torch without the operator
+    monkeypatch.setattr(int4_cpu, "_block_rows", lambda: None)  # as in a torch without the operator
     assert with_products(packed(lazy)).pieces[0].product is None
     monkeypatch.undo()
     stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ...checkpoint.quantization.affine import Affine
 from ...slices.bundle import Decoded
-from ...torch_api import int8_product
+from ...torch_api import has_kernel, int8_product
 from .operator import Operator
 
 _UNIT = 32
@@ -41,7 +41,7 @@ class Int8(Operator):
         scales, zeros = affine.scales(decoded.parts, shape)
         is_unsigned = integers.dtype == torch.uint8
         has_zeros = isinstance(zeros, torch.Tensor) or zeros != (128 if is_unsigned else 0)
-        if int8_product is None or affine.bits != 8 or affine.group is not None or has_zeros:
+        if not _has_operator(integers.device) or affine.bits != 8 or affine.group is not None or has_zeros:
             return None
         values = (integers ^ 128).view(torch.int8) if is_unsigned else integers
         values = pad(values, (0, -shape[1] % _UNIT)).contiguous()
@@ -68,3 +68,8 @@ class Int8(Operator):
     def integers(self) -> torch.Tensor:
         values = self.values[:, : self.columns.length]
         return values.view(torch.uint8) ^ 128 if self.is_unsigned else values
+
+
+def _has_operator(device: torch.device) -> bool:
+    """True if this torch has the operator for `device`; GPUs have it since torch 2.9."""
+    return int8_product is not None and has_kernel("aten::_weight_int8pack_mm", device.type.upper())

@@ -24,13 +24,15 @@ CHUNK = 1 << 19
 _OF_THREAD = threading.local()
 
 
-def _scratch(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A buffer that the thread keeps: new memory would have to be cleared in every call."""
-    nbytes, buffer = numel * dtype.itemsize, getattr(_OF_THREAD, "buffer", None)
+def _scratch(numel: int, x: torch.Tensor) -> torch.Tensor:
+    """A buffer like x. On a CPU the thread keeps it: new memory would have to be cleared in every call."""
+    if x.device.type != "cpu":
+        return x.new_empty(numel)
+    nbytes, buffer = numel * x.itemsize, getattr(_OF_THREAD, "buffer", None)
     if buffer is None or buffer.nbytes < nbytes:
         with torch.inference_mode(False):
             buffer = _OF_THREAD.buffer = torch.empty(nbytes, dtype=torch.uint8)
-    return buffer[:nbytes].view(dtype)
+    return buffer[:nbytes].view(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,8 +78,13 @@ class Operator(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        values = (*(getattr(self, field.name) for field in fields(self)), *self.kept.values())
-        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return sum(tensor.nbytes for tensor in (*self._tensors, *self.kept.values()))
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """The tensors of the layout."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, columns) -> (tokens, rows)."""
@@ -91,7 +98,7 @@ class Operator(ABC):
         """(tokens, width) -> (tokens, height) in `dtype`, with a few decoded rows at a time."""
 
         def multiply(rows: range) -> torch.Tensor:
-            return (x @ self._decode_into(_scratch(self.width * len(rows), x.dtype), rows)).to(dtype)
+            return (x @ self._decode_into(_scratch(self.width * len(rows), x), rows)).to(dtype)
 
         ranges = list(self._ranges(0, self.height, TILE // x.itemsize))
         if len(ranges) == 1:
@@ -126,6 +133,6 @@ class Operator(ABC):
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""
-        values = torch.empty(self.width * self.height, dtype=torch.bfloat16)
+        values = torch.empty(self.width * self.height, dtype=torch.bfloat16, device=self._tensors[0].device)
         values = self._decode_into(values, range(self.height))
         return self.rows.take(self.columns.take(values, 0), 1).t()
