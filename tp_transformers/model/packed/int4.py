@@ -93,17 +93,27 @@ class Int4(Operator):
     def integers(self) -> torch.Tensor:
         return self.unpack(0, self.height)[: self.rows.length, : self.columns.length]
 
-    def scales_and_values_of_0(self, first: int, last: int) -> torch.Tensor:
-        """Two (groups, rows) for rows of the layout: what to multiply integers by, and what to add; float32."""
-        # Contiguous: other scales are multiplied and added several times as slowly.
-        both = self.scales_and_zeros[:, first:last].float().permute(2, 0, 1).contiguous()
-        scales, values = both
+    def scale(self, integers: torch.Tensor, first: int, values: torch.Tensor, dim: int) -> None:
+        """Decode `integers` of rows from `first` on into `values`, rounded once.
+
+        Shapes: (groups, group, rows) with dim 1, (rows, groups, group) with dim 2; `dim` is that of a group. Changes
+        the integers.
+        """
+        last = first + integers.shape[2 if dim == 1 else 0]
+        # Contiguous: others are multiplied several times as slowly.
+        scales, values_of_8 = (each.contiguous() for each in self.scales_and_zeros[:, first:last].unbind(2))
+
+        def spread(of_groups: torch.Tensor) -> torch.Tensor:
+            return (of_groups if dim == 1 else of_groups.t()).unsqueeze(dim)
+
         if self.offsets is None:
-            values -= 8 * scales
-        else:  # exact, while the values of 8 are rounded
-            offsets = self.offsets[:, first:last] if isinstance(self.offsets, torch.Tensor) else self.offsets
-            torch.mul(scales, -1 * offsets if isinstance(offsets, int) else offsets.float().neg_(), out=values)
-        return both
+            scales = scales.float()
+            of_0 = values_of_8 - 8 * scales
+            values.copy_(torch.addcmul(spread(of_0), integers.float(), spread(scales)))
+        else:  # exact, while the values of 8 are rounded; differences are those of int8
+            offsets = self.offsets
+            integers -= spread(offsets[:, first:last]) if isinstance(offsets, torch.Tensor) else offsets
+            values.copy_(integers.view(torch.int8)).mul_(spread(scales).to(values.dtype))
 
 
 def _rounded(length: int, unit: int) -> int:

@@ -40,21 +40,18 @@ class Int4Cpu(Int4):
         return _block_rows() or 1
 
     def unpack(self, first: int, last: int) -> torch.Tensor:
-        pairs = self._pairs(first, last)
-        return torch.stack((pairs & 0xF, pairs >> 4), 1).transpose(2, 3).reshape(last - first, -1)
+        return self._columns(first, last).t()
 
-    def decode(self, first: int, last: int) -> torch.Tensor:
-        pairs = self._pairs(first, last).transpose(0, 1)
-        values = torch.empty(*pairs.shape[:2], 2, pairs.shape[2])
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        integers = self._columns(first, first + values.shape[1])
+        self.scale(integers.unflatten(0, (-1, self.group)), first, values.unflatten(0, (-1, self.group)), 1)
+
+    def _columns(self, first: int, last: int) -> torch.Tensor:
+        """The integers of rows of the layout, (width, rows) uint8."""
+        pairs = self.packed[first:last].view(-1, self.width, self.unit // 2).transpose(0, 1)
+        values = torch.empty(*pairs.shape[:2], 2, pairs.shape[2], dtype=torch.uint8)
         values[:, :, 0], values[:, :, 1] = pairs & 0xF, pairs >> 4
-        by_group = values.view(-1, self.group, last - first)
-        scales, of_0 = self.scales_and_values_of_0(first, last).unsqueeze(2)
-        torch.addcmul(of_0, by_group, scales, out=by_group)
         return values.view(self.width, last - first)
-
-    def _pairs(self, first: int, last: int) -> torch.Tensor:
-        """(blocks, columns, B / 2) uint8."""
-        return self.packed[first:last].view(-1, self.width, self.unit // 2)
 
 
 @cache

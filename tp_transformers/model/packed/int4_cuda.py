@@ -52,12 +52,9 @@ class Int4Cuda(Int4):
         # (rows / 8, columns / 128, row, t % 4, j, h, i) -> row, columns
         return values.permute(0, 2, 1, 4, 6, 3, 5).reshape(last - first, self.width)
 
-    def decode(self, first: int, last: int) -> torch.Tensor:
-        values = self.unpack(first, last).float()
-        by_group = values.view(last - first, -1, self.group)
-        scales, of_0 = self.scales_and_values_of_0(first, last).transpose(1, 2).unsqueeze(3)
-        torch.addcmul(of_0, by_group, scales, out=by_group)
-        return values.t()
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        integers = self.unpack(first, first + values.shape[1])
+        self.scale(integers.unflatten(1, (-1, self.group)), first, values.t().unflatten(1, (-1, self.group)), 2)
 
     def _words(self, first: int, last: int) -> torch.Tensor:
         """(rows / 8, columns / 128, 8, 4, 4) int32."""

@@ -61,9 +61,9 @@ class Int8(Operator):
         product: torch.Tensor = int8_product(x, self.values, self.scales)
         return product
 
-    def decode(self, first: int, last: int) -> torch.Tensor:
-        rows = slice(first, last)
-        return self.values[rows].to(torch.float32).mul_(self.scales[rows, None]).t()
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        rows = slice(first, first + values.shape[1])
+        values.t().copy_(self.values[rows]).mul_(self.scales[rows, None])
 
     def integers(self) -> torch.Tensor:
         values = self.values[:, : self.columns.length]

@@ -19,7 +19,7 @@ FEW = 64
 TILE = 1 << 23
 """Bytes of decoded rows that are multiplied at a time."""
 CHUNK = 1 << 19
-"""Elements decoded at a time: their float32 values stay in the processor's cache."""
+"""Elements decoded at a time: what they are decoded by stays in the processor's cache."""
 
 _OF_THREAD = threading.local()
 
@@ -68,8 +68,8 @@ class Operator(ABC):
         return 1
 
     @abstractmethod
-    def decode(self, first: int, last: int) -> torch.Tensor:
-        """Decode rows of the layout, in multiples of `unit`: (width, last - first) float32."""
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        """Decode rows of the layout from `first` on, multiples of `unit`, into `values` (width, rows)."""
 
     @abstractmethod
     def integers(self) -> torch.Tensor:
@@ -118,7 +118,7 @@ class Operator(ABC):
         values = values[: self.width * len(rows)]
         values = values.view(-1, self.width).t() if self.is_row_major else values.view(self.width, -1)
         for chunk in self._ranges(rows.start, rows.stop, CHUNK):
-            values[:, chunk.start - rows.start : chunk.stop - rows.start] = self.decode(chunk.start, chunk.stop)
+            self.decode(chunk.start, values[:, chunk.start - rows.start : chunk.stop - rows.start])
         return values
 
     @cached_property
