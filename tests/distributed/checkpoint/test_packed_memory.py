@@ -24,8 +24,7 @@ TILE = 1 << 16
 """Elements decoded at a time, in place of a million."""
 SIZES = {
     "slices.bundle._TILE": TILE,
-    "model.packed.int4.CHUNK": TILE,
-    "model.packed.operator.CHUNK": TILE,
+    "model.packed.int4._TILE": TILE,
     "model.packed.operator.TILE": 4 * TILE,
 }
 HIDDEN, INTERMEDIATE, LAYERS = 256, 4096, 3

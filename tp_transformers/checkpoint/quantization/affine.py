@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...slices.bundle import Decode, Parts
-from .format import by_blocks
+from .format import multiply_blocks, subtract_blocks
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ def by_groups(integers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor,
     These are the bits of the products in that dtype, which the libraries of GPTQ and AWQ compute. `group`: columns that
     share a scale; None for all.
     """
-    values = integers.to(torch.float32)
-    for part, operation in ((zeros, torch.Tensor.sub_), (scales, torch.Tensor.mul_)):
-        operation(*by_blocks(values, part.to(torch.float32), (group,)))
-    return values.to(scales.dtype)
+    differences = subtract_blocks(integers.to(torch.float32), zeros, (group,))
+    return multiply_blocks(differences, scales, (group,)).to(scales.dtype)
 
 
 def pack_words(values: torch.Tensor, bits: int) -> torch.Tensor:

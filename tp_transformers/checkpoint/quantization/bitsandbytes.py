@@ -19,7 +19,17 @@ from ...slices.bundle import Bundle, Cut, Member, Parts
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine
-from .format import Format, Tensors, bundle, by_blocks, inconsistent, member, pair_table, unpack_pairs, unsupported
+from .format import (
+    Format,
+    Tensors,
+    bundle,
+    inconsistent,
+    member,
+    multiply_blocks,
+    pair_table,
+    unpack_pairs,
+    unsupported,
+)
 
 _STATE = ".quant_state.bitsandbytes__"
 _SCALE = 7.874015718698502e-3
@@ -127,6 +137,4 @@ def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, 
     if "of" in parts:
         scales = parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + offset
     values = unpack_pairs(pairs, pair_table(parts["map"], high_first=True))
-    blocks, scales = by_blocks(values, scales, (block,))
-    blocks.mul_(scales)
-    return values.to(dtype)
+    return multiply_blocks(values, scales, (block,)).to(dtype)

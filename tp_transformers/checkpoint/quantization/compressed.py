@@ -28,11 +28,12 @@ from .format import (
     Format,
     Tensors,
     bundle,
-    by_blocks,
     inconsistent,
     member,
+    multiply_blocks,
     packed,
     pair_table,
+    subtract_blocks,
     unpack,
     unpack_pairs,
     unsupported,
@@ -237,27 +238,24 @@ class Compressed(Format):
 
 def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
     """Decode in float32, rounded to `dtype`: the bits of the library, which computes in `dtype`."""
-    zeros: torch.Tensor | int = 0
-    if scheme.micro is not None:
-        scales = parts["scales"]
-        scales = 2.0 ** (scales.int() - 127).to(dtype) if scales.dtype == torch.uint8 else scales.to(dtype)
-        scales = scales / parts["divisor"] if "divisor" in parts else scales
-    else:
-        scales, zeros = _scales_and_zeros(scheme, parts, shape)
-        scales = scales.to(dtype)
+    values = parts["values"]
     if scheme.micro is not None and scheme.bits == 4:
-        values = unpack_pairs(parts["values"], _PAIRS)
+        values = unpack_pairs(values, _PAIRS)
     else:
-        values = _integers(scheme, parts, shape)
-        values = from_float8(values) if values.is_floating_point() else values.to(torch.float32)
+        values = from_float8(values) if values.is_floating_point() else _integers(scheme, parts, shape).float()
+    scales, zeros = (_micro_scales(parts), 0) if scheme.micro else _scales_and_zeros(scheme, parts, shape)
     if isinstance(zeros, torch.Tensor):
-        blocks, zeros = by_blocks(values, zeros.to(torch.float32), scheme.scaled_block)
-        blocks.sub_(zeros)
+        subtract_blocks(values, zeros, scheme.scaled_block)
     elif zeros:
         values.sub_(zeros)
-    blocks, scales = by_blocks(values, scales.to(torch.float32), scheme.scaled_block)
-    blocks.mul_(scales)
-    return values.to(dtype)
+    return multiply_blocks(values, scales, scheme.scaled_block).to(dtype)
+
+
+def _micro_scales(parts: Parts) -> torch.Tensor:
+    """Scales of a micro-scaling format: exponents, or float8 with a divisor of all."""
+    scales = parts["scales"]
+    scales = 2.0 ** (scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
+    return scales / parts["divisor"] if "divisor" in parts else scales
 
 
 def _integers(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
 from ..reading.memory import from_float8
-from .format import Format, Tensors, bundle, by_blocks, inconsistent, unsupported
+from .format import Format, Tensors, bundle, inconsistent, multiply_blocks, unsupported
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
@@ -94,7 +94,4 @@ def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
 
 
 def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    values = from_float8(parts["values"])
-    blocks, scales = by_blocks(values, parts["scales"].to(torch.float32), block)
-    blocks.mul_(scales)
-    return values
+    return multiply_blocks(from_float8(parts["values"]), parts["scales"], block)

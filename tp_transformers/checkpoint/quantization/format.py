@@ -1,4 +1,4 @@
-"""The interface of a quantised format, and code that formats share: checks, errors, packed integers."""
+"""The interface of a quantised format, and code that formats share: checks, errors, packed integers, blocks."""
 
 from __future__ import annotations
 
@@ -185,14 +185,27 @@ def unpack_pairs(pairs: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return values.view(*pairs.shape[:-1], -1)
 
 
-def by_blocks(
+def multiply_blocks(values: torch.Tensor, scales: torch.Tensor, block: Sequence[int | None]) -> torch.Tensor:
+    """Multiply contiguous float32 `values` in place by one scale for each block; returns them.
+
+    `block`: its lengths in the last dims, None for the full length; 1 in all others.
+    """
+    blocks, scales = _by_blocks(values, scales.to(torch.float32), block)
+    blocks.mul_(scales)
+    return values
+
+
+def subtract_blocks(values: torch.Tensor, zeros: torch.Tensor, block: Sequence[int | None]) -> torch.Tensor:
+    """Subtract one zero point for each block, as `multiply_blocks`."""
+    blocks, zeros = _by_blocks(values, zeros.to(torch.float32), block)
+    blocks.sub_(zeros)
+    return values
+
+
+def _by_blocks(
     values: torch.Tensor, scales: torch.Tensor, block: Sequence[int | None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of contiguous `values` and of `scales`, one for each block, that broadcast: operations change `values`.
-
-    `block`: its lengths in the last dims, None for the full length; 1 in all others. Scales of an incomplete last block
-    are repeated.
-    """
+    """Views of values and scales that broadcast; scales of an incomplete last block are repeated."""
     if scales.numel() == 1:
         return values, scales.flatten()
     block = (*(1 for _ in values.shape[len(block) :]), *block)

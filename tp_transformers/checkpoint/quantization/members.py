@@ -54,7 +54,7 @@ class Outline:
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoredShard:
     """The part of a stored tensor that belongs to one packed weight."""
 
     origin: Origin
@@ -87,7 +87,7 @@ class Members:
     """The stored tensors of a rank's packed weights."""
 
     def __init__(self, weights: Iterable[HeldWeight]) -> None:
-        self._shards: dict[str, list[Shard]] = {}
+        self._shards: dict[str, list[StoredShard]] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
             for decoded in (piece.decoded for piece in weight.pieces):
                 for key, origin in decoded.origins.items():
@@ -99,13 +99,13 @@ class Members:
                     if len(sharded_dims) > 1:
                         raise _unsaved(f"{origin.name} cut along {len(sharded_dims)} dims", "one")
                     dim = sharded_dims[0] if sharded_dims else None
-                    self._shards.setdefault(origin.name, []).append(Shard(origin, dim, decoded.parts, key))
+                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, decoded.parts, key))
 
     def outlines(self) -> dict[str, Outline]:
         """Return the outlines of the rank's stored tensors, by name."""
         return {name: self._outline(shards) for name, shards in self._shards.items()}
 
-    def _outline(self, shards: Sequence[Shard]) -> Outline:
+    def _outline(self, shards: Sequence[StoredShard]) -> Outline:
         origin = shards[0].origin
         dim = next((None for shard in shards if shard.dim is None), shards[0].dim)
         if len({shard.dim for shard in shards if shard.dim is not None}) > 1:
@@ -126,7 +126,7 @@ class Members:
             value = outline.scalar if complete is None else complete.values()
             assert value is not None
             return value
-        ranges: list[tuple[Shard, int, int]] = []
+        ranges: list[tuple[StoredShard, int, int]] = []
         for start, stop in layout.split.ranges[rank]:
             if complete is not None:
                 ranges.append((complete, start, stop - start))

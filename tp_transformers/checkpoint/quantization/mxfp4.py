@@ -18,7 +18,7 @@ import torch
 from ...slices.bundle import Cut, Member, Parts
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
-from .format import FP4, Format, Tensors, bundle, by_blocks, inconsistent, member, pair_table, unpack_pairs
+from .format import FP4, Format, Tensors, bundle, inconsistent, member, multiply_blocks, pair_table, unpack_pairs
 
 _BLOCK, _BIAS = 32, 127
 _DOUBLED = pair_table(FP4 * 2)
@@ -64,8 +64,5 @@ class Mxfp4(Format):
 
 
 def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    values, scales = unpack_pairs(parts["pairs"], _DOUBLED), parts["scales"]
-    powers = _HALVED_POWERS.to(scales.device)[scales.int()]
-    blocks, powers = by_blocks(values, powers, (_BLOCK,))
-    blocks.mul_(powers)
-    return values
+    powers = _HALVED_POWERS.to(parts["scales"].device)[parts["scales"].int()]
+    return multiply_blocks(unpack_pairs(parts["pairs"], _DOUBLED), powers, (_BLOCK,))

@@ -69,9 +69,16 @@ class Product(Protocol):
         """(tokens, columns) -> (tokens, rows)."""
 
 
+_FEW = 8
+"""Tokens whose product does not make up for a conversion of decoded values to bfloat16."""
+
+
 def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype in which a product of x with decoded values is fastest: bfloat16 needs instructions of its own on a CPU."""
-    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not has_bfloat16()
+    """Dtype in which a product of x (tokens, columns) with decoded float32 values is fastest.
+
+    On a CPU products in bfloat16 need instructions of their own, and several tokens.
+    """
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and (len(x) <= _FEW or not has_bfloat16())
     return torch.float32 if is_slow else x.dtype
 
 

@@ -17,10 +17,12 @@ import torch
 
 from ...checkpoint.quantization.affine import Affine
 from ...slices.bundle import Decoded
-from .operator import CHUNK, Operator
+from .operator import Operator
 
 GROUPS = (256, 128, 64, 32)
 """Columns that may share a scale in the operators."""
+_TILE = 1 << 20
+"""Elements packed at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Int4(Operator):
         height, width = _rounded(shape[0], units[0]), _rounded(shape[1], math.lcm(group, units[1]))
         integers = affine.integers(decoded.parts, shape)
         packed = torch.empty(height, width // 2, dtype=torch.uint8, device=device)
-        step = max(CHUNK // width // units[0], 1) * units[0]
+        step = max(_TILE // width // units[0], 1) * units[0]
         for low in range(0, height, step):
             tile = torch.zeros(min(step, height - low), width, dtype=torch.uint8, device=device)
             part = integers[low : low + step]

@@ -17,9 +17,7 @@ from ...slices.bundle import Aligned
 FEW = 64
 """Tokens up to which the operators are faster than decoding and torch's matrix product."""
 TILE = 1 << 23
-"""Bytes of decoded rows that are multiplied at a time."""
-CHUNK = 1 << 19
-"""Elements decoded at a time: what they are decoded by stays in the processor's cache."""
+"""Bytes of rows that are decoded, and multiplied, at a time."""
 
 _OF_THREAD = threading.local()
 
@@ -98,9 +96,11 @@ class Operator(ABC):
         """(tokens, width) -> (tokens, height) in `dtype`, with a few decoded rows at a time."""
 
         def multiply(rows: range) -> torch.Tensor:
-            return (x @ self._decode_into(_scratch(self.width * len(rows), x), rows)).to(dtype)
+            tile = self._matrix(_scratch(self.width * len(rows), x))
+            self.decode(rows.start, tile)
+            return (x @ tile).to(dtype)
 
-        ranges = list(self._ranges(0, self.height, TILE // x.itemsize))
+        ranges = list(self._ranges(x.itemsize))
         if len(ranges) == 1:
             return multiply(ranges[0])
         y = x.new_empty(len(x), self.height, dtype=dtype)
@@ -108,18 +108,14 @@ class Operator(ABC):
             y[:, rows.start : rows.stop] = multiply(rows)
         return y
 
-    def _ranges(self, first: int, last: int, numel: int) -> Iterator[range]:
-        """Ranges of rows of about `numel` elements each."""
-        step = max(numel // self.width // self.unit, 1) * self.unit
-        return (range(low, min(low + step, last)) for low in range(first, last, step))
+    def _ranges(self, itemsize: int) -> Iterator[range]:
+        """Ranges of rows of about `TILE` bytes each, if an element has `itemsize`."""
+        step = max(TILE // itemsize // self.width // self.unit, 1) * self.unit
+        return (range(low, min(low + step, self.height)) for low in range(0, self.height, step))
 
-    def _decode_into(self, values: torch.Tensor, rows: range) -> torch.Tensor:
-        """Decode rows of the layout into a flat buffer, a few at a time; returns them as (width, rows)."""
-        values = values[: self.width * len(rows)]
-        values = values.view(-1, self.width).t() if self.is_row_major else values.view(self.width, -1)
-        for chunk in self._ranges(rows.start, rows.stop, CHUNK):
-            self.decode(chunk.start, values[:, chunk.start - rows.start : chunk.stop - rows.start])
-        return values
+    def _matrix(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A flat buffer as a matrix (width, rows), in the order in which `decode` is fastest."""
+        return buffer.view(-1, self.width).t() if self.is_row_major else buffer.view(self.width, -1)
 
     @cached_property
     def _spreads(self) -> bool:
@@ -133,6 +129,8 @@ class Operator(ABC):
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""
-        values = torch.empty(self.width * self.height, dtype=torch.bfloat16, device=self._tensors[0].device)
-        values = self._decode_into(values, range(self.height))
+        buffer = torch.empty(self.width * self.height, dtype=torch.bfloat16, device=self._tensors[0].device)
+        values = self._matrix(buffer)
+        for rows in self._ranges(buffer.itemsize):
+            self.decode(rows.start, values[:, rows.start : rows.stop])
         return self.rows.take(self.columns.take(values, 0), 1).t()
