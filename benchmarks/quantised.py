@@ -77,8 +77,9 @@ def awq(rows: int, columns: int) -> Tensors:
 
 def int4(rows: int, columns: int) -> Tensors:
     """compressed-tensors `pack-quantized`, groups of 128, symmetric."""
+    values = torch.randint(1, 16, (rows, columns), dtype=torch.uint8)  # of mean 8, which is 0
     return {
-        "weight_packed": _words(rows, columns // 8),
+        "weight_packed": (values[:, ::2] | values[:, 1::2] << 4).view(torch.int32),
         "weight_scale": _scales(rows, columns // GROUP).bfloat16(),
         "weight_shape": torch.tensor([rows, columns]),
     }
@@ -87,7 +88,7 @@ def int4(rows: int, columns: int) -> Tensors:
 def int8(rows: int, columns: int) -> Tensors:
     """compressed-tensors `int-quantized`, a scale per row."""
     return {
-        "weight": torch.randint(-128, 128, (rows, columns), dtype=torch.int8),
+        "weight": torch.randint(-127, 128, (rows, columns), dtype=torch.int8),
         "weight_scale": _scales(rows, 1).bfloat16() / 16,
     }
 
