@@ -107,8 +107,8 @@ def table(result: dict[str, Any]) -> str:
             for row in result["rows"]
             if ALL_EXPERTS in row["ratios"]["decode"]
         ),
-        f"int4, gptq, awq: groups of {GROUP}; int8: a scale per row; fp8: blocks of {GROUP} x {GROUP}; mxfp4: GPT-OSS, "
-        "32 experts, 4 of them for a token",
+        f"int4, gptq, awq: groups of {GROUP}; int8: a scale per row; nf4: blocks of 64; fp8: blocks of {GROUP} x "
+        f"{GROUP}; mxfp4: GPT-OSS, 32 experts, 4 of them for a token",
         "held, read: most bytes of a rank, packed / dequantised; error: largest difference of logits to those of fp32, "
         "relative to the largest logit, packed / dequantised",
         *(f"{name}: transformers is not timed: {why}" for name, why in refused.items()),

@@ -39,6 +39,9 @@ EXPERTS = {
     "num_experts_per_tok": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
 }
+# The 16 values of nf4, rounded.
+NF4 = [-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0]
+NF4 += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1]
 PROMPT, STEPS = 512, 8
 DEQUANTISED, PACKED, ALL_EXPERTS = "dequantised", "packed", "all experts decoded"
 
@@ -101,6 +104,26 @@ def fp8(rows: int, columns: int) -> Tensors:
     }
 
 
+def bnb_int8(rows: int, columns: int) -> Tensors:
+    """bitsandbytes' int8, a scale per row."""
+    return {
+        "weight": torch.randint(-127, 128, (rows, columns), dtype=torch.int8),
+        "SCB": _scales(rows) * 8,
+        "weight_format": torch.tensor(0, dtype=torch.uint8),
+    }
+
+
+def nf4(rows: int, columns: int) -> Tensors:
+    """bitsandbytes' nf4, blocks of 64."""
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [rows, columns]}
+    return {
+        "weight": torch.randint(256, (rows * columns // 2, 1), dtype=torch.uint8),
+        "weight.absmax": _scales(rows * columns // 64) * 8,
+        "weight.quant_map": torch.tensor(NF4),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+
+
 def _words(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
 
@@ -125,6 +148,8 @@ FORMATS: dict[str, tuple[Callable[[int, int], Tensors], dict[str, Any]]] = {
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "int4": (int4, _compressed("pack-quantized", 4, GROUP)),
     "int8": (int8, _compressed("int-quantized", 8, None)),
+    "bnb int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [GROUP, GROUP], "activation_scheme": "dynamic"}),
 }
 """Format -> (the stored tensors of a linear of this many rows and columns, the settings in the config)."""
