@@ -109,6 +109,19 @@ def packed(lazy: LazyTensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeigh
     return made[0]
 
 
+def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor) -> None:
+    """Compare the weight in the layout of the operator `kind` with the values of `lazy`."""
+    exact, weight = lazy.materialize().float(), with_products(stored)
+    (before,), (after,) = stored.pieces, weight.pieces
+    assert isinstance(after.product, kind)
+    assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
+    assert relative(weight.decoded().float(), exact) < ROUNDING
+    # What a save writes has the bits of the file.
+    assert before.decoded.parts.keys() == after.decoded.parts.keys()
+    for part, tensor in before.decoded.parts.items():
+        assert torch.equal(after.decoded.parts[part], tensor), part
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 @settings(max_examples=8)
@@ -123,16 +136,8 @@ def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
         return
     exact = lazy.materialize().float()
     stored = packed(lazy)
-    weight = with_products(stored)
-    (before,), (after,) = stored.pieces, weight.pieces
-    assert isinstance(after.product, kind)
     x = torch.randn(data.draw(st.sampled_from([1, 3, 70])), columns).bfloat16()
-    assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
-    assert relative(weight.decoded().float(), exact) < ROUNDING
-    # What a save writes has the bits of the file.
-    assert before.decoded.parts.keys() == after.decoded.parts.keys()
-    for part, tensor in before.decoded.parts.items():
-        assert torch.equal(after.decoded.parts[part], tensor), part
+    check_product(lazy, stored, kind, x)
     # Without an operator, a few rows at a time are decoded.
     assert relative(stored.linear(x).float(), linear(x.float(), exact)) < ROUNDING
     assert relative(packed(lazy, torch.float32).linear(x.float()), linear(x.float(), exact)) < 1e-5
@@ -201,6 +206,18 @@ def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data: st.Dat
             for shape in ((), (3,), (2, 3)):
                 x = torch.randn(*shape, lazy.shape[1])
                 assert relative(x @ tensor[expert], x @ exact[expert]) < 1e-5
+
+
+def test_named_arguments() -> None:
+    weight = packed(int4_by_groups(), torch.float32)
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    x, y = torch.randn(3, COLUMNS), torch.randn(2, ROWS)
+    assert relative(linear(x, weight=tensor), linear(x, exact)) < 1e-5
+    assert relative(linear(input=x, weight=tensor, bias=None), linear(x, exact)) < 1e-5
+    assert relative(torch.matmul(input=y, other=tensor), y @ exact) < 1e-5
+    out = torch.empty(2, COLUMNS)
+    assert torch.matmul(y, tensor, out=out) is out
+    assert relative(out, y @ exact) < 1e-5
 
 
 def test_casts_and_no_tokens() -> None:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tests.support.comparisons import relative
-from tests.unit.model.test_packed import FORMATS, ROUNDING, packed
+from tests.unit.model.test_packed import FORMATS, check_product, packed
 from tests.unit.slices.test_lazy import ranges
 from tp_transformers.model.packed import int4_cuda, products
 from tp_transformers.model.packed.int4_cuda import Int4Cuda
@@ -97,17 +96,8 @@ def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> Non
     lazy = sliced(name, data)
     if not lazy.numel():
         return
-    exact = lazy.materialize().float()
-    stored = packed(lazy)
-    weight = with_products(stored)
-    (before,), (after,) = stored.pieces, weight.pieces
-    assert isinstance(after.product, Int4Cuda)
     for tokens in (1, 5, 70):
-        x = torch.randn(tokens, lazy.shape[1]).bfloat16()
-        assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
-    assert relative(weight.decoded().float(), exact) < ROUNDING
-    for part, tensor in before.decoded.parts.items():  # the bits of the file
-        assert torch.equal(after.decoded.parts[part], tensor), part
+        check_product(lazy, packed(lazy), Int4Cuda, torch.randn(tokens, lazy.shape[1]).bfloat16())
 
 
 @pytest.mark.parametrize("lacks", ["pack_int4_for_gpu", "int4_product_of_gpu", "capability", "hip"])

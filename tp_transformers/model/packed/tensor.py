@@ -42,7 +42,8 @@ class PackedTensor(Tensor):
         if func in _DESCRIBING:
             with as_torch():
                 return func(*args, **kwargs)
-        if (func is linear or func in _MATMULS) and isinstance(args[1], PackedTensor) and type(args[0]) is Tensor:
+        is_product = (func is linear or func in _MATMULS) and len(args) > 1 and kwargs.keys() <= {"bias"}
+        if is_product and isinstance(args[1], PackedTensor) and type(args[0]) is Tensor:
             weight = args[1].held if func is linear else _transposed(args[1].held)
             is_cast = torch.is_autocast_enabled(args[0].device.type)  # to another dtype than that of the weight
             if weight is not None and not is_cast:
