@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from tests.support.float8 import quantize_folder
 from tests.support.models import load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.commands.shard.offline import shard_checkpoint
+from tp_transformers.model.packed.int4_cpu import Int4Cpu
 
 pytestmark = pytest.mark.distributed
 
@@ -95,6 +99,31 @@ def test_a_save_is_the_checkpoint_that_was_loaded(
         mine, theirs = read_file(path), read_file(other)
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[each], theirs[each]) for each in mine)
+
+
+def save_with_a_fault(folder: str, to: str) -> list[str]:
+    """Run on every rank: the errors of both saves if rank 1 alone cannot convert its integers back."""
+    model, said = load(folder, dtype=torch.bfloat16, tp_dequantize=False), []
+    with ExitStack() as stack:
+        if os.environ["RANK"] == "1":
+            stack.enter_context(mock.patch.object(Int4Cpu, "unpack", side_effect=MemoryError("no room for integers")))
+        for number, save_to in enumerate((model.save_pretrained, partial(tp_transformers.save_sharded, model))):
+            try:
+                save_to(f"{to}/{number}")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    logits_of(model)  # the ranks go on together
+    return said
+
+
+def test_a_rank_that_cannot_convert_its_integers_stops_all(pool: Any, packed: Any, tmp_path: Path) -> None:
+    folder = packed("llama", "gptq")
+    for said in pool.run(2, save_with_a_fault, str(folder), str(tmp_path), timeout=60):
+        print(said)
+        assert len(said) == 2
+        assert all("no room for integers" in text for text in said)
+        assert not any("process group" in text for text in said)
+    assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.json")]
 
 
 def read_file(path: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -280,7 +280,9 @@ def gather(tensor: Tensor, group: TensorParallelGroup) -> Tensor | None:
     """Gather the full tensor on the CPU of rank 0; None on other ranks."""
     shard = shard_of(tensor)
     if shard is not None:
-        return shard.gather(values_of(tensor))
+        with group.agree() if tensor.is_meta else nullcontext():  # stored integers are converted
+            local = values_of(tensor)
+        return shard.gather(local)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().cpu() if group.rank == 0 else None
