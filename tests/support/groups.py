@@ -6,9 +6,9 @@ import torch
 
 from tp_transformers.ranks.mesh import join
 
-__all__ = ["even_widths", "join"]
+__all__ = ["counts", "join"]
 
 
-def even_widths(length: int, size: int) -> tuple[int, ...]:
+def counts(length: int, size: int) -> tuple[int, ...]:
     """Indices of each rank, of `length` that are spread evenly; the first ranks have one more."""
     return tuple(len(part) for part in torch.arange(length).tensor_split(size))

@@ -8,7 +8,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.support.modules import randn, randomized
 from tests.support.strategy_cases import FLOAT32, Case, Cases
-from tp_transformers.slices.layout import even, heads
+from tp_transformers.slices.layout import apportion, heads
 
 
 def gated_norm(groups: int, kv_heads: int, size: int) -> Case:
@@ -73,8 +73,8 @@ MIXER_CASES: dict[str, Cases] = {
             nn.Conv1d(10, 10, 3, groups=10),
             {"": "channelwise"},
             (randn(2, 10, 5),),
-            takes=(1, even(10, size)),
-            leaves=(1, even(10, size)),
+            takes=(1, apportion(10, size)),
+            leaves=(1, apportion(10, size)),
         ),
     },
     "replicate_inner": {
@@ -82,7 +82,7 @@ MIXER_CASES: dict[str, Cases] = {
             nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
             {"0": "replicate_inner", "1": "channelwise"},
             (randn(2, 5, 10),),
-            leaves=(-1, even(14, size)),
+            leaves=(-1, apportion(14, size)),
         ),
     },
     "rowwise_inner": {
@@ -90,8 +90,8 @@ MIXER_CASES: dict[str, Cases] = {
             nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
             {"0": "rowwise_inner", "1": "channelwise"},
             (randn(2, 5, 10),),
-            takes=(-1, even(10, size)),
-            leaves=(-1, even(14, size)),
+            takes=(-1, apportion(10, size)),
+            leaves=(-1, apportion(14, size)),
         ),
     },
 }

@@ -46,7 +46,7 @@ from tp_transformers.commands.verify.rank import run_rank
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
-from tp_transformers.plans.shares import check_layers_are_sharded, largest_fraction
+from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
 from tp_transformers.plans.yaml_file import read_plan_file
 from tp_transformers.small_models.config import meta_model
 from tp_transformers.verify import verify

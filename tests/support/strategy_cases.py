@@ -35,7 +35,7 @@ from tests.support.modules import (
     randomized,
     routed_inputs,
 )
-from tp_transformers.slices.layout import Split, even, heads, packed
+from tp_transformers.slices.layout import Split, apportion, heads, packed
 
 TOLERANCE = 1e-12  # float64: only the order of the sums differs
 FLOAT32 = 1e-5  # float32: only the order of the sums differs
@@ -57,7 +57,6 @@ class Case:
 
 
 # Cases: strategy -> what it is tried on -> a function that makes the case for a number of ranks.
-
 LINEARS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(10, 14, bias=False),
     "linear with a bias": lambda: nn.Linear(10, 14),
@@ -65,6 +64,13 @@ LINEARS: dict[str, Callable[[], nn.Module]] = {
 }
 
 Cases = dict[str, Callable[[int], Case]]
+
+
+def last(length: int, size: int) -> tuple[int, Split]:
+    """The last dim, of `length`, split evenly."""
+    return -1, apportion(length, size)
+
+
 Cut = Callable[[int], tuple[int, Split]]
 
 
@@ -120,7 +126,7 @@ def on_a_wide_norm(make: Callable[[], nn.Module], tolerance: float) -> Iterator[
     def case(split: Callable[[int], Split] | None) -> Callable[[int], Case]:
         def made(size: int) -> Case:
             own = split(size) if split is not None else None
-            cut = (-1, own.scaled(24 // own.length) if own is not None else even(24, size))
+            cut = (-1, own.scaled(24 // own.length) if own is not None else apportion(24, size))
             rules = {"": ("sharded_norm", {"split": own})}
             return Case(randomized(make()), rules, (randn(2, 5, 24),), takes=cut, leaves=cut, tolerance=tolerance)
 
@@ -138,7 +144,7 @@ def sequence_case(make: Callable[[], nn.Module], length: int) -> Callable[[int],
     """A norm of sequences that are cut."""
 
     def made(size: int) -> Case:
-        cut = (1, even(length, size))
+        cut = (1, apportion(length, size))
         return Case(randomized(make()), {"": "sequence_parallel"}, (randn(2, length, 6),), takes=cut, leaves=cut)
 
     return made
@@ -149,7 +155,7 @@ def sinks_case(name: str) -> Callable[[int], Case]:
 
     def made(size: int) -> Case:
         rules = {"": "local_params", "sinks": (name, {"split": heads(7, 7, size)[0]})}
-        cut = (1, even(7, size))
+        cut = (1, apportion(7, size))
         return Case(Sinks(7), rules, (randn(2, 7, 4),), takes=cut, leaves=cut)
 
     return made
@@ -240,11 +246,11 @@ def on_a_decoder(lengths: tuple[int, ...] = (1, 2, 5, 6, 7), block: Rules | None
 
 
 CASES: dict[str, Cases] = {
-    "colwise": on_linears("colwise", leaves=lambda size: (-1, even(14, size))),
+    "colwise": on_linears("colwise", leaves=lambda size: last(14, size)),
     "colwise_rep": on_linears("colwise_rep"),
     "colwise_gather_output": on_linears("colwise_gather_output"),
     "rowwise": {
-        **on_linears("rowwise", takes=lambda size: (-1, even(10, size))),
+        **on_linears("rowwise", takes=lambda size: last(10, size)),
         **on_an_embedding("rowwise"),
     },
     "rowwise_rep": on_linears("rowwise_rep"),
@@ -260,14 +266,14 @@ CASES: dict[str, Cases] = {
         **on_each(
             LINEARS,
             lambda module, size: Case(
-                module, {"": "packed_colwise"}, (randn(3, 10),), leaves=(-1, packed([even(7, size)] * 2))
+                module, {"": "packed_colwise"}, (randn(3, 10),), leaves=(-1, packed([apportion(7, size)] * 2))
             ),
         ),
         "parts of different lengths": lambda size: Case(
             nn.Linear(10, 14),
             {"": ("packed_colwise", {"parts": (5, 9)})},
             (randn(3, 10),),
-            leaves=(-1, packed([even(5, size), even(9, size)])),
+            leaves=(-1, packed([apportion(5, size), apportion(9, size)])),
         ),
         "a block": lambda size: Case(
             Block(nn.Linear(6, 22), nn.Linear(11, 6), is_packed=True),
@@ -278,16 +284,16 @@ CASES: dict[str, Cases] = {
     "packed_rowwise": on_each(
         LINEARS,
         lambda module, size: Case(
-            module, {"": "packed_rowwise"}, (randn(3, 10),), takes=(-1, packed([even(5, size)] * 2))
+            module, {"": "packed_rowwise"}, (randn(3, 10),), takes=(-1, packed([apportion(5, size)] * 2))
         ),
     ),
     "local_colwise": {
         **in_a_block("local_colwise", "local_rowwise"),
         "an embedding": lambda size: Case(
-            nn.Embedding(9, 7), {"": "local_colwise"}, (torch.tensor([[8, 0], [3, 3]]),), leaves=(-1, even(7, size))
+            nn.Embedding(9, 7), {"": "local_colwise"}, (torch.tensor([[8, 0], [3, 3]]),), {}, None, last(7, size)
         ),
         "one parameter a feature": lambda size: Case(
-            Scale(7), {"": "local_colwise"}, (randn(3, 7),), takes=(-1, even(7, size)), leaves=(-1, even(7, size))
+            Scale(7), {"": "local_colwise"}, (randn(3, 7),), takes=last(7, size), leaves=last(7, size)
         ),
     },
     "local_rowwise": {
@@ -375,7 +381,7 @@ CASES: dict[str, Cases] = {
                 "expand": "colwise",
             },
             (randn(2, 6),),
-            leaves=(-1, even(10, size)),
+            leaves=last(10, size),
         ),
     },
     "local_params": {f"a parameter that is {name}": sinks_case(name) for name in ("colwise", "local_colwise")},

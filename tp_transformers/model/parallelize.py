@@ -15,8 +15,8 @@ from ..anatomy.names import base_prefix, fold_layers, owner_of
 from ..logs import get_logger
 from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
+from ..plans.fractions import check_layers_are_sharded
 from ..plans.rules import Plan
-from ..plans.shares import check_layers_are_sharded
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
     LocalConfig,

@@ -151,7 +151,7 @@ def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: Tens
     if isinstance(new, nn.Linear):  # its tied weight may have been replaced
         new.out_features, new.in_features = new.weight.shape
     with group.agree():
-        bound = strategy.bind(new, group.size, name=strategy.name, config=strategy.config)
+        bound = strategy.bind(new, group.size, name=strategy.name, ranks=strategy.ranks, config=strategy.config)
         bound.check(new)
     split_module(new, bound, group)
 

@@ -20,8 +20,8 @@ from ..anatomy.names import base_prefix, fold_layers, fold_lists, inner
 from ..errors import PlanError
 from ..plans.attention_heads import AttentionHeads
 from ..plans.bind import Resolution, resolve
+from ..plans.fractions import shares
 from ..plans.rules import Plan
-from ..plans.shares import shares
 from ..small_models import model as probe
 from ..small_models.config import meta_model, shrink, supported
 from .block import Block

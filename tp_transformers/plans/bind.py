@@ -93,6 +93,7 @@ class _Resolver:
 
     def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
         self.plan, self.model, self.size = plan, model, size
+        self.ranks = plan.ranks(size)
         self.prefix = base_prefix(model)
         self.modules = dict(model.named_modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -109,9 +110,9 @@ class _Resolver:
             self._follow_tied(module_rules)
         cut, faults = AttentionSplits(), self.faults
         mixers = split_mixers(
-            self.plan.mixers, self.modules, self.prefix, self.size, faults, cut.splits, cut.replicated, module_rules
+            self.plan.mixers, self.modules, self.prefix, self.ranks, faults, cut.splits, cut.replicated, module_rules
         )
-        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.size, faults, cut)
+        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.ranks, faults, cut)
         module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
@@ -137,7 +138,7 @@ class _Resolver:
             self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.replicated, self.size))
+            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.replicated, self.ranks))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
@@ -204,9 +205,11 @@ class _Resolver:
     def _complete(self, bound: BoundPlan) -> None:
         """Add all-reduces that a declared plan may lack: of expert outputs, of gradients of scalars between linears."""
         for name in list(unsummed_experts(bound)):
-            bound.module_strategies[name] = MoEExpertsParallel().bind(self.modules[name], self.size, name=name)
+            bound.module_strategies[name] = MoEExpertsParallel().bind(
+                self.modules[name], self.size, name=name, ranks=self.ranks
+            )
         for name in list(scalars_between(bound)):
-            strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name)
+            strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name, ranks=self.ranks)
             bound.module_strategies.setdefault(name, strategy)
             for param_type, _ in self.modules[name].named_parameters():
                 bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
@@ -222,7 +225,7 @@ class _Resolver:
                 )
             # Its heads are replicated, but the sequence or the batch may be sharded.
             around = strategy.around_replicated if strategy is not None else None
-            return (around or ReplicateParallel()).bind(module, self.size, name=name)
+            return (around or ReplicateParallel()).bind(module, self.size, name=name, ranks=self.ranks)
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")
         counted = [rule.parts] if isinstance(rule.parts, str) else []
@@ -233,6 +236,7 @@ class _Resolver:
             module,
             self.size,
             name=name,
+            ranks=self.ranks,
             split=cut.splits.get(name),
             parts=vars(module).get(rule.parts) if isinstance(rule.parts, str) else rule.parts,
             unit=rule.unit,

@@ -12,7 +12,7 @@ from ..anatomy.attention import HEAD_SIZES, attention_config, first_of, head_cou
 from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
-from ..slices.layout import Split, heads, interleaved, packed
+from ..slices.layout import Ranks, Split, count_of, heads, interleaved, packed
 from ..strategies.signature import FEATURES
 from .attention_heads import AttentionHeads, AttentionSplits
 from .rule import UNRULED, Rule
@@ -42,7 +42,7 @@ def split_attention(
     module_rules: dict[str, Rule],
     param_rules: Mapping[str, Rule],
     prefix: str,
-    size: int,
+    ranks: Ranks,
     faults: list[str],
     cut: AttentionSplits,
 ) -> AttentionSplits:
@@ -56,7 +56,7 @@ def split_attention(
         faults: list of faults; new ones are added.
         cut: splits of mixers; those of attention are added.
     """
-    modules, fault_count = dict(model.named_modules()), len(faults)
+    modules, fault_count, size = dict(model.named_modules()), len(faults), count_of(ranks)
     for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         if not _stays_sharded(name, roles, module_rules, faults):
@@ -75,7 +75,7 @@ def split_attention(
         if size > query // count:
             cut.replicated.update(dict.fromkeys((*followers, name), name))
             continue
-        block_splits, hidden = heads(query // count, kv // count, size), roles.pop("with_hidden", [])
+        block_splits, hidden = heads(query // count, kv // count, ranks), roles.pop("with_hidden", [])
         holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
         cut.heads[name] = AttentionHeads(
             packed([block_splits[0]] * count),
@@ -91,7 +91,7 @@ def split_attention(
         rules = {child: module_rules.get(child) or param_rules.get(child) for child in followers}
         _split_children(roles, block_splits, blocks, rules, faults, cut)
     if len(faults) == fault_count:  # faults in the description of attention are reported alone
-        faults.extend(_unrecognised(modules, model, module_rules, cut, size))
+        faults.extend(_unrecognised(modules, model, module_rules, cut, ranks))
     return cut
 
 
@@ -183,20 +183,22 @@ def _unrecognised(
     model: PreTrainedModel,
     module_rules: Mapping[str, Rule],
     cut: AttentionSplits,
-    size: int,
+    ranks: Ranks,
 ) -> Iterator[str]:
-    """Faults: attention that is sharded without a description of its heads; `size` must divide all head counts."""
+    """Faults: attention that is sharded without a description of its heads, unless evenly and into complete heads."""
+    size = count_of(ranks)
     known = cut.splits.keys() | cut.replicated.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
             continue
         common = math.gcd(*head_counts(modules[name], attention_config(modules[name], model)))
-        if common % size:
+        if common % size or ranks != size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
+            wanted = f"for {size}" if ranks == size else f"by shares of {size}"
             yield (
                 f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
-                f"are, so they can be cut for {' or '.join(valid)} ranks, not for {size}; name its projections in a "
+                f"are, so they can be cut for {' or '.join(valid)} ranks, not {wanted}; name its projections in a "
                 "YAML plan's attention section"
             )
 

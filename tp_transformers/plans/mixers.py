@@ -29,7 +29,7 @@ from ..anatomy.mixers import (
 )
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for, shown
-from ..slices.layout import Range, Split, heads, packed
+from ..slices.layout import Range, Ranks, Split, count_of, heads, packed
 from .parse import is_name, names_of, rule_arguments
 from .pattern import Pattern
 from .rule import Rule
@@ -135,7 +135,7 @@ def split_mixers(
     mixers: Sequence[Mixer],
     modules: Mapping[str, nn.Module],
     prefix: str,
-    size: int,
+    ranks: Ranks,
     faults: list[str],
     splits: dict[str, Split],
     replicated: dict[str, str],
@@ -168,7 +168,7 @@ def split_mixers(
                 continue
             children = [f"{name}.{child}" for child_parts in present.values() for child in child_parts]
             try:
-                mixer_heads = _split_mixer(modules[name], present, states, size)
+                mixer_heads = _split_mixer(modules[name], present, states, ranks)
             except ValueError as error:
                 faults.append(f"mixer {fold_layers(name)}: {error}")
                 continue
@@ -195,7 +195,7 @@ def _present(module: nn.Module, children: Mapping[str, Parts]) -> Iterator[tuple
 
 
 def _split_mixer(
-    module: nn.Module, present: Mapping[str, Mapping[str, Parts]], states: Mapping[str, Parts], size: int
+    module: nn.Module, present: Mapping[str, Mapping[str, Parts]], states: Mapping[str, Parts], ranks: Ranks
 ) -> MixerHeads:
     """Split the heads of one mixer with the children `present` and the states `states`.
 
@@ -220,10 +220,11 @@ def _split_mixer(
     if width % head_count or totals["key"] % group_count or totals["key"] < 0:
         raise ValueError(f"{width} and {totals['key']} features are not {head_count} heads and {group_count} groups")
     widths = {"value": width // head_count, "key": totals["key"] // group_count, "head": 1}
+    size = count_of(ranks)
     if size > head_count:
         every_head, every_group = (Split(count, (((0, count),),) * size) for count in (head_count, group_count))
         return MixerHeads(every_head, every_group, widths, local=tuple(present.get("local", ())))
-    by_head, by_group = heads(head_count, group_count, size)
+    by_head, by_group = heads(head_count, group_count, ranks)
     mixer_heads = MixerHeads(by_head, by_group, widths)
     splits = {}
     for child, child_parts in parts.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 from ..errors import PlanError, describe, nearest, shorten, shown
@@ -40,9 +41,14 @@ DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
+MEASURED = ("memory", "speed")
+"""Values of `shares` for shares that are found at the load."""
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
-SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers", "batch_sharded", *OPTIONS)
+SECTIONS = (
+    *("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers"),
+    *("batch_sharded", "shares", *OPTIONS),
+)
 
 MAX_NAME = 500
 """Maximum characters of a name."""
@@ -72,6 +78,36 @@ def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterato
         else:
             kind = "is no text; put it in quotes" if not isinstance(name, str) else "is no name of a module"
             faults.append(f"section {section}: the name {shown(name)} {kind}")
+
+
+def is_shares(value: Any) -> bool:
+    """True for a positive number for each rank, and for a word of MEASURED."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, str) and value in MEASURED
+    numbers = [isinstance(share, int | float) and not isinstance(share, bool) and 0 < share < inf for share in value]
+    return bool(numbers) and all(numbers)
+
+
+def shares_of(text: str) -> tuple[float, ...] | str:
+    """Parse shares from text: `2,1,1`, `memory` or `speed`. Raises PlanError if it is neither."""
+    text = text.strip()
+    try:
+        shares = text if text in MEASURED else tuple(map(_number, text.split(",")))
+    except ValueError:
+        shares = ()
+    if not is_shares(shares):
+        raise PlanError(
+            "shares",
+            got=shown(text),
+            expected=f"a positive number for each rank, or {' or '.join(MEASURED)}",
+            fix="Give 2,1,1 for three ranks, the first with half of the model.",
+        )
+    return shares
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def is_name(value: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..anatomy.classes import inner_models
 from ..anatomy.names import base_prefix, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
+from ..slices.layout import Ranks, ranks_of
 from .catalogue import available_plans
 from .mixers import Mixer, mixer_arguments, mixer_rules
 from .parse import (
@@ -23,6 +24,7 @@ from .parse import (
     implied_rules,
     is_name,
     is_names,
+    is_shares,
     names_of,
     rule_arguments,
 )
@@ -57,6 +59,8 @@ class Plan:
     batch_sharded: bool | tuple[str, ...] | None = None
     """Full names of modules that gather the samples of all ranks, if ranks have different batches; modules with such
     rules are added. True: all attention, MLPs and experts. False: none, in spite of rules."""
+    shares: tuple[float, ...] | str | None = None
+    """The share of each rank in every split, "memory" or "speed" to find them at the load, or None for even splits."""
     parts: tuple[str, ...] = ()
     """Full names of the inner models that have plans."""
     declared: bool = field(default=False, compare=False)
@@ -117,6 +121,9 @@ class Plan:
         batch = data.get("batch_sharded", base.batch_sharded)
         if not (batch is None or isinstance(batch, bool) or is_names(batch)):
             faults.append(f"batch_sharded is {shown(batch)}, not true, false, or a list of modules")
+        shares = data.get("shares", base.shares)
+        if not (shares is None or is_shares(shares)):
+            faults.append(f"shares is {shown(shares)}, not a positive number for each rank, memory or speed")
         model_types = names_of(data.get("model_type") or ())
         if model_types is None:
             faults.append(f"model_type is {shown(data['model_type'])}, neither a name nor a list of names")
@@ -130,6 +137,7 @@ class Plan:
             model_types or (),
             **options,
             batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
+            shares=tuple(shares) if isinstance(shares, list | tuple) else shares,
             declared=base.declared,
             extends_declared=base.extends_declared,
         )
@@ -226,6 +234,16 @@ class Plan:
     def names_attention(self, name: str, prefix: str) -> bool:
         """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
         return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
+
+    def ranks(self, size: int) -> Ranks:
+        """`size` ranks with the plan's shares. Raises PlanError if these are not `size` numbers."""
+        if self.shares is None:
+            return size
+        if isinstance(self.shares, str) or len(self.shares) != size:
+            got = repr(self.shares) if isinstance(self.shares, str) else f"{len(self.shares)} shares"
+            fix = "Pass tp_shares with as many numbers as there are ranks, or start as many ranks."
+            raise PlanError("tp_shares", got=got, expected=f"{size}, one for each of {size} ranks", fix=fix)
+        return ranks_of(self.shares)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""

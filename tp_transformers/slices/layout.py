@@ -3,7 +3,8 @@
 This module does not import torch.distributed: a rank is an index, a group its size. A `Split` divides one length over
 the ranks; a `Layout` pairs a dim of a tensor with its split.
 
-    even(10, 4)        [0 1 2 | 3 4 5 | 6 7 | 8 9]
+    apportion(10, 4)          [0 1 2 | 3 4 5 | 6 7 | 8 9]
+    apportion(8, (2, 1, 1))   [0 1 2 3 | 4 5 | 6 7]              by the ranks' shares
     chunked(10, 4)     [0 1 2 | 3 4 5 | 6 7 8 | 9]                    as DTensor shards
     heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         complete KV groups
     heads(8, 2, 4)     query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
@@ -13,14 +14,19 @@ the ranks; a `Layout` pairs a dim of a tensor with its split.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
+
+Ranks = int | tuple[int, ...]
+"""The ranks that divide a length: their number, for even parts, or the share of each; see `ranks_of`."""
 
 
 @dataclass(frozen=True)
@@ -185,24 +191,63 @@ def union(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
-@cache
-def even(length: int, size: int, *, unit: int = 1) -> Split:
-    """Split `length` evenly, in multiples of `unit`; the first ranks hold one `unit` more.
+def ranks_of(shares: Sequence[float]) -> Ranks:
+    """Bring the shares of ranks to lowest terms, as integers; their number if all are equal.
 
-    A remainder shorter than `unit` counts as one. Raises ValueError for `length < 0`, `size < 1` or `unit < 1`.
+    `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`, `(1, 1)` becomes 2. Six digits of a share count. Raises
+    ValueError unless all are positive and finite.
     """
-    if length < 0 or size < 1 or unit < 1:
-        raise ValueError(f"even({length}, {size}, unit={unit}): need length >= 0, size >= 1, unit >= 1")
+    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+        raise ValueError(f"shares {list(shares)} are not positive numbers")
+    largest, least = max(map(Fraction, shares)), Fraction(1, MOST_PARTS)
+    parts = [max((Fraction(share) / largest).limit_denominator(MOST_PARTS), least) for share in shares]
+    common = math.lcm(*(part.denominator for part in parts))
+    counts = [int(part * common) for part in parts]
+    divisor = math.gcd(*counts)
+    return len(shares) if len(set(counts)) == 1 else tuple(count // divisor for count in counts)
+
+
+MOST_PARTS = 10**6
+"""The largest ratio of two shares, and of their precision."""
+
+
+def count_of(ranks: Ranks) -> int:
+    """Number of the ranks."""
+    return ranks if isinstance(ranks, int) else len(ranks)
+
+
+@cache
+def apportion(length: int, ranks: Ranks, *, unit: int = 1) -> Split:
+    """Split `length` evenly, or by the shares of the ranks, in multiples of `unit`; see `apportioned`.
+
+    A remainder shorter than `unit` counts as one. Raises ValueError for `length < 0`, no ranks or `unit < 1`.
+    """
+    if length < 0 or count_of(ranks) < 1 or unit < 1:
+        raise ValueError(f"apportion({length}, {ranks}, unit={unit}): need length >= 0, ranks >= 1, unit >= 1")
     blocks = -(-length // unit)
     return Split(
         length,
-        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _even_ranges(blocks, size)),
+        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _ranges(blocks, ranks)),
     )
 
 
-def even_widths(length: int, size: int) -> tuple[int, ...]:
-    """Number of indices of each rank in `even(length, size)`; torch.compile can trace this function."""
-    return tuple(length // size + (rank < length % size) for rank in range(size))
+def apportioned(count: int, ranks: Ranks) -> tuple[int, ...]:
+    """Number of each rank's units of `count`; torch.compile can trace this function.
+
+    Without shares, the first `count % ranks` hold one more. Shares are met by the largest remainder (Hamilton's
+    method): a rank is within one unit of its share. If there are as many units as ranks, no rank is left without one.
+    """
+    if isinstance(ranks, int):
+        return tuple(count // ranks + (rank < count % ranks) for rank in range(ranks))
+    total, everyone = sum(ranks), range(len(ranks))
+    units = [count * share // total for share in ranks]
+    for rank in sorted(everyone, key=lambda rank: -(count * ranks[rank] % total))[: count - sum(units)]:
+        units[rank] += 1
+    while count >= len(ranks) and 0 in units:
+        giving = max(everyone, key=lambda rank: (units[rank] > 1, units[rank] * total - count * ranks[rank]))
+        units[giving] -= 1
+        units[units.index(0)] = 1
+    return tuple(units)
 
 
 @cache
@@ -213,28 +258,29 @@ def chunked(length: int, size: int) -> Split:
     return Split(length, tuple(((start, stop),) for start, stop in pairwise(starts)))
 
 
-def heads(query: int, kv: int, size: int) -> tuple[Split, Split]:
+def heads(query: int, kv: int, ranks: Ranks) -> tuple[Split, Split]:
     """Split `query` attention heads and their `kv` key/value heads; returns (query split, key/value split), in heads.
 
-    With `kv >= size`, ranks hold complete KV groups. With `kv < size`, each KV head is replicated on consecutive ranks,
-    which split its query heads. Either way the query-to-KV ratio of a rank is an integer, so that grouped-query
-    attention works on the shard; the ratio may differ between ranks.
+    With as many KV heads as ranks, or more, ranks hold complete KV groups. With fewer, each KV head is replicated on
+    consecutive ranks, which split its query heads. Either way the query-to-KV ratio of a rank is an integer, so that
+    grouped-query attention works on the shard; the ratio may differ between ranks.
 
     Raises ValueError if `kv` does not divide `query`, or if there are more ranks than query heads (replicate such
     attention).
     """
+    size = count_of(ranks)
     if kv < 1 or query % kv:
         raise ValueError(f"{query} query heads are not a multiple of {kv} key/value heads")
     if size > query:
         raise ValueError(f"{size} ranks are more than {query} query heads")
     group = query // kv
     if kv >= size:
-        kv_split = even(kv, size)
+        kv_split = apportion(kv, ranks)
         return kv_split.scaled(group), kv_split
     query_ranges: list[tuple[Range, ...]] = []
     kv_ranges: list[tuple[Range, ...]] = []
-    for head, (first, last) in enumerate(_even_ranges(size, kv)):
-        for start, stop in _even_ranges(group, last - first):
+    for head, (first, last) in enumerate(_runs(ranks, kv, group)):
+        for start, stop in _ranges(group, last - first if isinstance(ranks, int) else ranks[first:last]):
             query_ranges.append(((head * group + start, head * group + stop),))
             kv_ranges.append(((head, head + 1),))
     return Split(query, tuple(query_ranges)), Split(kv, tuple(kv_ranges))
@@ -281,11 +327,27 @@ def interleaved(query: Split, kv: Split) -> Split:
     return Split(kv.length * stored, tuple(per_rank))
 
 
-def _even_ranges(count: int, size: int) -> Iterator[Range]:
-    """Split `count` into `size` consecutive ranges; the first `count % size` are longer by one."""
-    base, extra = divmod(count, size)
-    start = 0
-    for index in range(size):
-        stop = start + base + (index < extra)
-        yield start, stop
-        start = stop
+def _ranges(count: int, ranks: Ranks) -> Iterator[Range]:
+    """Divide `count` units into consecutive ranges, one of each rank."""
+    return pairwise(accumulate(apportioned(count, ranks), initial=0))
+
+
+def _runs(ranks: Ranks, count: int, longest: int) -> Iterator[Range]:
+    """Divide the ranks into `count` runs of 1 to `longest` ranks, with shares as equal as possible (least squares)."""
+    if isinstance(ranks, int):
+        return _ranges(ranks, count)
+    bounds = list(accumulate(ranks, initial=0))
+
+    @cache
+    def best(first: int, runs: int) -> tuple[float, tuple[int, ...]]:
+        """(squared error, stops) of the best `runs` runs from the rank `first` on."""
+        if not runs:
+            return (0.0, ()) if first == len(ranks) else (math.inf, ())
+        found = []
+        for stop in range(first + 1, min(first + longest, len(ranks)) + 1):
+            error, stops = best(stop, runs - 1)
+            excess = (bounds[stop] - bounds[first]) / bounds[-1] - 1 / count
+            found.append((error + excess**2, (stop, *stops)))
+        return min(found, default=(math.inf, ()))
+
+    return pairwise((0, *best(0, count)[1]))

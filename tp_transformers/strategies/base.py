@@ -19,7 +19,7 @@ from ..marks import Mark
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
-from ..slices.layout import Layout, Split
+from ..slices.layout import Layout, Ranks, Split, count_of, ranks_of
 from ..slices.lazy import LazyTensor
 from .forward.attach import attach
 from .forward.communication import Communication, Placements, only
@@ -61,6 +61,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
     use_dtensor = True
     split: Split | None = None
     unit: int | None = None
+    ranks: Ranks = 1
     size = 1
     is_embedding = False
     holds_experts = False
@@ -104,6 +105,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         size: int,
         *,
         name: str = "the module",
+        ranks: Ranks | None = None,
         split: Split | None = None,
         parts: int | Sequence[int | str] | None = None,
         unit: int | None = None,
@@ -112,14 +114,14 @@ class TensorParallelLayer(Communication, ParallelStyle):
     ) -> TensorParallelLayer:
         """Return a copy bound to `module`, with `name` in messages, on `size` ranks.
 
-        `split` counts heads; a head covers an equal number of indices. Without it, each of `parts` is split evenly, in
-        blocks of `unit`. `widths` are attributes of the module that are split evenly in its forward. `config` is the
-        config of the module, maybe a sub-config of the model's.
+        `split` counts heads; a head covers an equal number of indices. Without it, each of `parts` is split by the
+        shares in `ranks`, or evenly, in blocks of `unit`. `widths` are attributes of the module that are split so in
+        its forward. `config` is the config of the module, maybe a sub-config of the model's.
         """
         bound = copy.copy(self)
         bound.name = name
         bound.split = split
-        bound.size = size
+        bound.size, bound.ranks = size, size if ranks is None else ranks
         bound.config = config
         bound.widths = {key: vars(module)[key] for key in widths if key in vars(module)}
         bound._splits = {}
@@ -130,6 +132,16 @@ class TensorParallelLayer(Communication, ParallelStyle):
         bound.is_embedding = isinstance(module, nn.Embedding)
         bound.holds_experts = holds_experts(module)
         return bound
+
+    def with_shares(self, shares: Sequence[float]) -> TensorParallelLayer:
+        """Return a copy that splits by the `shares` of the ranks, for torch's `parallelize_module` on as many ranks.
+
+        Raises ValueError unless they are positive and finite.
+        """
+        style = copy.copy(self)
+        style.ranks = ranks_of(shares)
+        style.size = count_of(style.ranks)
+        return style
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError with the reason if the strategy does not fit the module that a rule matches."""
@@ -181,17 +193,24 @@ class TensorParallelLayer(Communication, ParallelStyle):
         )
 
     def cut(self, length: int, size: int, unit: int = 1) -> Split:
-        """Split `length` over `size` ranks: by heads, by parts, or evenly in blocks of `unit`.
+        """Split `length` over `size` ranks: by heads, by parts, by the bound shares or evenly in blocks of `unit`.
 
-        Raises ValueError if it is not a number of complete heads or the sum of the parts.
+        Raises ValueError if it is not a number of complete heads or the sum of the parts, or if there are shares for
+        another number of ranks.
         """
         key = (length, size, unit)
         if key not in self._splits:
-            self._splits = {**self._splits, key: self._cut(length, size, unit)}
+            self._splits = {**self._splits, key: self._cut(length, self._bound_ranks(size), unit)}
         return self._splits[key]
 
-    def _cut(self, length: int, size: int, unit: int) -> Split:
-        return split_of(length, size, unit, self.split, self.parts)
+    def _bound_ranks(self, size: int) -> Ranks:
+        """The bound ranks, if they are `size`; else `size`. Raises ValueError if shares would get lost."""
+        if self.size != size and isinstance(self.ranks, tuple):
+            raise ValueError(f"its shares are for {self.size} ranks, not for {size}")
+        return self.ranks if self.size == size else size
+
+    def _cut(self, length: int, ranks: Ranks, unit: int) -> Split:
+        return split_of(length, ranks, unit, self.split, self.parts)
 
     def partition_tensor(
         self,
@@ -234,7 +253,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
         group, name, params = join(device_mesh), type(module).__name__, dict(module.named_parameters(recurse=False))
         with group.agree():
             try:
-                bound = self.bind(module, group.size, name=name, config=getattr(module, "config", None))
+                ranks, config = self._bound_ranks(group.size), getattr(module, "config", None)
+                bound = self.bind(module, group.size, name=name, ranks=ranks, config=config)
                 bound.check(module)
                 for param_type, param in params.items():
                     layout, tied = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_sharded")

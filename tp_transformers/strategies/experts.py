@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
-from ..slices.layout import Split
+from ..slices.layout import Ranks, Split, count_of
 from .base import TensorParallelLayer
 from .forward.attach import LocalConfig, read_locally
 from .local import to_local
@@ -49,13 +49,14 @@ class IsolatedParallel(TensorParallelLayer):
         """The dim of the experts, if the module holds any."""
         return 0 if self.holds_experts else None
 
-    def _cut(self, length: int, size: int, unit: int) -> Split:
+    def _cut(self, length: int, ranks: Ranks, unit: int) -> Split:
+        size = count_of(ranks)
         if self.holds_experts and length < size:
             raise ValueError(
                 f"{length} experts cannot be spread over {size} ranks, since each rank needs one; shard every expert "
                 f"(packed_colwise, rowwise), or use at most {length} ranks"
             )
-        return super()._cut(length, size, unit)
+        return super()._cut(length, ranks, unit)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Store the split of the experts (sharded along dim 0), and whether this rank holds any features."""

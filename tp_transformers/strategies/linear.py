@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from ..anatomy.linears import embeds_states, features, is_transposed
 from ..errors import PlanError
 from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from ..slices.layout import Layout, Split, even_widths
+from ..slices.layout import Layout, Split, apportioned
 from .base import TensorParallelLayer
 from .forward.attach import forward_of
 from .forward.communication import Steps, as_sharded, only
@@ -136,7 +136,7 @@ class ColwiseParallel(_WeightParallel):
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         elif self.signature.takes is FEATURES:
-            widths, group = even_widths(self.in_features, self.size), mesh.get_group()
+            widths, group = apportioned(self.in_features, self.ranks), mesh.get_group()
             x = copy_to_region(gather_from_region(x, widths, group), group)
         else:
             if not self.is_embedding:

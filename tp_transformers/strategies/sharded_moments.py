@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from ..ranks.collectives import Group, copy_to_region, reduce_from_region
-from ..slices.layout import even_widths
+from ..slices.layout import apportioned
 from .base import TensorParallelLayer
 from .forward.attach import wrap_forward
 from .forward.short_forwards import Forwarder
@@ -39,7 +39,7 @@ class ShardedMomentsParallel(TensorParallelLayer):
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Compute moments over all ranks in the forward."""
         (width,) = self.widths.values()
-        counts, group = even_widths(width, self.size), mesh.get_group()
+        counts, group = apportioned(width, self.ranks), mesh.get_group()
 
         def around(call: Forwarder) -> Forwarder:
             def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class _Moments(TorchFunctionMode):
     """Computes torch.mean and torch.std over the last dim over the features of all ranks.
 
     Args:
-        counts: number of features of every rank, from `even_widths`.
+        counts: number of features of every rank, from `apportioned`.
     """
 
     def __init__(self, counts: Sequence[int], rank: int, group: Group) -> None:
@@ -78,8 +78,7 @@ class _Moments(TorchFunctionMode):
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         size, length = len(self.counts), sum(self.counts)
-        # Computed on the device: a copy from the host would synchronize.
-        counts = (torch.arange(size, device=x.device) < length % size).to(wide.dtype) + length // size
+        counts = torch.cat([wide.new_full((1,), count) for count in self.counts])  # a copy from the host would wait
         own = wide.mean(LAST, keepdim=True)
         both = torch.stack((own, (wide - own).square().sum(LAST, keepdim=True)))
         slots = pad(both, (self.rank, size - 1 - self.rank))

@@ -13,7 +13,7 @@ import transformers
 
 from tests.support.architectures import cache_bytes, compare_cases, in_float64
 from tests.support.comparisons import assert_same_files, relative
-from tests.support.groups import even_widths
+from tests.support.groups import counts
 from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference
 from tests.support.pool import Pool
 from tests.support.tiers import wide
@@ -81,7 +81,7 @@ def test_linears_of_experts_make_queries(pool: Pool, tmp_path: Path, size: int, 
         kept = [result[count]["cache"] for result in results]
         # With more ranks than KV heads, every rank has all keys and values.
         assert kept == pytest.approx(
-            [width / count for width in even_widths(count, size)] if count >= size else [1.0] * size
+            [width / count for width in counts(count, size)] if count >= size else [1.0] * size
         )
         assert_same_files(case.folder, str(tmp_path / "saved" / str(count)))
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import tp_transformers
 from tests.support.comparisons import relative
-from tests.support.groups import even_widths, join
+from tests.support.groups import counts, join
 from tests.support.modules import randn, randomized, shard_module
 from tests.support.strategy_cases import TOLERANCE
 from tests.support.tiers import wide
@@ -126,7 +126,7 @@ def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
     given = distribute_tensor(x, group.device_mesh, [Shard(1) if is_cut else Replicate()]).requires_grad_()
     output = local(given)
     if name == "colwise":
-        output = gather_from_region(output, even_widths(6, group.size), group.process_group)
+        output = gather_from_region(output, counts(6, group.size), group.process_group)
     (output * weights).sum().backward()
     return {
         "output": relative(output, expected),
@@ -184,7 +184,7 @@ def run_sequence_that_no_placement_describes() -> None:
     group = join()
     local = shard_module(nn.LayerNorm(6), {"": SequenceParallel(use_local_output=False)}, group)
     with pytest.raises(ValueError, match=r"sequence sharded into \[3, 2, 2\]; use use_local_output=True"):
-        local(torch.ones(1, even_widths(7, 3)[group.rank], 6))
+        local(torch.ones(1, counts(7, 3)[group.rank], 6))
 
 
 def test_a_sequence_that_no_placement_describes_is_refused_on_all_ranks(pool: Any) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, observe
 from tests.support.comparisons import compare_seen, gradient_errors, gradients, relative, worst
-from tests.support.groups import even_widths, join
+from tests.support.groups import counts, join
 from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
@@ -36,7 +36,7 @@ def cut_at_every_size(vocabulary: int) -> float:
     logits = torch.randn(2, 5, vocabulary, dtype=torch.float64) * 5
     target = torch.randint(vocabulary, (2, 5))
     target[0, 3] = -100
-    widths, error = even_widths(vocabulary, group.size), 0.0
+    widths, error = counts(vocabulary, group.size), 0.0
     start = sum(widths[: group.rank])
     for reduction, known in (("mean", None), ("sum", widths), ("none", widths)):
         whole, part = (x.clone().requires_grad_() for x in (logits, logits.narrow(-1, start, widths[group.rank])))
@@ -102,7 +102,7 @@ def compare_with_losses(name: str, folder: str, reference_file: str, sequence: b
         errors = {way: relative(loss, expected[way]) for way, loss in losses(model).items()}
         part = model(PROMPTS, labels=PROMPTS).logits
     errors["logits"] = found["logits"]
-    start = sum(even_widths(VOCAB, model.tp_size)[: model.tp_group.rank])
+    start = sum(counts(VOCAB, model.tp_size)[: model.tp_group.rank])
     whole = model(PROMPTS).logits
     with torch.no_grad():  # the loss stays, and is given whole logits now
         errors["of whole"] = relative(model.loss_function(whole, PROMPTS, VOCAB), model(PROMPTS, labels=PROMPTS).loss)
@@ -152,7 +152,7 @@ def test_model_matches_one_process_and_holds_no_whole_logits(
         assert result["errors"][1] < LOGITS_TOLERANCE, result["errors"]
         assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
         assert result["tokens"]
-        assert result["width"] == even_widths(VOCAB, size)[rank]
+        assert result["width"] == counts(VOCAB, size)[rank]
         assert not result["whole"]
         assert result["control"]
         assert result["own loss"]

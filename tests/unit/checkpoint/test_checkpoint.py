@@ -17,7 +17,7 @@ from tp_transformers.checkpoint.reading.header import Checkpoint, check_files
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.slices.layout import even
+from tp_transformers.slices.layout import apportion
 
 
 def write(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
@@ -138,7 +138,7 @@ def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dt
         for name in reference.keys():  # noqa: SIM118 - not a dict
             whole = reference.get_tensor(name)
             for dim in range(whole.ndim):
-                split = even(whole.shape[dim], 3)
+                split = apportion(whole.shape[dim], 3)
                 for rank in range(3):
                     shard = checkpoint.tensors[name].select(dim, split.ranges[rank])
                     requests.append(Request(shard, torch.empty(shard.shape, dtype=cast or shard.dtype)))

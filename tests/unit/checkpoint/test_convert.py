@@ -25,7 +25,7 @@ from tp_transformers.checkpoint.conversion.convert import Conversion, convert
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.slices.layout import even, packed
+from tp_transformers.slices.layout import apportion, packed
 from tp_transformers.slices.lazy import Deferred, LazyTensor
 from tp_transformers.slices.stored import Stored
 
@@ -186,7 +186,7 @@ def test_slices_of_what_transformers_loads(checkpoints: Any, model_type: str, se
 
 
 def halves(length: int) -> Iterator[list[tuple[int, int]]]:
-    for held in even(length, 2).ranges:
+    for held in apportion(length, 2).ranges:
         yield list(held)
 
 
@@ -201,11 +201,11 @@ def test_a_rank_reads_its_rows_and_columns_of_every_expert(checkpoints: Any) -> 
         assert checkpoint.bytes_read == headers, "expressing reads nothing"
         gate_up = expressions["model.layers.0.mlp.experts.gate_up_proj"]  # (3, 24 + 24, 16)
         down = expressions["model.layers.0.mlp.experts.down_proj"]  # (3, 16, 24)
-        rows = packed([even(24, 2), even(24, 2)])
+        rows = packed([apportion(24, 2), apportion(24, 2)])
         for rank in range(2):
             for name, shard, dim, held in (
                 ("gate_up_proj", gate_up.select(1, rows.ranges[rank]), 1, rows.ranges[rank]),
-                ("down_proj", down.select(2, even(24, 2).ranges[rank]), 2, even(24, 2).ranges[rank]),
+                ("down_proj", down.select(2, apportion(24, 2).ranges[rank]), 2, apportion(24, 2).ranges[rank]),
             ):
                 before = checkpoint.bytes_read
                 value = fill(shard)

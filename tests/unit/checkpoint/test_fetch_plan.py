@@ -14,7 +14,7 @@ from tp_transformers.checkpoint.hub import fetch_plan as shares
 from tp_transformers.checkpoint.hub.fetch import _copy, _places
 from tp_transformers.checkpoint.hub.fetch_plan import Need, divide, pieces
 from tp_transformers.checkpoint.reading.jobs import Request
-from tp_transformers.slices.layout import even
+from tp_transformers.slices.layout import apportion
 from tp_transformers.slices.source import Source
 from tp_transformers.slices.stored import Stored
 
@@ -48,7 +48,8 @@ def needs_of_ranks(draw: st.DrawFn) -> tuple[int, list[Need]]:
             how = draw(st.sampled_from(["cut", "whole", "one", "twice", "nobody"]))
             dim = draw(st.integers(0, len(shape) - 1))
             for rank in range(size):
-                part = stored.select(dim, even(shape[dim], size).ranges[rank]) if how in ("cut", "twice") else stored
+                own = apportion(shape[dim], size).ranges[rank]
+                part = stored.select(dim, own) if how in ("cut", "twice") else stored
                 if how != "nobody" and (how != "one" or rank == dim % size) and part.nbytes:
                     needs += [Need(rank, file, part)] * (2 if how == "twice" else 1)
             offset += stored.nbytes + draw(st.sampled_from([0, 0, 0, 2, 100]))

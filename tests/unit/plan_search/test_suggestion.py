@@ -20,7 +20,7 @@ from tp_transformers.anatomy.names import is_inside
 from tp_transformers.plan_search.suggestion import suggest
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import largest_fraction
+from tp_transformers.plans.fractions import largest_fraction
 from tp_transformers.slices.layout import Layout
 
 FOUND = [name for name in MIXERS if name not in ("zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")]

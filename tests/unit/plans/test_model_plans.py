@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 from tests.support.architectures import ARCHITECTURES
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import check_layers_are_sharded
+from tp_transformers.plans.fractions import check_layers_are_sharded
 
 AUTO = {
     "base": modeling_auto.MODEL_MAPPING,

@@ -12,7 +12,7 @@ from tests.support.models import llama_config
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.shares import check_layers_are_sharded, largest_fraction
+from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
 
 MLP = "model.layers.*.mlp."
 

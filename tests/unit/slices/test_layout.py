@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_transformers.slices.layout import Layout, Split, even, heads, interleaved, packed
+from tp_transformers.slices.layout import (
+    Layout,
+    Ranks,
+    Split,
+    apportion,
+    apportioned,
+    count_of,
+    heads,
+    interleaved,
+    packed,
+    ranks_of,
+)
 
 sizes = st.integers(1, 16)
+
+
+def shares(size: int) -> st.SearchStrategy[Ranks]:
+    """That many ranks, even or with shares of their own."""
+    own = st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=size, max_size=size).map(ranks_of)
+    return st.just(size) | own
 
 
 @st.composite
@@ -23,17 +42,19 @@ def attention(draw: st.DrawFn) -> tuple[int, int, int]:
 @st.composite
 def splits(draw: st.DrawFn) -> Split:
     """Any split that a plan can ask for."""
-    size = draw(sizes)
+    ranks = draw(sizes.flatmap(shares))
     kind = draw(st.sampled_from(["even", "heads", "packed", "qkv", "interleaved"]))
     if kind == "even":
-        return even(draw(st.integers(0, 200)), size, unit=draw(st.integers(1, 9)))
+        return apportion(draw(st.integers(0, 200)), ranks, unit=draw(st.integers(1, 9)))
     if kind == "packed":
-        return packed([even(length, size) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))])
+        return packed(
+            [apportion(length, ranks) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))]
+        )
     query, kv, size = draw(attention())
-    width = draw(st.integers(1, 8))
+    width, ranks = draw(st.integers(1, 8)), draw(shares(size))
     if kind == "interleaved":
-        return interleaved(*heads(query, kv, size)).scaled(width)
-    query_split, kv_split = (split.scaled(width) for split in heads(query, kv, size))
+        return interleaved(*heads(query, kv, ranks)).scaled(width)
+    query_split, kv_split = (split.scaled(width) for split in heads(query, kv, ranks))
     return (
         packed([query_split, kv_split, kv_split]) if kind == "qkv" else draw(st.sampled_from([query_split, kv_split]))
     )
@@ -134,7 +155,7 @@ def test_is_chunked_means_what_torch_chunk_gives(split: Split) -> None:
 
 @given(st.integers(0, 500), sizes, st.integers(1, 32))
 def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int, unit: int) -> None:
-    split = even(length, size, unit=unit)
+    split = apportion(length, size, unit=unit)
     for rank, ((start, stop),) in enumerate(split.ranges):
         assert start % unit == 0 or start == length
         assert stop % unit == 0 or stop == length
@@ -143,10 +164,58 @@ def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int
     assert max(blocks) - min(blocks) <= 1
 
 
-@given(attention())
-def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(case: tuple[int, int, int]) -> None:
+@given(sizes.flatmap(shares), st.integers(0, 500))
+def test_shares_are_met_within_one_unit_and_no_rank_is_left_out(ranks: Ranks, count: int) -> None:
+    weights = (1,) * ranks if isinstance(ranks, int) else ranks
+    units = apportioned(count, ranks)
+    assert sum(units) == count
+    for own, weight in zip(units, weights, strict=True):
+        quota = count * weight / sum(weights)
+        assert abs(own - quota) < 1 + 1e-9 or own == 1
+    assert count < len(units) or all(units)
+
+
+@given(st.lists(st.integers(1, 99), min_size=2, max_size=9), st.integers(0, 500))
+def test_shares_are_apportioned_by_hamiltons_method(weights: list[int], count: int) -> None:
+    """Against the method in words: everyone's quota, rounded down; the rest by the largest remainder, in order."""
+    quotas = [Fraction(count * weight, sum(weights)) for weight in weights]
+    units = [int(quota) for quota in quotas]
+    ordered = sorted(range(len(weights)), key=lambda rank: (units[rank] - quotas[rank], rank))
+    for rank in ordered[: count - sum(units)]:
+        units[rank] += 1
+    if all(units):
+        assert apportioned(count, ranks_of(weights)) == tuple(units)
+
+
+@pytest.mark.parametrize(
+    ("weights", "ranks"),
+    [
+        ([2, 1, 1], (2, 1, 1)),
+        ([48e9, 24e9, 24e9], (2, 1, 1)),
+        ([0.5, 0.25, 0.25], (2, 1, 1)),
+        ([0.1, 0.7], (1, 7)),
+        ([3, 3, 3], 3),
+        ([1e-9, 1e-9], 2),
+        ([1, 1e-9], (10**6, 1)),
+    ],
+)
+def test_shares_in_lowest_terms(weights: list[float], ranks: Ranks) -> None:
+    assert ranks_of(weights) == ranks
+    assert count_of(ranks) == len(weights)
+
+
+@pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
+def test_shares_are_positive_and_finite(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        ranks_of(weights)
+
+
+@given(attention(), st.data())
+def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(
+    case: tuple[int, int, int], data: st.DataObject
+) -> None:
     query, kv, size = case
-    query_split, kv_split = heads(query, kv, size)
+    query_split, kv_split = heads(query, kv, data.draw(shares(size)))
     group = query // kv
     for rank in range(size):
         queries, kvs = indices(query_split, rank), indices(kv_split, rank)
@@ -230,31 +299,36 @@ def test_interleaved_by_example() -> None:
 def test_even_deals_out_blocks(length: int, size: int, unit: int) -> None:
     blocks = [[*range(start, min(start + unit, length))] for start in range(0, length, unit)]
     hands = dealt([*range(len(blocks))], size)
-    split = even(length, size, unit=unit)
+    split = apportion(length, size, unit=unit)
     for rank, hand in enumerate(hands):
         assert indices(split, rank) == [index for block in hand for index in blocks[block]]
 
 
 @pytest.mark.parametrize(
-    ("query", "kv", "size", "query_widths", "kv_ranges"),
+    ("query", "kv", "ranks", "query_widths", "kv_ranges"),
     [
         (9, 3, 2, (6, 3), [(0, 2), (2, 3)]),
         (8, 2, 4, (2, 2, 2, 2), [(0, 1), (0, 1), (1, 2), (1, 2)]),
         (8, 1, 3, (3, 3, 2), [(0, 1)] * 3),
         (9, 3, 8, (1, 1, 1, 1, 1, 1, 2, 1), [(0, 1)] * 3 + [(1, 2)] * 3 + [(2, 3)] * 2),
         (7, 7, 4, (2, 2, 2, 1), [(0, 2), (2, 4), (4, 6), (6, 7)]),
+        (9, 3, (2, 1), (6, 3), [(0, 2), (2, 3)]),
+        (9, 3, (5, 3, 1), (3, 3, 3), [(0, 1), (1, 2), (2, 3)]),  # each rank has a group
+        (8, 2, (2, 1, 1), (4, 2, 2), [(0, 1), (1, 2), (1, 2)]),  # the first rank has one head to itself
+        (8, 2, (1, 1, 1, 5), (2, 1, 1, 4), [(0, 1), (0, 1), (0, 1), (1, 2)]),
+        (8, 1, (3, 1), (6, 2), [(0, 1), (0, 1)]),
     ],
 )
 def test_heads_by_example(
-    query: int, kv: int, size: int, query_widths: tuple[int, ...], kv_ranges: list[tuple[int, int]]
+    query: int, kv: int, ranks: Ranks, query_widths: tuple[int, ...], kv_ranges: list[tuple[int, int]]
 ) -> None:
-    query_split, kv_split = heads(query, kv, size)
+    query_split, kv_split = heads(query, kv, ranks)
     assert query_split.widths == query_widths
     assert [ranges for (ranges,) in kv_split.ranges] == kv_ranges
 
 
 def test_packed_draws_aabb_to_ab() -> None:
-    split = packed([even(4, 2), even(4, 2)])
+    split = packed([apportion(4, 2), apportion(4, 2)])
     assert split.ranges == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
 
 
@@ -264,11 +338,11 @@ def test_packed_draws_aabb_to_ab() -> None:
         lambda: heads(8, 3, 2),
         lambda: heads(4, 2, 5),
         lambda: heads(8, 0, 2),
-        lambda: even(-1, 2),
-        lambda: even(4, 0),
-        lambda: even(4, 2, unit=0),
+        lambda: apportion(-1, 2),
+        lambda: apportion(4, 0),
+        lambda: apportion(4, 2, unit=0),
         lambda: packed([]),
-        lambda: packed([even(4, 2), even(4, 3)]),
+        lambda: packed([apportion(4, 2), apportion(4, 3)]),
     ],
 )
 def test_impossible_requests_raise(call) -> None:

@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
+from ..shares import add_shares, parse_shares
 
 if TYPE_CHECKING:
     from .verify import Verdict
@@ -19,6 +20,7 @@ EXAMPLE = "tp-transformers verify Qwen/Qwen3-8B --tp-size 2,3 --grads"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
     parser.add_argument("--tp-size", default="2", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
+    add_shares(parser)
     parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")
     parser.add_argument("--grads", action="store_true", help="compare gradients too")
     parser.add_argument("--seed", type=int, default=0, help="of the small model's weights (default: 0)")
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         plan=arguments.plan,
         sizes=sizes,
+        shares=parse_shares(arguments.shares),
         grads=arguments.grads,
         timeout=arguments.timeout,
         allow_replicated=arguments.allow_replicated,

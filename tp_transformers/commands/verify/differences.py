@@ -16,7 +16,7 @@ from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.checks.sums import summing_blocks
 from ...plans.rule import UNRULED, Rule
-from ...slices.layout import Layout, Split, even
+from ...slices.layout import Layout, Split, apportion
 from ...small_models.trace import Call, Trace
 from ...strategies import take
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
@@ -209,7 +209,8 @@ class Differences:
         if len(dims) != 1:
             return 0.0
         length, errors = expected.shape[dims[0]], []
-        for split in {*self._splits(), even(length, self.size)}:  # `even`: a split of the sequence
+        of_sequence = apportion(length, self.resolution.plan.ranks(self.size))
+        for split in {*self._splits(), of_sequence}:
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)
                 if scaled.widths[rank] == output.shape[dims[0]]:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from ...loading.choose_plan import NamedPlan, auto_plan, read_plan
 from ...plan_search.suggestion import suggest
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
+from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
-from ...plans.shares import check_layers_are_sharded
 from ...ranks.launch import torchrun
 from ...small_models import model as probe
 from ...small_models.config import meta_model, one_line, shrink, supported
@@ -76,6 +76,7 @@ def verify(
     *,
     plan: PlanLike | None = None,
     sizes: Sequence[int] = (2,),
+    shares: Sequence[float] | None = None,
     grads: bool = False,
     timeout: float = 600,
     allow_replicated: bool = False,
@@ -90,6 +91,7 @@ def verify(
         config: a config, the path of a config.json, a folder with one, or a name on the Hub; no weights are read.
         plan: as `tp_plan` of `from_pretrained`; None: "auto".
         sizes: numbers of ranks.
+        shares: as `tp_shares` of `from_pretrained`; then their number takes the place of `sizes`.
         grads: True to compare gradients too.
         timeout: seconds for the ranks of one size.
         allow_replicated: as in `from_pretrained`.
@@ -104,6 +106,7 @@ def verify(
         UnsupportedError: if transformers has no class for the config, if no small model of it can be made, run in one
             process, saved and loaded again, or if a load would reject the config's quantisation.
     """
+    sizes = sizes if shares is None else (len(shares),)
     if not sizes or min(sizes) < 1:
         raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
     where = {"trust_remote_code": trust_remote_code}
@@ -115,6 +118,7 @@ def verify(
     cls, small = own or model_class(config), shrink(config, own)
     true, model = meta_model(cls, config), meta_model(cls, small)
     chosen = _choose(plan, config, true, max(2, *sizes))
+    chosen = chosen if shares is None else replace(chosen, shares=tuple(shares))
     is_ours = not chosen.declared or config.model_type in available_plans()
     declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
     notes = tuple(filter(None, (declared, in_floats)))

@@ -9,7 +9,7 @@ from torch import nn
 from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, input_width, output_width
 from ...anatomy.names import fold_layers
-from ...slices.layout import Split, even
+from ...slices.layout import Ranks, Split, apportion, count_of
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES
 from ..rule import UNRULED
@@ -19,7 +19,7 @@ def misfits(
     modules: Mapping[str, nn.Module],
     strategies: Mapping[str, TensorParallelLayer],
     attention: Collection[str],
-    size: int,
+    ranks: Ranks,
 ) -> Iterator[str]:
     """Faults: a linear leaves its features sharded and the next linear of the block expects all, or the reverse.
 
@@ -31,6 +31,7 @@ def misfits(
         strategies: module -> its strategy.
         attention: projections of attention, which `heads.py` checks.
     """
+    size = count_of(ranks)
     for name, module in modules.items():
         if is_attention(module):  # checked by heads
             continue
@@ -42,7 +43,7 @@ def misfits(
         ]
         for position, linear in enumerate(linears):
             strategy = strategies.get(linear, UNRULED)
-            makes = _makes(modules[linear], strategy, size)
+            makes = _makes(modules[linear], strategy, ranks)
             consumers = [peer for peer in linears[position + 1 :] if input_width(modules[peer]) in makes]
             if not consumers and strategy.signature.leaves is FEATURES:  # Idefics declares down_proj before up_proj
                 earlier = [peer for peer in linears[:position] if input_width(modules[peer]) in makes]
@@ -86,8 +87,8 @@ def misfits(
                     )
 
 
-def _makes(module: nn.Module, strategy: TensorParallelLayer, size: int) -> dict[int, Split]:
+def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> dict[int, Split]:
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width, parts = output_width(module), strategy.parts
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
-    return {width: strategy.cut(width, size), **{length: even(length, size) for length in lengths}}
+    return {width: strategy.cut(width, count_of(ranks)), **{length: apportion(length, ranks) for length in lengths}}

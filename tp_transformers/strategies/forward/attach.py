@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 
 from ...marks import untyped
-from ...slices.layout import even_widths
+from ...slices.layout import apportioned
 from ..shards.shard import ParamShard
 from .block import Block
 from .communication import Communication
@@ -285,7 +285,7 @@ def _enter_local_view(
         hidden = name in strategy.hidden
         local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
         parameters[name] = local  # type: ignore[assignment]
-    widths = {name: even_widths(width, strategy.size)[strategy.rank] for name, width in strategy.widths.items()}
+    widths = {name: apportioned(width, strategy.ranks)[strategy.rank] for name, width in strategy.widths.items()}
     attributes = {**widths, **strategy.local_attributes(module, strategy.rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     for name, value in attributes.items():

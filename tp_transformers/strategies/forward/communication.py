@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ...copies import copied_only
 from ...ranks.collectives import Group, copy_to_region
-from ...slices.layout import Split
+from ...slices.layout import Ranks, Split
 from ...torch_api import resolve_process_group
 from ..shards.shard import ParamShard
 from ..signature import Signature
@@ -51,9 +51,11 @@ class Communication:
     desired_input_layouts: Placements
     use_local_output: bool
     widths: Mapping[str, int] = _NONE
-    """Attributes of the module that are split evenly in its forward, with their unsharded values."""
+    """Attributes of the module that are split over the ranks in its forward, with their unsharded values."""
     size: int
     """Number of ranks."""
+    ranks: Ranks
+    """Their number, or the share of each."""
     _splits: Mapping[tuple[int, int, int], Split] = _NONE
     """Cache of `cut`, by length, ranks and unit."""
     rank: int

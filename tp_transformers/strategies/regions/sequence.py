@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ...ranks.collectives import Group, gather_from_region, scatter_to_region
-from ...slices.layout import chunked, even_widths
+from ...slices.layout import apportioned, chunked
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..forward.communication import as_sharded
@@ -130,7 +130,7 @@ class SequenceScatterParallel(TensorParallelLayer):
         length = x.shape[SEQUENCE_DIM]
         # Re-entrant checkpointing runs training forwards without recording gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
-        widths = even_widths(length, mesh.size()) if trains or length >= mesh.size() else None
+        widths = apportioned(length, self.ranks) if trains or length >= mesh.size() else None
         _current[mesh.get_group().group_name] = _Sharding(widths, in_backward(), f"{self.name}.", x)
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE_DIM), *others)
 
@@ -160,7 +160,7 @@ class SequenceBlock(RegionBlock):
         is_under_way = backward < 0 and sharding is not None and sharding.backward < 0
         if length is None or is_under_way or not torch.is_grad_enabled():
             return widths_of(self.name, x, mesh)
-        widths = even_widths(length, mesh.size())
+        widths = apportioned(length, self.ranks)
         if backward >= 0:
             _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
         else:  # a layer that is trained by itself: its norms all-reduce gradients of shards

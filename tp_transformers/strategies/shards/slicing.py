@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ...slices.layout import Layout, Split, chunked, even, packed
+from ...slices.layout import Layout, Ranks, Split, apportion, chunked, packed
 from ...slices.lazy import LazyTensor, Resident
 
 T = TypeVar("T", Tensor, LazyTensor)
@@ -46,8 +46,10 @@ def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: in
     return take(param, Layout(dim, split_of(empty_param.shape[dim], device_mesh.size(), 1, None, parts)), rank)
 
 
-def split_of(length: int, size: int, unit: int, split: Split | None, parts: int | Sequence[int | str] | None) -> Split:
-    """Split `length` over `size` ranks by the heads of `split`, else each of `parts` evenly in blocks of `unit`.
+def split_of(
+    length: int, ranks: Ranks, unit: int, split: Split | None, parts: int | Sequence[int | str] | None
+) -> Split:
+    """Split `length` over `ranks` by the heads of `split`, else each of `parts` in blocks of `unit`.
 
     Raises ValueError if it is not a number of complete heads or the sum of the parts.
     """
@@ -56,14 +58,14 @@ def split_of(length: int, size: int, unit: int, split: Split | None, parts: int 
             raise ValueError(f"its {length} features are not {split.length} whole heads")
         return split.scaled(length // split.length)
     if parts is None:
-        return even(length, size, unit=unit)
+        return apportion(length, ranks, unit=unit)
     if isinstance(parts, int):
         if parts < 1 or length % parts:
             raise ValueError(f"{length} features are not {parts} equal parts")
-        return packed([even(length // parts, size, unit=unit)] * parts)
+        return packed([apportion(length // parts, ranks, unit=unit)] * parts)
     lengths = [part for part in parts if isinstance(part, int) and part > 0]
     if not lengths or len(lengths) < len(parts):
         raise ValueError(f"parts {list(parts)} are not lengths, and no attention gives their heads")
     if sum(lengths) != length:
         raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
-    return packed([even(part, size, unit=unit) for part in lengths])
+    return packed([apportion(part, ranks, unit=unit) for part in lengths])

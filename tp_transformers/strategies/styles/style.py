@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...ranks.group import TensorParallelGroup
-from ...slices.layout import Split, chunked
+from ...slices.layout import Ranks, Split, chunked, count_of
 from ..base import TensorParallelLayer
 from ..shards.shard import ParamShard
 from ..signature import ANY, FEATURES
@@ -39,7 +39,10 @@ class StyleParallel(TensorParallelLayer):
         """See `TensorParallelLayer.shard`: a DTensor, also for a replicated parameter."""
         return replace(super().shard(param_type, shape, group), use_dtensor=self.use_dtensor)
 
-    def _cut(self, length: int, size: int, unit: int) -> Split:
+    def _cut(self, length: int, ranks: Ranks, unit: int) -> Split:
+        size = count_of(ranks)
+        if ranks != size:
+            raise ValueError(f"{self.shown} splits evenly, not by shares; use strategies by name, such as colwise")
         split = chunked(length, size)
         if self.split is not None:
             heads = super()._cut(length, size, unit)
