@@ -20,8 +20,9 @@ from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS, states
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import plan_memory, smallest_size
 from tp_transformers.commands.plan.report import state_lines
+from tp_transformers.loading.footprint.fit import smallest_size
+from tp_transformers.loading.footprint.memory import plan_memory
 
 
 def config_of(name: str, heads: int, kv_heads: int, folder: Path) -> str:

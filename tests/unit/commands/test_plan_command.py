@@ -21,10 +21,10 @@ from tests.support.commands import main
 from tests.support.models import llama_config
 from tp_transformers.commands.plan import picture
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.plan.picture import COLOURS, LONGEST
 from tp_transformers.commands.plan.report import by_rank
 from tp_transformers.errors import UsageError
+from tp_transformers.loading.footprint.memory import plan_memory
 from tp_transformers.plans import Plan
 from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
 from tp_transformers.plans.listing import catalogue
@@ -164,8 +164,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(folder: str, monkeypatch: pyt
     [
         (["{folder}", "--tp-size", "0"], "--tp-size: got 0"),
         (["{folder}", "--tp-size", "2", "--batch", "0"], "--batch: got 0"),
-        (["{folder}", "--tp-size", "2", "--gpu-memory", "lots"], "--gpu-memory: got 'lots'"),
-        (["{folder}", "--tp-size", "2", "--gpu-memory", "0GB"], "--gpu-memory: got '0GB'"),
+        (["{folder}", "--tp-size", "2", "--gpu-memory", "lots"], "--memory: got 'lots'"),
+        (["{folder}", "--tp-size", "2", "--gpu-memory", "0GB"], "--memory: got '0GB'"),
         (["{folder}", "--tp-size", "2", "--dtype", "int8"], "--dtype: got 'int8'"),
         (["{folder}", "--tp-size", "2", "--plan", "no.yaml"], "plan no.yaml: got no such file"),
         (["/no/such/folder", "--tp-size", "2"], "got no such folder"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .memory import MemoryPlan, Parameter
+from ...loading.footprint.memory import MemoryPlan, Parameter
 from .report import dtype_name
+from .room import Room
 
 
-def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> dict[str, Any]:
+def as_json(planned: MemoryPlan, room: Room | None) -> dict[str, Any]:
     """The complete report; `version` changes when a key is removed or changes its meaning."""
     survey, stock = planned.survey, planned.survey.stock
     return {
@@ -19,6 +20,8 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
         "dtype": dtype_name(survey.model.dtype),
         "plan": survey.plan.source,
         "tp_size": planned.size,
+        "shares": survey.plan.shares,
+        "optimizer": planned.optimizer,
         "checkpoint": stock
         and {
             "files": stock.files,
@@ -55,14 +58,17 @@ def as_json(planned: MemoryPlan, memory: int | None, smallest: int | None) -> di
                 "parameter_bytes": planned.parameter_bytes[rank],
                 "buffer_bytes": planned.buffer_bytes,
                 "kv_cache_bytes": planned.cache_bytes[rank],
+                "training_bytes": planned.training_bytes[rank],
                 "total_bytes": planned.total_bytes[rank],
             }
             for rank in range(planned.size)
         ],
         "notes": list(planned.notes),
-        "gpu_memory": memory,
-        "fits": None if memory is None else max(planned.total_bytes) <= memory,
-        "smallest_tp_size": smallest,
+        "gpu_memory": room.memory[0] if room is not None and room.is_even else None,
+        "memory": room and room.memory,
+        "fits": room and room.fits,
+        "remedies": room and room.remedies,
+        "smallest_tp_size": room and room.smallest,
     }
 
 

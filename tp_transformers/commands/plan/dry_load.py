@@ -6,63 +6,21 @@ One process reads the config and the headers. Dtypes, conversions and tied weigh
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
-from ...anatomy.names import tied_parameters
-from ...checkpoint.conversion.convert import dtype_policy
 from ...errors import CheckpointError, TensorParallelError
+from ...loading.footprint.survey import Survey, take_survey
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.memory import pack_weights
-from ...loading.request import LoadRequest, open_checkpoint
-from ...loading.targets import describe
+from ...loading.request import LoadRequest
 from ...plans.rules import Plan
-from ...slices.lazy import LazyTensor
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 """Extensions of weight files, of any format."""
-
-
-@dataclass(frozen=True)
-class Stock:
-    """Tensors of a checkpoint, compared with those that the model needs."""
-
-    files: int
-    nbytes: int
-    """Bytes of their tensors."""
-    bytes_read: int
-    """Bytes of headers that were read."""
-    missing: tuple[str, ...] = ()
-    """Parameters that are not in the checkpoint; a load would initialise them."""
-    unexpected: tuple[str, ...] = ()
-    """Tensors that the model does not have; a load would ignore them."""
-    twice: tuple[tuple[str, str], ...] = ()
-    """Pairs of tied parameters that are both stored; a load keeps both if they differ, otherwise one."""
-    read_whole: tuple[str, ...] = ()
-    """Parameters with a conversion that does not commute with slicing: every rank reads all of them."""
-
-
-@dataclass(frozen=True)
-class Survey:
-    """The results of a dry load."""
-
-    name: str
-    model: PreTrainedModel
-    """The unsharded model on the meta device."""
-    plan: Plan
-    dtypes: Mapping[str, torch.dtype]
-    """Dtypes of parameters and buffers on a rank, if they differ from the model's."""
-    stock: Stock | None
-    """The checkpoint; None if there is only a config."""
-    packed: Mapping[str, LazyTensor] = field(default_factory=dict)
-    """Parameters that stay packed -> lazy tensors of the checkpoint."""
 
 
 def survey(
@@ -107,10 +65,7 @@ def survey(
                 from_pretrained_with(_stop, model_class(config, **where), name if has_weights else None, **kwargs)
         except _FoundError as found:
             model, plan, request = found.args
-        policy = dtype_policy(request.config.dtype_plan)
-        stock, filled, kept = _take_stock(model, request) if has_weights else (None, set(model.state_dict()), {})
-        dtypes = {name: own for name in filled if (own := policy(name))}
-        return Survey(name, model, plan, dtypes, stock, kept)
+        return take_survey(name, model, plan, request)
     except TensorParallelError:
         raise
     except Exception as error:  # a malformed config or folder may raise any error
@@ -124,30 +79,3 @@ class _FoundError(Exception):
 def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
     """Replacement of a load: raises _FoundError with its arguments."""
     raise _FoundError(model, plan, request)
-
-
-def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str], dict[str, LazyTensor]]:
-    """Compare the headers with the model.
-
-    Returns the stock, the names that a load would fill, and the tensors that it would keep packed.
-    """
-    with open_checkpoint(request, rank=0) as checkpoint:
-        targets = describe(model, checkpoint, {}, request)
-        conversion = targets.conversion
-        stored = set(conversion.expressions)
-        ties = tied_parameters(model)
-        filled = stored | {tied for pair in ties.items() if stored.intersection(pair) for tied in pair}
-        keys = SimpleNamespace(missing_keys=set(targets.full) - filled, unexpected_keys=conversion.unexpected)
-        model._adjust_missing_and_unexpected_keys(keys)  # removes names that transformers never reports
-        stock = Stock(
-            files=len(request.files or checkpoint.sources),
-            nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-            bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
-            missing=tuple(sorted(keys.missing_keys)),
-            unexpected=tuple(sorted(keys.unexpected_keys)),
-            twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
-            read_whole=tuple(sorted(conversion.fallbacks)),
-        )
-        names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
-        packed = {name: conversion.expressions[name] for name in names}
-    return stock, stored, packed

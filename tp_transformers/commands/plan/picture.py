@@ -7,7 +7,7 @@ weight shows columns of colour. Biases are left out.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from statistics import median
@@ -16,9 +16,9 @@ from typing import Any
 from ...anatomy.layers import layer_around
 from ...anatomy.linears import has_inputs_first
 from ...errors import UsageError, describe
+from ...loading.footprint.memory import MemoryPlan, Parameter
 from ...slices.layout import Range
 from ...text import size
-from .memory import MemoryPlan, Parameter
 
 COLOURS = ("#3f74b8", "#ee9b45", "#56a578", "#c65b52", "#8a72b5", "#d8b840", "#58adc1", "#a37c63")
 """Colours of ranks; for more ranks, a colour map is used."""
@@ -55,12 +55,12 @@ class Weight:
         return f"{experts}{ARROW.join(str(length) for length in self.features if length)}\n{how}"
 
 
-def draw(planned: MemoryPlan, path: str) -> None:
-    """Draw the picture to `path`; the file extension decides the format.
+def draw(planned: MemoryPlan, path: str, memory: Sequence[int] = ()) -> None:
+    """Draw the picture to `path`; the file extension decides the format. `memory`: bytes of each rank, if known.
 
     Raises UsageError without matplotlib, and if the file cannot be written.
     """
-    picture = compose(planned)
+    picture = compose(planned, memory)
     try:
         picture.savefig(path, dpi=200)
     except (OSError, ValueError) as error:
@@ -68,7 +68,7 @@ def draw(planned: MemoryPlan, path: str) -> None:
         raise UsageError(describe(f"--png {path}", got=str(error), expected="a picture's name", fix=fix)) from error
 
 
-def compose(planned: MemoryPlan) -> Any:
+def compose(planned: MemoryPlan, memory: Sequence[int] = ()) -> Any:
     """Make the picture, a matplotlib Figure. Raises UsageError without matplotlib, or for a model without layers."""
     try:
         from matplotlib import colormaps
@@ -101,10 +101,10 @@ def compose(planned: MemoryPlan) -> Any:
                 highest = max(highest, height)
         right, top = max(right, x), top - (TITLE + highest + CAPTION) * (x > 0)
     ranks = range(planned.size) if planned.size <= len(COLOURS) else (0, planned.size // 2, planned.size - 1)
-    entries = [
-        Patch(color=colours[rank], label=f"rank {rank}: {size(planned.parameter_bytes[rank])}") for rank in ranks
-    ]
-    right = max(right, 1.7 * (len(entries) + 1), 6.0)
+    held = planned.total_bytes if memory else planned.parameter_bytes
+    rooms = [f" of {size(nbytes)}" for nbytes in memory] or [""] * planned.size
+    entries = [Patch(color=colours[rank], label=f"rank {rank}: {size(held[rank])}{rooms[rank]}") for rank in ranks]
+    right = max(right, (2.4 if memory else 1.7) * (len(entries) + 1), 6.0)
     name = os.path.basename(os.path.normpath(planned.survey.name))
     axes.text(0, 1.02, f"{name} on {planned.size} rank{'s' * (planned.size > 1)}: {layer}", size=15, weight="bold")
     scale = (

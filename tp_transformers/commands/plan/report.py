@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 import torch
 
 from ...anatomy.names import folded, layer_number
+from ...loading.footprint.fit import MOST_RANKS
+from ...loading.footprint.memory import MemoryPlan, Parameter
+from ...loading.footprint.survey import Survey
 from ...plans.catalogue import available_plans
 from ...text import columns, fold, size, spans, terminal_width
-from .dry_load import Survey
-from .memory import MOST_RANKS, MemoryPlan, Parameter
+from .room import Room
 
 T = TypeVar("T")
 Tree = dict[str, Any]
@@ -21,13 +23,13 @@ Tree = dict[str, Any]
 _NO_CELLS = ("", "", "")
 
 
-def as_text(planned: MemoryPlan, memory: int | None, smallest: int | None) -> str:
+def as_text(planned: MemoryPlan, room: Room | None) -> str:
     """The report in the width of the terminal: memory first, then the shards of the model."""
     width = terminal_width()
     titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
     sections = [
         _head(planned),
-        [*columns(table(planned), right=True, width=width), *_verdict(planned, memory, smallest)],
+        [*columns(table(planned, room), right=True, width=width), *_verdict(planned, room)],
         _caches(planned),
         columns([titles, *tree(planned)], width=width),
         (f"{_WHOLE}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
@@ -56,14 +58,19 @@ def _head(planned: MemoryPlan) -> Iterator[str]:
     yield from (f"note        {note}" for note in planned.notes)
 
 
-def _verdict(planned: MemoryPlan, memory: int | None, smallest: int | None) -> Iterator[str]:
+def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
     yield "not counted: activations, a long prompt while it is read, and what the GPU's runtime keeps for itself"
-    if memory is not None:
-        fullest = max(planned.total_bytes)
-        verdict = "it fits" if fullest <= memory else "it does not fit"
-        yield f"{verdict}: the fullest rank holds {size(fullest)} of {size(memory)} ({fullest / memory:.0%})"
-        answer = _counted(smallest, "rank") if smallest else f"none up to {MOST_RANKS} ranks"
+    if room is not None:
+        held, memory = max(zip(planned.total_bytes, room.memory, strict=True), key=lambda pair: pair[0] / pair[1])
+        verdict = "it fits" if room.fits else "it does not fit"
+        yield f"{verdict}: the fullest rank holds {size(held)} of {size(memory)} ({held / memory:.0%})"
+    if room is not None and room.is_even:
+        answer = _counted(room.smallest, "rank") if room.smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
+    elif room is not None and room.fits:
+        yield f"load it with tp_shares={list(planned.survey.plan.shares or ())}"
+    if room is not None:
+        yield from (f"it would fit with {remedy}" for remedy in room.remedies)
 
 
 def _caches(planned: MemoryPlan) -> Iterator[str]:
@@ -148,17 +155,31 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
         yield from _lines(child, depth + 1)
 
 
-def table(planned: MemoryPlan) -> list[tuple[str, ...]]:
-    """A row of titles, then a row for ranks with equal values: heads, if the same in all attention, and bytes."""
-    held = zip(planned.parameter_bytes, planned.cache_bytes, planned.total_bytes, strict=True)
+def table(planned: MemoryPlan, room: Room | None = None) -> list[tuple[str, ...]]:
+    """A row of titles, then a row for ranks with equal values: heads, if the same in all attention, and bytes.
+
+    Shares, training and memory have columns if there are any.
+    """
     counts = {heads.ranks for heads in planned.heads}
     heads = [f"{query}/{kv}" for query, kv in counts.pop()] if len(counts) == 1 else ["-"] * planned.size
-    rows = [
-        (count, *map(size, (parameters, planned.buffer_bytes, cache, total)))
-        for count, (parameters, cache, total) in zip(heads, held, strict=True)
-    ]
-    titles = ("", "query/KV heads", "parameters", "buffers", "KV cache", "total")
-    return [titles, *((f"{_ranks(ranks)}", *row) for row, ranks in _ranks_by_value(rows).items())]
+    total, shares = planned.total_bytes, planned.survey.plan.shares
+    by_title: dict[str, Sequence[str]] = {
+        "query/KV heads": heads,
+        "parameters": list(map(size, planned.parameter_bytes)),
+        "buffers": [size(planned.buffer_bytes)] * planned.size,
+        "KV cache": list(map(size, planned.cache_bytes)),
+    }
+    if shares is not None and not isinstance(shares, str):
+        by_title = {"share": [f"{share / sum(shares):.1%}" for share in shares], **by_title}
+    if planned.optimizer is not None:
+        by_title["training"] = list(map(size, planned.training_bytes))
+    by_title["total"] = list(map(size, total))
+    if room is not None and not room.is_even:
+        by_title["memory"] = list(map(size, room.memory))
+        left = [memory - held for memory, held in zip(room.memory, total, strict=True)]
+        by_title["left"] = [size(nbytes) if nbytes >= 0 else f"-{size(-nbytes)}" for nbytes in left]
+    rows = list(zip(*by_title.values(), strict=True))
+    return [("", *by_title), *((f"{_ranks(ranks)}", *row) for row, ranks in _ranks_by_value(rows).items())]
 
 
 def cache_lines(planned: MemoryPlan) -> list[str]:

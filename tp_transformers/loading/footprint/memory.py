@@ -1,4 +1,4 @@
-"""Memory of each rank, and the smallest number of ranks that fits, computed on the meta device.
+"""Memory of each rank, computed on the meta device.
 
 Shapes and bytes follow from the layouts that `resolve` returns for the model.
 """
@@ -6,25 +6,32 @@ Shapes and bytes follow from the layouts that `resolve` returns for the model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from ...anatomy.names import tied_parameters
 from ...checkpoint.quantization.packed import pack
-from ...errors import PlanError
 from ...plans.bind import Resolution, resolve
-from ...plans.shares import check_layers_are_sharded
+from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
-from .dry_load import Survey
 from .kv_cache import Cached, cached_attention
 from .states import States, mixer_states
+from .survey import Survey
 
-MOST_RANKS = 64
-"""Largest number of ranks that `smallest_size` tries."""
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""Optimizer -> tensors of states that it keeps for a parameter, of its shape and dtype."""
+
+CONTEXT = 4096
+"""Tokens of the sequence that is counted by default, if the model takes as many."""
+
+KEEP: Any = object()
+"""Default of `replan`, since None is a value of `shares`."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,8 @@ class MemoryPlan:
     """States of mixers."""
     notes: tuple[str, ...]
     """Warnings that a load would log."""
+    optimizer: str | None = None
+    """The optimizer that the memory of training is counted for; None: no training."""
     allow_replicated: bool = False
     """As in `from_pretrained`."""
 
@@ -109,9 +118,29 @@ class MemoryPlan:
         return _sum(self.size, [*kept, *(states.nbytes for states in self.states if states.nbytes is not None)])
 
     @property
+    def training_bytes(self) -> tuple[int, ...]:
+        """Bytes of gradients and of the optimizer's states on every rank; 0 without an optimizer."""
+        per_parameter = 1 + OPTIMIZERS[self.optimizer] if self.optimizer is not None else 0
+        return tuple(per_parameter * nbytes for nbytes in self.parameter_bytes)
+
+    @property
     def total_bytes(self) -> tuple[int, ...]:
-        """Bytes of parameters, buffers, keys, values and states on every rank."""
-        return _sum(self.size, (self.parameter_bytes, self.cache_bytes, (self.buffer_bytes,) * self.size))
+        """Bytes of parameters, buffers, keys, values, states and training on every rank."""
+        buffers = (self.buffer_bytes,) * self.size
+        return _sum(self.size, (self.parameter_bytes, self.cache_bytes, buffers, self.training_bytes))
+
+    @property
+    def replicated_bytes(self) -> int:
+        """Bytes that every rank holds, with any share: replicated parameters, buffers, and their training."""
+        replicated = sum(parameter.nbytes for parameter in self.parameters if parameter.layout is None)
+        per_parameter = 2 + OPTIMIZERS[self.optimizer] if self.optimizer is not None else 1
+        return per_parameter * replicated + self.buffer_bytes
+
+
+def default_context(model: PreTrainedModel) -> int:
+    """Tokens of the sequence in the KV cache if nothing else is asked for: CONTEXT, or as many as the model takes."""
+    config = model.config.get_text_config(decoder=True)
+    return min(CONTEXT, getattr(config, "max_position_embeddings", None) or CONTEXT)
 
 
 def plan_memory(
@@ -121,9 +150,13 @@ def plan_memory(
     batch: int = 1,
     context: int = 0,
     encoder_context: int | None = None,
+    optimizer: str | None = None,
     allow_replicated: bool = False,
 ) -> MemoryPlan:
-    """Compute the memory of each of `size` ranks; `batch`, `context`, `encoder_context`: see `cached_attention`.
+    """Compute the memory of each of `size` ranks, with the shares of the plan.
+
+    `batch`, `context`, `encoder_context`: see `cached_attention`. `optimizer`: a name of OPTIMIZERS, to count gradients
+    and the optimizer's states. `allow_replicated`: as in `from_pretrained`.
 
     Raises PlanError if a load would: the plan does not fit, or replicates most of the model.
     """
@@ -144,30 +177,22 @@ def plan_memory(
         tuple(cached),
         tuple(mixer_states(model, resolution.mixers, size, batch=batch)) if context else (),
         tuple(note for note in (*resolution.notes, warning) if note is not None),
+        optimizer,
         allow_replicated,
     )
 
 
-def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
-    """Find the smallest number of ranks that hold at most `memory` bytes each; None if MOST_RANKS are too few.
-
-    Args:
-        planned: the plan for any number of ranks.
-        memory: bytes of a rank.
-    """
-    room = memory - planned.buffer_bytes
-    if room <= 0:
-        return None
-    total = sum(parameter.nbytes for parameter in planned.parameters)
-    batch, context, allowed = planned.batch, planned.context, planned.allow_replicated
-    for size in range(max(1, -(-total // room)), MOST_RANKS + 1):  # fewer ranks cannot hold the parameters
-        try:
-            tried = plan_memory(planned.survey, size, batch=batch, context=context, allow_replicated=allowed)
-        except PlanError:  # some plans fit only some numbers of ranks
-            continue
-        if max(tried.total_bytes) <= memory:
-            return size
-    return None
+def replan(planned: MemoryPlan, *, size: int = 0, context: int | None = None, shares: Any = KEEP) -> MemoryPlan:
+    """Compute `planned` again for another number of ranks, another context or other shares."""
+    survey = planned.survey
+    return plan_memory(
+        survey if shares is KEEP else replace(survey, plan=replace(survey.plan, shares=shares)),
+        size or planned.size,
+        batch=planned.batch,
+        context=planned.context if context is None else context,
+        optimizer=planned.optimizer,
+        allow_replicated=planned.allow_replicated,
+    )
 
 
 def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
@@ -209,7 +234,7 @@ def _packed(expression: LazyTensor, layout: Layout | None, size: int) -> tuple[i
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
     """Yield the heads of every attention module that the plan describes."""
-    for name, unsharded in resolve(survey.plan, survey.model, 1).attention.items():
+    for name, unsharded in resolve(replace(survey.plan, shares=None), survey.model, 1).attention.items():
         local, counts = resolution.attention.get(name), (unsharded.query.length, unsharded.kv.length)
         ranks = tuple(zip(local.query.widths, local.kv.widths, strict=True)) if local is not None else (counts,) * size
         yield Heads(name, counts, ranks)

@@ -29,9 +29,9 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import plan_memory
 from tp_transformers.commands.shard.offline import shard_checkpoint
 from tp_transformers.loading import request
+from tp_transformers.loading.footprint.memory import plan_memory
 
 pytestmark = pytest.mark.distributed
 

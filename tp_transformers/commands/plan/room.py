@@ -1,0 +1,49 @@
+"""Judgement of a planned load: whether each rank has room for it, and what would fit if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...loading.footprint.fit import fullest, longest_context, more_ranks, smallest_size
+from ...loading.footprint.memory import MemoryPlan
+from ...text import size
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of the ranks, held against what a load needs."""
+
+    memory: tuple[int, ...]
+    """Bytes of each rank."""
+    fits: bool
+    smallest: int | None
+    """The smallest number of ranks that fits, if all have the same memory."""
+    remedies: tuple[str, ...] = ()
+    """Changes with which it would fit, if it does not."""
+
+    @property
+    def is_even(self) -> bool:
+        """True if all ranks have the same memory."""
+        return len(set(self.memory)) == 1
+
+
+def judge(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], MemoryPlan | None]) -> Room:
+    """Hold `planned` against the `memory` of each rank; `packed` plans it with packed weights, or returns None."""
+    fits = fullest(planned, memory) <= 1
+    smallest = smallest_size(planned, memory[0]) if len(set(memory)) == 1 else None
+    return Room(tuple(memory), fits, smallest, () if fits else tuple(_remedies(planned, memory, packed)))
+
+
+def _remedies(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], MemoryPlan | None]) -> list[str]:
+    found = []
+    context = longest_context(planned, memory)
+    if context:
+        found.append(f"--context {context}, with the same shares")
+    smaller = packed()
+    if smaller is not None and fullest(smaller, memory) <= 1:
+        found.append("--packed: quantised weights stay as they are stored")
+    count = more_ranks(planned, memory) if len(set(memory)) > 1 else None
+    if count:
+        found.append(f"{count} more rank{'s' * (count > 1)} of {size(min(memory))}")
+    return found

@@ -1,0 +1,98 @@
+"""Capacity of a device: bytes that are free for this process, and the time of products."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+SECONDS = 0.15
+"""Time of each of the two measurements of `seconds_of_products`."""
+WIDTH, TOKENS = 4096, 64
+"""Side of the matrix that is multiplied, and the number of tokens of the larger product."""
+
+
+def free_memory(device: torch.device, sharers: int = 1) -> int:
+    """Bytes that this process can still allocate on `device`; `sharers`: processes that share a CPU's memory.
+
+    On a CPU, the least of: the memory that the system calls available, and that of the process's control groups, each
+    divided by `sharers`; the limits of the process's address space and data segment.
+    """
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device.type)
+        return int(module.mem_get_info(device)[0])
+    common = [_available(), *_left_in_groups()]
+    return min([nbytes // max(1, sharers) for nbytes in common] + _left_of_limits())
+
+
+def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Seconds of a product of one token, which reads the matrix from memory, and of TOKENS tokens, on this device.
+
+    Other ranks on the same processor should measure at the same time, as they compute at the same time.
+    """
+    weight = torch.ones((WIDTH, WIDTH), dtype=dtype, device=device)
+    one, many = (_seconds(torch.ones((tokens, WIDTH), dtype=dtype, device=device), weight) for tokens in (1, TOKENS))
+    return one, many
+
+
+def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
+    """Mean seconds of a product, over SECONDS after the first."""
+    wait = torch.get_device_module(x.device.type).synchronize if x.device.type != "cpu" else lambda: None
+    count, began, end = 0, 0.0, 0.0
+    while count < 2 or end - began < SECONDS:
+        linear(x, weight)
+        wait()
+        end = perf_counter()
+        count, began = count + 1, began or end  # the first product is not counted
+    return (end - began) / (count - 1)
+
+
+def _available() -> int:
+    """Bytes that the system can give to new processes without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_in_groups() -> list[int]:
+    """Bytes left in each control group of this process that has a limit (cgroup v2: the group and those around it)."""
+    try:
+        paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return []
+    left = []
+    for _, controllers, path in paths:
+        root = Path("/sys/fs/cgroup", "memory" if controllers == "memory" else "")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        if controllers in ("", "memory"):
+            group = root / path.lstrip("/")
+            groups = (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
+            left += [_difference(folder / names[0], folder / names[1]) for folder in groups]
+    return [nbytes for nbytes in left if nbytes is not None]
+
+
+def _difference(limit: Path, usage: Path) -> int | None:
+    """The limit less the usage, at least 0; None without a limit."""
+    try:
+        return max(0, int(limit.read_text()) - int(usage.read_text()))
+    except (OSError, ValueError):  # "max"
+        return None
+
+
+def _left_of_limits() -> list[int]:
+    """Bytes left of the limits on this process's address space and data segment."""
+    try:
+        import resource  # not on Windows
+
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        used = {name: 1024 * int(fields[field].split()[0]) for name, field in (("AS", "VmSize"), ("DATA", "VmData"))}
+    except (ImportError, OSError, KeyError):
+        return []
+    limits = {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in used}
+    return [max(0, limit - used[name]) for name, limit in limits.items() if limit != resource.RLIM_INFINITY]

@@ -1,0 +1,126 @@
+"""Shares, number of ranks, or context that fit into given memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...errors import PlanError
+from .memory import MemoryPlan, plan_memory, replan
+from .survey import Survey
+
+MOST_RANKS = 64
+"""Largest number of ranks that `smallest_size` tries."""
+
+ROUNDS = 6
+"""Largest number of shares that `fit_shares` tries."""
+
+PARTS = 1000
+"""`fit_shares` finds shares in units of 1 / PARTS."""
+
+
+def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
+    """Find the smallest number of ranks that hold at most `memory` bytes each; None if MOST_RANKS are too few.
+
+    Args:
+        planned: the plan for any number of ranks.
+        memory: bytes of a rank.
+    """
+    room = memory - planned.buffer_bytes
+    if room <= 0:
+        return None
+    total = sum(parameter.nbytes for parameter in planned.parameters)
+    for size in range(max(1, -(-total // room)), MOST_RANKS + 1):  # fewer ranks cannot hold the parameters
+        try:
+            tried = replan(planned, size=size, shares=None)
+        except PlanError:  # some plans fit only some numbers of ranks
+            continue
+        if max(tried.total_bytes) <= memory:
+            return size
+    return None
+
+
+def fit_shares(
+    survey: Survey,
+    memory: Sequence[int],
+    *,
+    batch: int = 1,
+    context: int = 0,
+    optimizer: str | None = None,
+    allow_replicated: bool = False,
+) -> MemoryPlan:
+    """Find shares with which ranks of unlike memory fill equal fractions of it.
+
+    Every rank holds what is replicated; that comes off its memory before its share. Heads and experts are not divided,
+    so shares are corrected by the bytes that they lead to, up to ROUNDS times; the best are returned.
+
+    Args:
+        survey: the model, its plan and its checkpoint.
+        memory: bytes of each rank.
+        batch, context, optimizer, allow_replicated: see `plan_memory`.
+
+    Raises:
+        PlanError: if the plan does not fit the model, or replicates most of it.
+    """
+    best: MemoryPlan | None = None
+    shares, tried_shares = [1.0] * len(memory), set[tuple[int, ...]]()
+    for _ in range(ROUNDS):
+        rounded = tuple(max(1, round(PARTS * share / sum(shares))) for share in shares)
+        if rounded in tried_shares:
+            break
+        tried_shares.add(rounded)
+        shared = replace(survey, plan=replace(survey.plan, shares=rounded))
+        tried = plan_memory(
+            shared,
+            len(memory),
+            batch=batch,
+            context=context,
+            optimizer=optimizer,
+            allow_replicated=allow_replicated,
+        )
+        if best is None or fullest(tried, memory) < fullest(best, memory):
+            best = tried
+        level, fixed = sum(tried.total_bytes) / sum(memory), tried.replicated_bytes
+        shares = [
+            share * max(level * room - fixed, 0.0) / max(held - fixed, 1)
+            for share, room, held in zip(rounded, memory, tried.total_bytes, strict=True)
+        ]
+    assert best is not None
+    return best
+
+
+def fullest(planned: MemoryPlan, memory: Sequence[int]) -> float:
+    """Bytes of the rank that fills most of its memory, as a fraction of that."""
+    return max(held / room for held, room in zip(planned.total_bytes, memory, strict=True))
+
+
+def longest_context(planned: MemoryPlan, memory: Sequence[int]) -> int | None:
+    """The longest context, below the planned one, that fits with the same shares; None if none of one token fits."""
+    low, high = 0, planned.context
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fullest(replan(planned, context=middle), memory) <= 1 else (low, middle)
+    return low or None
+
+
+def more_ranks(planned: MemoryPlan, memory: Sequence[int]) -> int | None:
+    """The number of further ranks with the smallest memory that make it fit; None if MOST_RANKS are too few."""
+    for count in range(1, MOST_RANKS - len(memory) + 1):
+        room = [*memory, *[min(memory)] * count]
+        if planned.replicated_bytes >= min(room):
+            return None
+        if sum(planned.total_bytes) <= sum(room) + planned.replicated_bytes:  # fewer cannot hold it
+            try:
+                tried = fit_shares(
+                    planned.survey,
+                    room,
+                    batch=planned.batch,
+                    context=planned.context,
+                    optimizer=planned.optimizer,
+                    allow_replicated=planned.allow_replicated,
+                )
+            except PlanError:  # some plans fit only some numbers of ranks
+                continue
+            if fullest(tried, room) <= 1:
+                return count
+    return None

@@ -1,0 +1,97 @@
+"""Survey of a load: the model on the meta device, its plan, and the tensors of its checkpoint, before any weight.
+
+Dtypes, conversions and tied weights come from the code of a load, which reads the headers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+from transformers import PreTrainedModel
+
+from ...anatomy.names import tied_parameters
+from ...checkpoint.conversion.convert import dtype_policy
+from ...plans.rules import Plan
+from ...slices.lazy import LazyTensor
+from ..memory import pack_weights
+from ..request import LoadRequest, open_checkpoint
+from ..targets import describe
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Tensors of a checkpoint, compared with those that the model needs."""
+
+    files: int
+    nbytes: int
+    """Bytes of their tensors."""
+    bytes_read: int
+    """Bytes of headers that were read."""
+    missing: tuple[str, ...] = ()
+    """Parameters that are not in the checkpoint; a load would initialise them."""
+    unexpected: tuple[str, ...] = ()
+    """Tensors that the model does not have; a load would ignore them."""
+    twice: tuple[tuple[str, str], ...] = ()
+    """Pairs of tied parameters that are both stored; a load keeps both if they differ, otherwise one."""
+    read_whole: tuple[str, ...] = ()
+    """Parameters with a conversion that does not commute with slicing: every rank reads all of them."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The results of a survey."""
+
+    name: str
+    model: PreTrainedModel
+    """The unsharded model on the meta device."""
+    plan: Plan
+    dtypes: Mapping[str, torch.dtype]
+    """Dtypes of parameters and buffers on a rank, if they differ from the model's."""
+    stock: Stock | None
+    """The checkpoint; None if there is only a config."""
+    packed: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """Parameters that stay packed -> lazy tensors of the checkpoint."""
+    is_quantized: bool = False
+    """True if the checkpoint is quantised."""
+
+
+def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> Survey:
+    """Survey the load of `request` into `model`, which is on the meta device.
+
+    Raises CheckpointError if the load would reject the checkpoint.
+    """
+    policy = dtype_policy(request.config.dtype_plan)
+    is_stored = bool(request.files or request.state_dict or request.sharded)
+    stock, filled, kept = _take_stock(model, request) if is_stored else (None, set(model.state_dict()), {})
+    dtypes = {name: own for name in filled if (own := policy(name))}
+    return Survey(name, model, plan, dtypes, stock, kept, request.quantization is not None)
+
+
+def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str], dict[str, LazyTensor]]:
+    """Compare the headers with the model.
+
+    Returns the stock, the names that a load would fill, and the tensors that it would keep packed.
+    """
+    with open_checkpoint(request, rank=0) as checkpoint:
+        targets = describe(model, checkpoint, {}, request)
+        conversion = targets.conversion
+        stored = set(conversion.expressions)
+        ties = tied_parameters(model)
+        filled = stored | {tied for pair in ties.items() if stored.intersection(pair) for tied in pair}
+        keys = SimpleNamespace(missing_keys=set(targets.full) - filled, unexpected_keys=conversion.unexpected)
+        model._adjust_missing_and_unexpected_keys(keys)  # removes names that transformers never reports
+        stock = Stock(
+            files=len(request.files or checkpoint.sources),
+            nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+            bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
+            missing=tuple(sorted(keys.missing_keys)),
+            unexpected=tuple(sorted(keys.unexpected_keys)),
+            twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
+            read_whole=tuple(sorted(conversion.fallbacks)),
+        )
+        names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
+        packed = {name: conversion.expressions[name] for name in names}
+    return stock, stored, packed
