@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.memory import plan_memory
+from tp_transformers.loading.footprint.memory import plan_memory
 from tp_transformers.plans.catalogue import available_plans
 
 pytestmark = pytest.mark.distributed
@@ -59,9 +60,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-def compare_and_save(name: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+def compare_and_save(
+    name: str, folder: str, reference_file: str, saved: str, shares: Sequence[float] | None = None
+) -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
-    model = load(folder, getattr(transformers, ARCHITECTURES[name].model))
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_shares=shares)
     reference = torch.load(reference_file)
     seen = observe(model)
     found = compare_seen(model, seen, reference, noise=True)
@@ -110,10 +113,14 @@ def test_architecture_matches_one_process(
         assert Path(saved, "config.json").is_file()
 
 
-def assert_as_outlined(case: Case, size: int, results: list[dict[str, Any]]) -> None:
+def assert_as_outlined(
+    case: Case, size: int, results: list[dict[str, Any]], shares: Sequence[float] | None = None
+) -> None:
     """What the ranks hold, keys and values too, is what an outline says without a rank, to the byte."""
     lengths, _ = results[0]["cache"]
-    planned = plan_memory(survey(case.folder), size, batch=2, **lengths)
+    surveyed = survey(case.folder)
+    surveyed = replace(surveyed, plan=replace(surveyed.plan, shares=None if shares is None else tuple(shares)))
+    planned = plan_memory(surveyed, size, batch=2, **lengths)
     for rank, result in enumerate(results):
         assert result["held"] == (planned.parameter_bytes[rank], planned.buffer_bytes)
         assert tuple(result["reported"]) == planned.parameter_bytes

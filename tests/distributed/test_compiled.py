@@ -16,7 +16,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, relative
 from tests.support.compiling import PHASES, observe
-from tests.support.models import PROMPTS, load, load_both, save_as_loaded
+from tests.support.models import PROMPTS, load, load_both, save_as_loaded, with_shares
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -90,13 +90,15 @@ def check(
     *,
     backend: str = "eager",
     which: Sequence[str] = PHASES,
+    shares: str = "",
 ) -> None:
     """Compare the graphs of `size` ranks with those of one process, and their numbers with its eager ones."""
     model = save_as_loaded(make(name, heads), path)
     torch.save(observe(model, None, which), path / "reference.pt")
     plain = observe(model, "eager", which)
     arguments = (type(model).__name__, str(path / "checkpoint"), str(path / "reference.pt"), backend, which)
-    for result in pool.run(size, compile_and_compare, *arguments, timeout=TIMEOUT):
+    call = (with_shares, shares, compile_and_compare) if shares else (compile_and_compare,)
+    for result in pool.run(size, *call, *arguments, timeout=TIMEOUT):
         for phase, own in plain.items():
             seen, breaks = result[phase], sum(own.breaks.values())
             print(f"{name}, {phase}: {own.graphs} graphs, {breaks} breaks in one process, on {size} ranks", seen)

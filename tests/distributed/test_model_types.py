@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ def observe(model: Any, tiny: Tiny) -> tuple[Tensor, Tensor | None, dict[str, Te
     return output.detach(), tokens, grads
 
 
-def compare_small_models(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+def compare_small_models(folders: dict[str, str], shares: Sequence[int] | None = None) -> dict[str, dict[str, Any]]:
     """Run on every rank: the largest differences from one process, of outputs and gradients, and what is cut."""
     found = {}
     for name, folder in folders.items():
         tiny = MODELS[name]
         kind = model_class(tiny)
-        model, plain = load(folder, kind).eval(), kind.from_pretrained(folder).eval()
+        model, plain = load(folder, kind, tp_shares=shares).eval(), kind.from_pretrained(folder).eval()
         own, tokens, grads = observe(model, tiny)
         expected, all_tokens, all_grads = observe(plain, tiny)
         params = dict(model.named_parameters())
@@ -84,16 +85,19 @@ def by_plan() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("size", wide([2, 3], 1))
+RANKS = {"even2": [1, 1], "even3": [1, 1, 1], "shares31": [3, 1], "shares251": [2, 5, 1]}
+
+
+@pytest.mark.parametrize("shares", wide([pytest.param(shares, id=name) for name, shares in RANKS.items()], 1))
 @pytest.mark.parametrize("plan", sampled(by_plan(), 6))
-def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, size: int) -> None:
+def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, shares: list[int]) -> None:
     folders = {}
     for name in by_plan()[plan]:
         save_as_loaded(MODELS[name].make(), tmp_path / name)
         folders[name] = str(tmp_path / name / "checkpoint")
-    for result in pool.run(size, compare_small_models, folders):
+    for result in pool.run(len(shares), compare_small_models, folders, shares):
         for name, seen in result.items():
-            print(name, size, seen)
+            print(name, shares, seen)
             assert seen["output"] < LOGITS_TOLERANCE, name
             assert seen["tokens"], name
             assert seen["gradients"] < GRADIENT_TOLERANCE, name

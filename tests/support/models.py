@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import gradients
+from tp_transformers.loading.options import SHARES
 
 HEAD_DIM = 8
 VOCAB = 199
@@ -135,6 +137,15 @@ def load(folder: str | Path | None, auto: Any = AutoModelForCausalLM, tp_plan: A
     """
     with tp_transformers.enable():
         return auto.from_pretrained(folder, tp_plan=tp_plan, **arguments)
+
+
+def with_shares(shares: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Run on every rank: `function(*args)`, where tensor-parallel models are split by `shares`, "2,1"."""
+    os.environ[SHARES] = shares
+    try:
+        return function(*args)
+    finally:
+        del os.environ[SHARES]
 
 
 def load_both(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> tuple[Any, Any]:

@@ -197,7 +197,7 @@ MODEL = "{folder}"
 ON_THE_COMMAND_LINE: dict[str, tuple[list[str], str]] = {
     "nothing": ([], "arguments are required: COMMAND"),
     "a command misspelt": (["plam", MODEL], "invalid choice: 'plam'"),
-    "plan without a size": (["plan", MODEL], "required: --tp-size"),
+    "plan without a size": (["plan", MODEL], "number of ranks: got none, expected one number. Give --tp-size"),
     "plan for no ranks": (["plan", MODEL, "--tp-size", "0"], "--tp-size: got 0"),
     "plan for ranks in words": (["plan", MODEL, "--tp-size", "two"], "invalid int value: 'two'"),
     "plan in a strange unit": (["plan", MODEL, "--tp-size", "2", "--gpu-memory", "lots"], "Say it as 24GB"),
@@ -222,7 +222,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[list[str], str]] = {
     "shard for no ranks": (["shard", MODEL, "{scratch}/out", "--tp-size", "0"], "number of ranks: got 0"),
     "shard into the model": (["shard", MODEL, MODEL, "--tp-size", "2"], "one inside this one will do"),
     "shard over a file": (["shard", MODEL, "{file}", "--tp-size", "2"], "got a file of that name"),
-    "run without ranks": (["run", "{file}"], "required: -n"),
+    "run without ranks": (["run", "{file}"], "number of ranks: got none, expected one number. Give -n"),
     "run what is not there": (["run", "-n", "2", "no.py"], "script no.py: got no such file"),
     "plans with more": (["plans", "--all"], "unrecognized arguments: --all"),
 }

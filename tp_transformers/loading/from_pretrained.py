@@ -43,6 +43,7 @@ from .initialized import partition_initialized
 from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
+from .shares import settle_shares
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
 """Takes a model on the meta device, its plan, and the request of a load."""
@@ -282,9 +283,14 @@ def load_pretrained_model(
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:
+        plan, reason = settle_shares(plan, model, current.group, request)
         replicated = bool(current.options.allow_replicated)
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         result = load(model, current.resolution, current.group, request)
+        shares = plan.shares if isinstance(plan.shares, tuple) else None
+        result = dataclasses.replace(
+            result, report=dataclasses.replace(result.report, tp_shares=shares, shares_because=reason)
+        )
     untyped(model).tp_report = result.report
     untyped(model).tp_source = current.source(model, checkpoint_files or ())
     return result.as_loading_info(), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,14 +11,14 @@ import torch
 
 from ..anatomy.classes import is_path
 from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
-from ..plans.parse import is_names
+from ..plans.parse import is_names, is_shares, shares_of
 from ..plans.rules import Plan
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of this package: True, False, or None for the default. `tp_batch_sharded` may also be names of modules,
-    `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
+    `tp_shares` are numbers or a word, `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
     """True: a plan that a transformers class declares may leave layers replicated. None: it may not."""
@@ -37,6 +37,9 @@ class Options:
     tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
     """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
     None: as in the plan."""
+    tp_shares: Sequence[float] | str | None = None
+    """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set, else as in
+    the plan, else even."""
     tp_reduce_dtype: torch.dtype | None = None
     """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
     tp_watch: bool | float | None = None
@@ -48,13 +51,17 @@ class Options:
         return cls(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
 
     def change(self, plan: Plan) -> Plan:
-        """The plan with the caller's options applied."""
+        """The plan with the caller's options applied. Raises PlanError for a malformed TP_TRANSFORMERS_SHARES."""
         sequence, loss, batch = self.tp_sequence_parallel, self.tp_loss_parallel, self.tp_batch_sharded
+        shares, variable = self.tp_shares, os.environ.get(SHARES)
+        if shares is None and variable:
+            shares = shares_of(variable)
         return replace(
             plan,
             sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
             loss_parallel=plan.loss_parallel if loss is None else loss,
             batch_sharded=tuple(batch) if isinstance(batch, list) else plan.batch_sharded if batch is None else batch,
+            shares=plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares),
         )
 
     @property
@@ -81,6 +88,9 @@ class Options:
             elif option == "tp_watch":
                 fits = value is None or (isinstance(value, bool | int | float) and (value is False or value > 0))
                 expected, example = "False, or seconds above 0", "60.0"
+            elif option == "tp_shares":
+                fits = value is None or is_shares(value)
+                expected, example = 'a positive number for each rank, "memory" or "speed"', "[2, 1, 1] on three ranks"
             elif option == "tp_batch_sharded":
                 fits, expected = fits or is_names(value), f"{expected}, or a list of modules"
             if not fits:
@@ -118,6 +128,8 @@ class Options:
             raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
 
 
+SHARES = "TP_TRANSFORMERS_SHARES"
+"""Environment variable with the default of `tp_shares`: `2,1,1`, `memory` or `speed`."""
 INSTEAD = ("device_map", "distributed_config")
 """Arguments of transformers that `tp_plan` replaces."""
 OPTIONS = tuple(option.name for option in fields(Options))

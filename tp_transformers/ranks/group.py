@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import MeshError, RemoteRankError, TensorParallelError, error_text
+from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text
 from ..marks import Mark
 from ..torch_api import untraced
 from .environment import local_size, node_name
@@ -214,7 +214,8 @@ class TensorParallelGroup:
         """Raise if any rank reports an error: this rank's `failure` if all reports are equal, else the common error."""
         if not any(reports):
             return
-        common = _common_error(reports) if failure is None or len(set(reports)) > 1 else failure
+        is_own = failure is not None and len(set(reports)) == 1 and not _lacks_memory(failure)
+        common = failure if is_own and failure is not None else _common_error(reports)
         raise agreed(common) from (failure if common is not failure else None)
 
 
@@ -242,7 +243,21 @@ def reported(failure: BaseException | None) -> Report | None:
         return None
     if isinstance(failure, TensorParallelError):
         return type(failure), str(failure)
+    if _lacks_memory(failure):
+        return MeshError, describe(
+            "memory",
+            got=f"no more of it ({error_text(failure).partition(chr(10))[0]})",
+            expected="enough for this rank's share",
+            fix='Start more ranks, or load with tp_shares="memory" if others have more; `tp-transformers plan MODEL '
+            "--memory` counts what each rank needs.",
+        )
     return RemoteRankError, error_text(failure)
+
+
+def _lacks_memory(failure: BaseException) -> bool:
+    """True for an error of an allocation, by Python, numpy or torch."""
+    is_torch = type(failure) is RuntimeError and "DefaultCPUAllocator" in str(failure)
+    return is_torch or isinstance(failure, MemoryError | torch.OutOfMemoryError)
 
 
 def bind_thread(device: torch.device) -> None:

@@ -91,7 +91,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 WAYS = {
     f"{name}, {setting}": replace(MODES[name], **changes) for name in MODES for setting, changes in SETTINGS.items()
 }
-ALL = {**MODES, **OWN, **WAYS, "shard, policy": replace(MODES["shard"], policy=BF16)}
+SHARED = {
+    f"{name}, shares": replace(
+        mode, options={**mode.options, "tp_shares": [3, 1] if mode.copies == 2 else [3, 1, 2, 2]}
+    )
+    for name, mode in {**MODES, **OWN}.items()
+}
+ALL = {**MODES, **OWN, **WAYS, **SHARED, "shard, policy": replace(MODES["shard"], policy=BF16)}
 QUICK = (
     "shard, sequence and loss, checkpoints",
     "replicate, parts",
@@ -114,7 +120,7 @@ def start(folder: str, mode: Mode) -> tuple[Any, Tensor]:
         tp_transformers.data_parallel(model, mesh, mode=mode.parallel, **options)
     if mode.checkpoints:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    parts = dist.get_world_size() if mode in OWN.values() else mode.copies
+    parts = dist.get_world_size() if mode.options.get("tp_batch_sharded") else mode.copies
     return model, BATCH.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
 
 
@@ -211,6 +217,7 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
     yield "llama", (9, 3), 4, (*MODES, *OWN)
     if not WHOLE_MATRIX:
         yield "llama", (9, 3), 4, QUICK
+        yield "llama", (9, 3), 4, tuple(SHARED)
         return
     yield "llama", (6, 3), 4, (*MODES, *OWN)
     yield "llama", (9, 3), 4, ("shard, policy",)

@@ -35,6 +35,10 @@ class LoadReport:
     """Bytes read to compare copies of files on several nodes, at most 64 KiB a file; not part of `bytes_read`."""
     fallbacks: tuple[str, ...] = ()
     """Parameters whose sources were read completely, because their conversion has no lazy equivalent."""
+    tp_shares: tuple[float, ...] | None = None
+    """The share of each rank in every split; None: even."""
+    shares_because: str = ""
+    """Reason of `tp_shares`, if the load found them: measured numbers."""
     products: dict[str, int] = field(default_factory=dict)
     """Packed weights: name of the operator that multiplies them, or `decoded` -> their number."""
 
@@ -60,6 +64,9 @@ class LoadReport:
         optional = {"mapped": self.mapped, "prefetched": self.prefetched, "sampled": self.sampled}
         notes += [f"{name} {size(nbytes)}" for name, nbytes in optional.items() if nbytes]
         notes += [f"{count} packed weights: {product}" for product, count in sorted(self.products.items())]
+        if self.tp_shares is not None or self.shares_because:
+            shares = " : ".join(f"{share:g}" for share in self.tp_shares) if self.tp_shares else "evenly"
+            notes.append(f"split {shares}" + f" ({self.shares_because})" * bool(self.shares_because))
         if self.fallbacks:
             notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

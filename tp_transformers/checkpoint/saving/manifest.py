@@ -10,6 +10,7 @@ complete once it has a manifest, which is written last and moved into place atom
     save          unique name of the save; in the metadata and the name of every rank file
     source        {"name": ..., "commit_hash": ...}            the checkpoint that the model was loaded from
     plan          {name pattern: strategy name}
+    shares        [2, 1] or null                               the share of each rank in every split, if not even
     conversions   transformers' conversions that the load applied
     layouts       [{"dim": 0, "ranges": [[[0, 6]], [[6, 9]]]}, ...]     the ranges of a dim that each rank holds
     tensors       {name: [dtype, full shape, index into layouts or null if replicated]}
@@ -86,6 +87,8 @@ class Manifest:
     dtype: str
     source: Mapping[str, str | None]
     plan: Mapping[str, str]
+    shares: tuple[float, ...] | None = None
+    """The share of each rank in every split; None: even."""
 
     @classmethod
     def find(cls, folder: Path) -> Manifest | None:
@@ -119,6 +122,7 @@ class Manifest:
             "save": self.save,
             "source": self.source,
             "plan": self.plan,
+            "shares": self.shares,
             "conversions": self.conversions,
             "layouts": [{"dim": layout.dim, "ranges": layout.split.ranges} for layout in layouts],
             "tensors": {
@@ -197,7 +201,17 @@ class _Parser:
             dtype=str(self.entry("metadata", dict).get("dtype")),
             source=self.entry("source", dict),
             plan=self.entry("plan", dict),
+            shares=self.shares(len(files)),
         )
+
+    def shares(self, size: int) -> tuple[float, ...] | None:
+        """Parse the shares of `size` ranks; manifests of earlier releases have none."""
+        shares = self.content.get("shares")
+        if shares is None:
+            return None
+        if not (isinstance(shares, list) and len(shares) == size and all(map(_is_share, shares))):
+            raise self.fault(f"{shares!r} for shares", f"null, or a positive number for each of {size} ranks")
+        return tuple(shares)
 
     def entry(self, key: str, kind: type) -> Any:
         value = self.content.get(key)
@@ -254,6 +268,10 @@ class _Parser:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= sys.maxsize
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def _is_range(value: Any) -> bool:

@@ -152,6 +152,7 @@ def check_save(
         str(model.dtype).removeprefix("torch."),
         untyped(model).tp_source,
         model.tp_plan or {},
+        untyped(model).tp_resolution.plan.shares,
     )
     with closing(ShardedCheckpoint(manifest, rank=0)) as written:
         for rank in range(len(files)):

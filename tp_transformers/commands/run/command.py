@@ -6,6 +6,7 @@ import argparse
 import os
 
 from ...errors import UsageError
+from ..shares import add_shares, count_ranks, set_shares
 from .start import start
 
 NUMA = "TP_TRANSFORMERS_NUMA"
@@ -16,7 +17,8 @@ EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="how many ranks share the model")
+    add_shares(parser, measured=True)
     parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
     parser.add_argument(
         "--numa",
@@ -30,12 +32,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; returns 0, or the exit code of the rank that failed first."""
-    if arguments.ranks < 1:
-        raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
+    ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
+    if ranks < 1:
+        raise UsageError("-n", got=str(ranks), expected="1 or more", fix="Give a number of ranks.")
     if not os.path.isfile(arguments.script):
         raise UsageError(
             f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path."
         )
     program = ["-m", "tp_transformers", arguments.script, *arguments.args]
     os.environ[NUMA] = arguments.numa
-    return start(program, ranks=arguments.ranks, command="run", verbose=arguments.verbose)
+    return start(program, ranks=ranks, command="run", verbose=arguments.verbose)

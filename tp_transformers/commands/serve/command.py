@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from ...errors import UsageError
 from ..run.start import start
+from ..shares import add_shares, count_ranks, set_shares
 from .ports import bound
 
 SUMMARY = "serve a model on N ranks of this machine, by transformers' own OpenAI-compatible server"
@@ -22,14 +23,16 @@ HOST, PORT = "localhost", 8000
 def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers serve") -> None:
     """Add the arguments; `passes_on_to` is the command that takes all other options."""
     parser.add_argument("model", help="a folder or a name on the Hub")
-    parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks share the model")
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="how many ranks share the model")
+    add_shares(parser, measured=True)
     parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
     parser.set_defaults(options=[])
     parser.epilog = f"All other options are those of `{passes_on_to}`. {parser.epilog}"
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise UsageError if the number of ranks is not positive, or packages of the server are missing."""
+    """Complete the number of ranks. Raises UsageError if it is not positive, or packages of the server are missing."""
+    arguments.ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     missing = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]

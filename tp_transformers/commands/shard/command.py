@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..shares import add_shares, count_ranks, parse_shares
+
 SUMMARY = "cut a checkpoint for N ranks, one file a rank, in this process alone and piece by piece"
 EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
 
@@ -12,7 +14,8 @@ EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a folder, or a name on the Hub")
     parser.add_argument("folder", metavar="OUT", help="where to; made if needed")
-    parser.add_argument("--tp-size", type=int, required=True, metavar="N", help="how many ranks will load it")
+    parser.add_argument("--tp-size", type=int, metavar="N", help="how many ranks will load it")
+    add_shares(parser)
     parser.add_argument("--plan", default="auto", metavar="YAML", help="a plan of your own (default: auto)")
     parser.add_argument(
         "--dtype",
@@ -32,11 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ...text import size
     from .offline import shard_checkpoint
 
+    shares = parse_shares(arguments.shares)
     where = {} if arguments.revision is None else {"revision": arguments.revision}
     manifest = shard_checkpoint(
         arguments.model,
         arguments.folder,
-        size=arguments.tp_size,
+        size=count_ranks({"--tp-size": arguments.tp_size, "--shares": len(shares) if shares else None}),
+        tp_shares=shares,
         plan=arguments.plan,
         show_progress=sys.stderr.isatty(),
         tell=arguments.tell,

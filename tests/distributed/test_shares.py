@@ -1,0 +1,309 @@
+"""Ranks with shares of their own: the numbers of one process, the bytes of the shares, and saves for any others."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tp_transformers
+from tests.distributed.checkpoint.test_quantized import (
+    VARIANTS,
+    check_errors,
+    compare_decoded,
+    packed_folder,
+    stay_packed,
+)
+from tests.distributed.model.test_adapters import train_all
+from tests.distributed.test_architectures import assert_as_outlined, compare_and_save
+from tests.distributed.test_compiled import check
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, make_case
+from tests.support.comparisons import assert_same_files, equal_parameters, relative
+from tests.support.models import Case, load, logits_of, with_shares
+from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
+from tests.support.training import LOSS_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
+from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
+
+pytestmark = pytest.mark.distributed
+
+SHARES: list[Sequence[float]] = [[2, 1], [3, 1], [1, 2, 1], [5, 3, 1], [2, 1, 1, 4]]
+KINDS = ["llama", "mixtral", "phi3", "gpt_oss", "t5", "deepseek_v3", "olmo2", "falcon"]
+
+
+def random_cases(count: int) -> list[tuple[str, Variant, list[float]]]:
+    """Any architecture, heads and shares, from 1 to 9 by rank or with fractions."""
+    draw = random.Random(0)
+    cases = []
+    for _ in range(count):
+        name = draw.choice(sorted(ARCHITECTURES))
+        size = draw.choice([2, 3, 4])
+        shares = [draw.choice([draw.randint(1, 9), round(draw.uniform(0.1, 9), 2)]) for _ in range(size)]
+        cases.append((name, draw.choice(ARCHITECTURES[name].variants), shares))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Variant], Case]:
+    """`made(name, variant)`: a checkpoint with its reference, made once."""
+    cases: dict[tuple[str, Variant], Case] = {}
+
+    def make(name: str, variant: Variant) -> Case:
+        if (name, variant) not in cases:
+            cases[name, variant] = make_case(tmp_path_factory.mktemp("case"), name, *variant)
+        return cases[name, variant]
+
+    return make
+
+
+def fixed_cases() -> list[tuple[str, Variant, Sequence[float]]]:
+    """Every kind with every shares; odd heads. Every fourth is quick, with other shares for each kind."""
+    cases = [(name, ARCHITECTURES[name].variants[-1], shares) for name in KINDS for shares in SHARES]
+    return sorted(cases, key=lambda case: (KINDS.index(case[0]) - SHARES.index(case[2])) % len(SHARES))
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "shares"), [*wide(fixed_cases(), len(KINDS)), *wide(random_cases(40), 2)], ids=str
+)
+def test_any_shares_match_one_process(
+    pool: Pool, made: Any, name: str, variant: Variant, shares: Sequence[float]
+) -> None:
+    case, size = made(name, variant), len(shares)
+    with tempfile.TemporaryDirectory() as saved:
+        results = pool.run(size, compare_and_save, name, case.folder, case.reference, saved, shares)
+        for result in results:
+            assert result["logits"] < LOGITS_TOLERANCE
+            assert result["loss"] < LOGITS_TOLERANCE
+            assert result["tokens"]
+            assert result["agree"]
+            assert result["read"] == 0
+            assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
+        assert_as_outlined(case, size, results, shares)
+        assert_same_files(case.folder, saved)
+
+
+def save(folder: str, target: str, shares: Sequence[float]) -> None:
+    tp_transformers.save_sharded(load(folder, tp_shares=shares), target)
+
+
+def load_saved(folder: str, saved: str, shares: Sequence[float] | None) -> dict[str, Any]:
+    """Run on every rank: a pre-sharded checkpoint beside the ordinary one."""
+    model, expected = load(saved, tp_shares=shares), load(folder, tp_shares=shares)
+    return {
+        "equal": equal_parameters(model, expected),
+        "shares": model.tp_report.tp_shares,
+        "own file": model.tp_report.reads <= 2 and model.tp_report.mapped == model.tp_report.share,
+    }
+
+
+def test_a_pre_sharded_checkpoint_keeps_its_shares_and_loads_with_any_others(
+    pool: Pool, made: Any, tmp_path: Path
+) -> None:
+    folder, saved = made("llama", (9, 3)).folder, str(tmp_path / "saved")
+    pool.run(2, save, folder, saved, [3, 1])
+    loads: list[tuple[int, Sequence[float] | None, Any]] = [
+        (2, None, (3, 1)),
+        (2, [3, 1], (3, 1)),
+        (2, [1, 3], (1, 3)),
+        (2, [1, 1], (1, 1)),
+        (3, None, None),
+        (3, [1, 1, 2], (1, 1, 2)),
+        (1, None, None),
+    ]
+    for size, shares, expected in loads:
+        for found in pool.run(size, load_saved, folder, saved, shares):
+            assert found["equal"]
+            assert found["shares"] == expected
+            assert found["own file"] == (expected == (3, 1)) or size == 1
+
+
+def ask(folder: str, shares: list[Any]) -> str:
+    """Run on every rank: the error of a load in which this rank asks for shares of its own."""
+    with pytest.raises(tp_transformers.TensorParallelError) as caught:
+        load(folder, tp_shares=shares[int(os.environ["RANK"])])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [
+        ([[2, 1], [1, 2]], "MeshError: tp_shares: got one on rank 0 and another on rank 1"),
+        ([[2, 1], None], "MeshError: tp_shares: got one on rank 0 and another on rank 1"),
+        (["memory", "speed"], "MeshError: tp_shares: got one on rank 0 and another on rank 1"),
+        ([[2, 1, 1]] * 2, "PlanError: tp_shares: got 3 shares, expected 2, one for each of 2 ranks"),
+        ([[2, 0]] * 2, "PlanError: tp_shares: got [2, 0], expected a positive number for each rank"),
+        (["most"] * 2, "PlanError: tp_shares: got 'most', expected a positive number for each rank"),
+        ([[2, float("nan")]] * 2, "PlanError: tp_shares: got [2, nan], expected a positive number"),
+    ],
+)
+def test_bad_shares_are_one_error(pool: Pool, made: Any, shares: list[Any], expected: str) -> None:
+    errors = pool.run(2, ask, made("llama", (9, 3)).folder, shares)
+    assert len(set(errors)) == 1
+    assert errors[0].startswith(expected)
+
+
+def measured(folder: str, kind: str, numbers: Sequence[Any]) -> Any:
+    """Run on every rank: the report of a load on devices with these measured numbers, and its logits."""
+    own = numbers[int(os.environ["RANK"])]
+    name = {"memory": "free_memory", "speed": "seconds_of_products"}[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"tp_transformers.loading.shares.{name}", lambda *_: own)
+        model = load(folder, tp_shares=kind)
+    return model.tp_report, logits_of(model)
+
+
+def test_shares_by_speed_are_inverse_to_seconds(pool: Pool, made: Any) -> None:
+    case = made("llama", (9, 3))
+    for report, logits in pool.run(2, measured, case.folder, "speed", [(0.001, 0.1), (0.002, 0.2)]):
+        assert report.tp_shares == (667, 333)
+        assert "split 667 : 333 (by speed: products of 1 and of 64 tokens in 1.00 and 100.00 ms, 2.00" in str(report)
+        assert relative(logits, torch.load(case.reference)["logits"]) < LOGITS_TOLERANCE
+
+
+def test_shares_by_memory_fill_each_device_alike(pool: Pool, made: Any) -> None:
+    case, memory = made("llama", (9, 3)), [800_000, 400_000, 400_000]
+    for report, logits in pool.run(3, measured, case.folder, "memory", memory):
+        filled = [held / room for held, room in zip(report.shares, memory, strict=True)]
+        assert max(filled) < 1.1 * min(filled)
+        assert "by memory: 800.0 kB, 400.0 kB, 400.0 kB free" in str(report)
+        assert relative(logits, torch.load(case.reference)["logits"]) < LOGITS_TOLERANCE
+
+
+def really_measured(folder: str) -> list[Any]:
+    """Run on every rank: the shares of loads by what this machine has, which nothing is known of."""
+    return [load(folder, tp_shares=kind).tp_report for kind in ("memory", "speed")]
+
+
+def test_devices_are_measured(pool: Pool, made: Any) -> None:
+    reports = pool.run(2, really_measured, made("llama", (9, 3)).folder)
+    for by_memory, by_speed in reports:
+        assert "(by memory: " in str(by_memory)
+        assert "(by speed: products" in str(by_speed)
+        assert sum(by_memory.shares) == sum(by_speed.shares) == sum(reports[0][0].shares)
+
+
+def split_mlp(shares: Sequence[float]) -> tuple[float, list[tuple[int, ...]]]:
+    """Run on every rank: an MLP under torch's parallelize_module, split by shares, against the same unsplit."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    mlp = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.ReLU(), torch.nn.Linear(10, 6))
+    x = torch.randn(3, 6)
+    expected = mlp(x)
+    styles = {"0": ColwiseParallel().with_shares(shares), "2": RowwiseParallel().with_shares(shares)}
+    parallelize_module(mlp, mesh, styles)
+    shapes = [tuple(tp_transformers.local_tensor(mlp.get_parameter(f"{index}.weight")).shape) for index in (0, 2)]
+    return relative(mlp(x), expected), shapes
+
+
+def test_styles_with_shares_in_torchs_parallelize_module(pool: Pool) -> None:
+    (first, of_first), (second, of_second) = pool.run(2, split_mlp, [3, 1])
+    assert max(first, second) < LOGITS_TOLERANCE
+    assert of_first == [(8, 6), (6, 8)]
+    assert of_second == [(2, 6), (6, 2)]
+    with pytest.raises(WorkerError, match="its shares are for 3 ranks, not for 2"):
+        pool.run(2, split_mlp, [3, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "shares"),
+    wide(
+        [
+            ("gpt_oss", "mxfp4", [5, 3, 1]),
+            ("llama", "gptq", [3, 1]),
+            ("gpt_oss", "mxfp4", [2, 1, 1, 4]),
+            ("qwen3_moe", "int8 by rows", [1, 2, 1]),
+            ("qwen3_moe", "awq", [1, 3]),
+        ],
+        1,
+    ),
+    ids=str,
+)
+def test_quantised_weights_follow_shares(
+    pool: Pool, tmp_path: Path, name: str, variant: str, shares: Sequence[int]
+) -> None:
+    packed, plain = map(str, packed_folder(tmp_path, name, VARIANTS[variant]))
+    text = ",".join(map(str, shares))
+    for rank in pool.run(len(shares), with_shares, text, compare_decoded, packed, plain, variant, torch.bfloat16):
+        assert rank["differ"] == []
+        assert rank["read"] == rank["expected"]
+    for rank in pool.run(len(shares), with_shares, text, stay_packed, packed, torch.bfloat16):
+        check_errors(rank["errors"])
+
+
+def test_adapters_follow_shares(pool: Pool, made: Any, tmp_path: Path) -> None:
+    pool.run(2, with_shares, "3,1", train_all, made("llama", (9, 3)).folder, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_compiled_models_follow_shares(pool: Pool, tmp_path: Path) -> None:
+    check(pool, tmp_path, 2, "llama", (9, 3), shares="3,1")
+
+
+def test_the_trainer_trains_by_shares(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    folder = cases(9, 3).folder
+    (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, False)
+    found = pool.run(2, with_shares, "3,1", with_trainer, folder, str(tmp_path / "two"), 1, False, False, False, True)
+    for result in found:
+        assert relative(result["losses"], expected["losses"]) < LOSS_TOLERANCE
+        assert relative(result["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
+
+
+SCRIPT = """
+import os, resource, sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+
+small, folder, shares, *megabytes = sys.argv[1:]
+AutoModelForCausalLM.from_pretrained(small, tp_plan="auto")(torch.tensor([[5]]))  # all imports are done
+fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+room = 1024 * int(fields["VmData"].split()[0]) + 10**6 * int(megabytes[int(os.environ["RANK"])])
+resource.setrlimit(resource.RLIMIT_DATA, (room, room))
+options = {} if shares == "even" else {"tp_shares": shares}
+model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_map=False, **options)
+with torch.no_grad():
+    logits = model(torch.tensor([[5, 17, 98]])).logits
+if os.environ["RANK"] == "0":
+    torch.save((logits, model.tp_report.shares), sys.argv[2] + "/found.pt")
+"""
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_by_memory_alone(made: Any, tmp_path: Path) -> None:
+    """Three ranks of which two have half the memory; the model needs more than these have, if split evenly."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=64, vocab_size=8000,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    small, folder = made("llama", (9, 3)).folder, str(tmp_path)
+
+    def run(shares: str) -> subprocess.CompletedProcess[str]:
+        command = ["-m", "tp_transformers", "run", "-n", "3", f"{folder}/script.py", small, folder, shares]
+        return subprocess.run(
+            [sys.executable, *command, "250", "105", "105"], capture_output=True, text=True, timeout=200, check=False
+        )
+
+    refused = run("even")
+    assert refused.returncode
+    assert "memory: got no more of it" in refused.stderr
+    assert 'tp_shares="memory"' in refused.stderr
+    loaded = run("memory")
+    assert loaded.returncode == 0, loaded.stderr
+    logits, held = torch.load(tmp_path / "found.pt")
+    with torch.no_grad():
+        assert relative(logits, model(torch.tensor([[5, 17, 98]])).logits) < LOGITS_TOLERANCE
+    assert held[0] > 1.8 * held[1]

@@ -1,0 +1,54 @@
+"""`--shares 2,1,1`, an argument of several commands: the share of each rank, and so their number."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from ..errors import UsageError, describe
+
+
+def add_shares(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:
+    """Add `--shares`; `measured`: memory and speed are values too, since the command starts ranks."""
+    words = ", memory or speed" if measured else ""
+    parser.add_argument("--shares", metavar="A,B,...", help=f"the share of each rank, as tp_shares: 2,1,1{words}")
+
+
+def parse_shares(text: str | None) -> tuple[float, ...] | None:
+    """The shares of `text`, numbers; None for None. Raises PlanError for other text, UsageError for a measured one."""
+    from ..plans.parse import shares_of  # imports torch
+
+    shares = shares_of(text) if text is not None else None
+    if isinstance(shares, str):
+        fix = "Give numbers; `tp-transformers plan MODEL --memory 48GB,24GB` finds some."
+        raise UsageError(describe("--shares", got=shares, expected="numbers, since no rank runs here", fix=fix))
+    return shares
+
+
+def count_ranks(given: Mapping[str, int | None]) -> int:
+    """The number of ranks from the arguments that say it, by name; None: not given.
+
+    Raises UsageError if they contradict one another, or none is given.
+    """
+    counts = {argument: count for argument, count in given.items() if count is not None}
+    if len(set(counts.values())) != 1:
+        got = " and ".join(f"{argument} for {count}" for argument, count in counts.items()) or "none"
+        fix, subject = f"Give {next(iter(given))}, or --shares with one number for each rank.", "number of ranks"
+        raise UsageError(describe(subject, got=got, expected="one number", fix=fix))
+    return next(iter(counts.values()))
+
+
+def set_shares(text: str | None) -> int | None:
+    """Let the ranks that this process starts load with the shares of `text`; returns their number, if it says it.
+
+    Raises PlanError if it is malformed.
+    """
+    from ..loading.options import SHARES  # imports torch
+    from ..plans.parse import shares_of
+
+    if text is None:
+        return None
+    shares = shares_of(text)
+    os.environ[SHARES] = text
+    return None if isinstance(shares, str) else len(shares)
