@@ -44,7 +44,7 @@ def settle_shares(
     ranks = ranks_of(found)
     if group.rank == 0:
         logger.info("tp_shares=%s, by %s: %s", list(found), asked, reason)
-    return replace(plan, shares=ranks if isinstance(ranks, tuple) else None), f"by {asked}: {reason}"
+    return replace(plan, shares=None if isinstance(ranks, int) else found), f"by {asked}: {reason}"
 
 
 def _by_memory(

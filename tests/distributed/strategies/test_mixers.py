@@ -12,7 +12,7 @@ import torch
 from tests.distributed.strategies.test_collectives_count import counted
 from tests.support.architectures import compare_cases, in_float64
 from tests.support.comparisons import assert_same_files
-from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference
+from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference, with_shares
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
@@ -79,6 +79,20 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
             if divides(*map(int, layout.split("-")), size):
                 assert seen["states"] <= 1 / size + 0.05, layout
         assert_same_files(case.folder, str(tmp_path / "saved" / layout))
+
+
+@pytest.mark.parametrize("shares", wide(["3,1", "2,1", "1,2,1", "5,3,1", "2,1,1,4"], 1))
+@pytest.mark.parametrize("name", wide(["qwen3_next", *(name for name in MIXERS if name != "qwen3_next")], 1))
+def test_mixers_follow_shares(pool: Pool, tmp_path: Path, name: str, shares: str) -> None:
+    cases, saved = make(name, ((9, 3), (8, 2)), tmp_path), str(tmp_path / "saved")
+    results = pool.run(len(shares.split(",")), with_shares, shares, compare_cases, cases, observe, saved)
+    for layout, case in cases.items():
+        for seen in (result[layout] for result in results):
+            assert seen["logits"] < TOLERANCE, layout
+            assert seen["tokens"], layout
+            assert seen["gradient"][1] < REPEATED, layout
+            assert seen["read"] == 0, layout
+        assert_same_files(case.folder, f"{saved}/{layout}")
 
 
 @pytest.mark.parametrize("name", wide(["lfm2", "bamba", "qwen3_5_text", "recurrent_gemma", "xlstm", "rwkv"], 1))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.distributed.training.test_training_modes import MODES, start
-from tests.support.models import load
+from tests.support.models import load, with_shares
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, MAX_NORM
 
@@ -90,6 +90,8 @@ def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_p
     for other, size in (("tp", 3), (None, 1)):
         for losses in pool.run(size, resume, folder, other, target):
             assert losses == pytest.approx(expected, rel=ROUNDING)
+    for losses in pool.run(3, with_shares, "5,1,3", resume, folder, "tp", target):
+        assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
 # -- transformers' Trainer

@@ -1,0 +1,209 @@
+"""Shares, ranks and contexts that fit into given memory, and the capacity of this machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
+from tests.support.commands import main
+from tp_transformers import PlanError
+from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.loading.footprint import capacity
+from tp_transformers.loading.footprint.fit import fit_shares, fullest, longest_context, more_ranks
+from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.plans import Plan
+
+WIDE = LlamaConfig(
+    hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
+    vocab_size=4000, architectures=["LlamaForCausalLM"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("wide")
+    WIDE.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("ratios", [(2, 1), (48, 24, 24), (1, 1, 1), (24, 24, 24, 24, 80), (16, 8), (3, 5, 8)], ids=str)
+@pytest.mark.parametrize("context", [1, 4096])
+def test_ranks_of_unlike_memory_are_filled_alike(wide: str, ratios: Sequence[int], context: int) -> None:
+    memory = [ratio * 10**6 for ratio in ratios]
+    found = survey(wide)
+    planned = fit_shares(found, memory, context=context)
+    filled = [held / room for held, room in zip(planned.total_bytes, memory, strict=True)]
+    assert max(filled) < 1.12 * sum(planned.total_bytes) / sum(memory)
+    assert fullest(planned, memory) <= fullest(plan_memory(found, len(memory), context=context), memory)
+    # The shares that it names lead to the same bytes.
+    again = replace(found, plan=replace(found.plan, shares=planned.survey.plan.shares))
+    assert plan_memory(again, len(memory), context=context).total_bytes == planned.total_bytes
+
+
+def test_replicated_bytes_come_off_before_the_shares(tmp_path: Path) -> None:
+    """A vocabulary that every rank holds leaves a small rank less of the rest than its memory alone would."""
+    WIDE.save_pretrained(tmp_path)
+    rules = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
+    rules["model.layers.*.mlp.down_proj"] = "rowwise"
+    found = replace(survey(str(tmp_path)), plan=Plan.from_dict(rules))
+    room = plan_memory(found, 1).total_bytes[0]
+    planned = fit_shares(found, [room, room // 2])
+    shares = planned.survey.plan.shares
+    assert isinstance(shares, tuple)
+    assert shares[0] > 4 * shares[1]
+    assert max(planned.total_bytes[0] / room, planned.total_bytes[1] / (room // 2)) < 1
+
+
+def test_training_counts_gradients_and_states(wide: str) -> None:
+    found = survey(wide)
+    alone = plan_memory(found, 2)
+    for optimizer, tensors in (("sgd", 1), ("momentum", 2), ("adamw", 3)):
+        planned = plan_memory(found, 2, optimizer=optimizer)
+        expected = [
+            total + tensors * held for total, held in zip(alone.total_bytes, alone.parameter_bytes, strict=True)
+        ]
+        assert list(planned.total_bytes) == expected
+
+
+def test_what_would_fit(wide: str) -> None:
+    found, memory = survey(wide), [60 * 10**6, 30 * 10**6]
+    planned = fit_shares(found, memory, context=8192)
+    assert fullest(planned, memory) > 1
+    context = longest_context(planned, memory)
+    assert context is not None
+
+    def with_context(tokens: int) -> float:
+        again = replace(found, plan=replace(found.plan, shares=planned.survey.plan.shares))
+        return fullest(plan_memory(again, 2, context=tokens), memory)
+
+    assert with_context(context) <= 1 < with_context(context + 1)
+    count = more_ranks(planned, memory)
+    assert count is not None
+    for ranks, fits in ((count, True), (count - 1, False)):
+        room = [*memory, *[min(memory)] * ranks]
+        assert (fullest(fit_shares(found, room, context=8192), room) <= 1) is fits
+    assert more_ranks(planned, [10**4, 10**4]) is None
+    assert longest_context(planned, [10**4, 10**4]) is None
+
+
+def test_plan_prints_shares_for_the_memory_of_each_rank(
+    wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    arguments = ["plan", wide, "--context", "64", "--memory"]
+    assert main([*arguments, "60MB,30MB,30MB"]) == 0
+    out = capsys.readouterr().out
+    assert "it fits: the fullest rank holds" in out
+    assert "load it with tp_shares=[" in out
+    header = next(line for line in out.splitlines() if "share" in line and "query/KV heads" in line)
+    assert header.split()[-3:] == ["total", "memory", "left"]
+    assert main(["plan", wide, "--context", "8192", "--memory", "60MB,30MB"]) == 1
+    out = capsys.readouterr().out
+    assert "it does not fit" in out
+    assert "it would fit with --context " in out
+    assert "more rank" in out
+    assert main([*arguments, "60MB,30MB,30MB", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["memory"] == [60 * 10**6, 30 * 10**6, 30 * 10**6]
+    assert said["fits"] is True
+    assert len(said["shares"]) == said["tp_size"] == 3
+    assert main(["plan", wide, "--shares", "3,1", "--optimizer", "adamw"]) == 0
+    out = capsys.readouterr().out
+    assert "75.0%" in out
+    assert "training" in out
+
+
+def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
+    dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))
+    room = (dense + packed) // 3
+    assert main(["plan", folder, "--context", "0", "--memory", f"{room},{room // 2}"]) == 1
+    assert "it would fit with --packed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp-size", "3", "--shares", "2,1"], "got --tp-size for 3 and --shares for 2, expected one number"),
+        (["--memory", "2GB,1GB", "--shares", "2,1,1"], "got --shares for 3 and --memory for 2, expected one number"),
+        (["--shares", "2,x"], "shares: got '2,x', expected a positive number for each rank, or memory or speed"),
+        (["--shares", "memory"], "--shares: got memory, expected numbers, since no rank runs here"),
+        (["--tp-size", "2", "--optimizer", "lion"], "--optimizer: got 'lion', expected sgd, momentum, adam, adamw"),
+    ],
+)
+def test_contradictions_are_told(
+    wide: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["plan", wide, *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], {"a": 1}])
+def test_malformed_shares_of_a_plan_are_refused(shares: Any) -> None:
+    with pytest.raises(PlanError, match=r"shares is .*, not a positive number for each rank, memory or speed"):
+        Plan.parse({"extends": "llama", "shares": shares}, source="mine")
+
+
+def test_shares_of_a_plan_need_as_many_ranks() -> None:
+    plan = Plan.parse({"extends": "llama", "shares": [2, 1, 1]}, source="mine")
+    assert plan.ranks(3) == (2, 1, 1)
+    with pytest.raises(PlanError, match="tp_shares: got 3 shares, expected 2, one for each of 2 ranks"):
+        plan.ranks(2)
+
+
+LIMITED = """
+import resource, sys, torch
+from tp_transformers.loading.footprint.capacity import free_memory
+free = free_memory(torch.device("cpu"))
+limit = int(sys.argv[1])
+for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+    resource.setrlimit(getattr(resource, name), (limit, resource.RLIM_INFINITY))
+    print(free, free_memory(torch.device("cpu")))
+"""
+
+
+def test_free_memory_follows_the_limits_of_the_process() -> None:
+    limit = 40 * 2**30
+    output = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(limit)], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    for line in output.splitlines():
+        free, limited = map(int, line.split())
+        assert 0 < limited <= min(free * 1.05, limit)
+    assert capacity.free_memory(torch.device("cpu"), 2) <= capacity.free_memory(torch.device("cpu")) / 1.9
+
+
+def test_free_memory_follows_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree of cgroup v2 and a group of v1: the least of limit less usage, of the group and those around it."""
+    (tmp_path / "cgroup").write_text("0::/outer/inner\n5:memory:/old\n3:cpu:/none\n")
+    for folder, limit, usage in (
+        ("outer", "5000", "1000"),
+        ("outer/inner", "max", "900"),
+        ("memory/old", "9000", "2000"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if "old" in folder else ("memory.max", "memory.current")
+        )
+        for name, value in zip(names, (limit, usage), strict=True):
+            (tmp_path / folder / name).write_text(value)
+    places = {"/proc/self/cgroup": tmp_path / "cgroup", "/sys/fs/cgroup": tmp_path}
+    monkeypatch.setattr(capacity, "Path", lambda first, *rest: Path(places.get(first, first), *rest))
+    assert sorted(capacity._left_in_groups()) == [4000, 7000]
+    assert capacity.free_memory(torch.device("cpu")) == 4000
+    assert capacity.free_memory(torch.device("cpu"), 4) == 1000
+
+
+def test_products_are_timed() -> None:
+    one, many = capacity.seconds_of_products(torch.device("cpu"), torch.float32)
+    assert 0 < one < many
