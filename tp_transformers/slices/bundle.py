@@ -231,14 +231,19 @@ class Decoded:
 
         All leading dims must have length 1; the values have them, too.
         """
-        *leading, rows, columns = self.dims
+        *_, rows, columns = self.dims
         step = max(_TILE // columns.length // rows.unit, 1) * rows.unit
         for low in range(0, rows.length, step):
             tile = (low, min(low + step, rows.length))
-            shape = (*(1 for _ in leading), tile[1] - low, columns.length)
-            values = self.decode(self._narrow(self.parts, len(leading), tile), shape)
+            values = self.block(*tile)
             for row, first, last in _within(rows.positions, tile):
                 yield row, columns.take(values.narrow(-2, first - low, last - first), -1)
+
+    def block(self, first: int, last: int) -> torch.Tensor:
+        """Decode rows [first, last) of the aligned buffers, complete groups; the values have all aligned columns."""
+        *leading, _, columns = self.dims
+        shape = (*(1 for _ in leading), last - first, columns.length)
+        return self.decode(self._narrow(self.parts, len(leading), (first, last)), shape)
 
     def _narrow(self, parts: Parts, dim: int, tile: Range) -> Parts:
         """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""

@@ -25,7 +25,8 @@ TILE = 1 << 16
 SIZES = {
     "slices.bundle._TILE": TILE,
     "model.packed.int4._TILE": TILE,
-    "model.packed.operator.TILE": 4 * TILE,
+    "checkpoint.quantization.tiled._TILE": 4 * TILE,
+    "checkpoint.quantization.tiled._BLOCK": TILE,
 }
 HIDDEN, INTERMEDIATE, LAYERS = 256, 4096, 3
 MATRIX = HIDDEN * INTERMEDIATE

@@ -18,7 +18,7 @@ from ...marks import Mark
 from ...slices.bundle import Decoded
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
-from ...torch_api import has_bfloat16
+from .tiled import StoredRows
 
 DECODED = "decoded"
 """The product of a weight that no operator multiplies: a few rows at a time are decoded in each forward."""
@@ -69,19 +69,6 @@ class Product(Protocol):
         """(tokens, columns) -> (tokens, rows)."""
 
 
-_FEW = 8
-"""Tokens whose product does not make up for a conversion of decoded values to bfloat16."""
-
-
-def product_dtype(x: torch.Tensor) -> torch.dtype:
-    """Dtype in which a product of x (tokens, columns) with decoded float32 values is fastest.
-
-    On a CPU products in bfloat16 need instructions of their own, and several tokens.
-    """
-    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and (len(x) <= _FEW or not has_bfloat16())
-    return torch.float32 if is_slow else x.dtype
-
-
 @dataclass(frozen=True)
 class Piece:
     """Stored tensors that decode to a strided view of a packed weight."""
@@ -118,13 +105,12 @@ class Piece:
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, columns) -> (tokens, rows), with the operator, or with a few decoded rows at a time."""
-        if self.product is not None:
-            return self.product.linear(x)
-        y, x = x.new_empty(len(x), self.rows), x.to(product_dtype(x))
-        for row, values in self.decoded.tiles():
-            tile = values.flatten(0, -2).to(x.dtype)
-            y[:, row : row + len(tile)] = linear(x, tile)
-        return y
+        return (self.product or self._stored_rows).linear(x)
+
+    @cached_property
+    def _stored_rows(self) -> StoredRows:
+        rows, columns = self.decoded.dims[-2:]
+        return StoredRows(rows, columns, self.decoded)
 
     def at(self, index: int, numel: int) -> Piece | None:
         """The piece of the weight at `index` of dim 0, which has `numel` elements; None if it has no part in it."""

@@ -82,7 +82,7 @@ class Int4(Operator):
 
     @abstractmethod
     def unpack(self, first: int, last: int) -> torch.Tensor:
-        """The integers of rows of the layout, (rows, width) uint8; the inverse of `pack`."""
+        """The integers of rows of the layout, (rows, width) uint8 in memory of their own; the inverse of `pack`."""
 
     @property
     def width(self) -> int:
@@ -95,27 +95,19 @@ class Int4(Operator):
     def integers(self) -> torch.Tensor:
         return self.unpack(0, self.height)[: self.rows.length, : self.columns.length]
 
-    def scale(self, integers: torch.Tensor, first: int, values: torch.Tensor, dim: int) -> None:
-        """Decode `integers` of rows from `first` on into `values`, rounded once.
-
-        Shapes: (groups, group, rows) with dim 1, (rows, groups, group) with dim 2; `dim` is that of a group. Changes
-        the integers.
-        """
-        last = first + integers.shape[2 if dim == 1 else 0]
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        """See `Tiled.decode`; rounds once."""
+        last = first + len(values)
+        integers, values = (each.unflatten(1, (-1, self.group)) for each in (self.unpack(first, last), values))
         # Contiguous: others are multiplied several times as slowly.
-        scales, values_of_8 = (each.contiguous() for each in self.scales_and_zeros[:, first:last].unbind(2))
-
-        def spread(of_groups: torch.Tensor) -> torch.Tensor:
-            return (of_groups if dim == 1 else of_groups.t()).unsqueeze(dim)
-
+        scales, values_of_8 = self.scales_and_zeros[:, first:last].permute(2, 1, 0).contiguous().unsqueeze(3)
         if self.offsets is None:
             scales = scales.float()
-            of_0 = values_of_8 - 8 * scales
-            values.copy_(torch.addcmul(spread(of_0), integers.float(), spread(scales)))
+            values.copy_(torch.addcmul(values_of_8 - 8 * scales, integers.float(), scales))
         else:  # exact, while the values of 8 are rounded; differences are those of int8
             offsets = self.offsets
-            integers -= spread(offsets[:, first:last]) if isinstance(offsets, torch.Tensor) else offsets
-            values.copy_(integers.view(torch.int8)).mul_(spread(scales).to(values.dtype))
+            integers -= offsets[:, first:last].t().unsqueeze(2) if isinstance(offsets, torch.Tensor) else offsets
+            values.copy_(integers.view(torch.int8)).mul_(scales.to(values.dtype))
 
 
 def _rounded(length: int, unit: int) -> int:

@@ -19,8 +19,6 @@ from .int4 import Int4
 class Int4Cpu(Int4):
     """See `Int4`."""
 
-    is_row_major = False
-
     @classmethod
     def units(cls, device: torch.device) -> tuple[int, int] | None:
         block = _block_rows()
@@ -40,18 +38,11 @@ class Int4Cpu(Int4):
         return _block_rows() or 1
 
     def unpack(self, first: int, last: int) -> torch.Tensor:
-        return self._columns(first, last).t()
-
-    def decode(self, first: int, values: torch.Tensor) -> None:
-        integers = self._columns(first, first + values.shape[1])
-        self.scale(integers.unflatten(0, (-1, self.group)), first, values.unflatten(0, (-1, self.group)), 1)
-
-    def _columns(self, first: int, last: int) -> torch.Tensor:
-        """The integers of rows of the layout, (width, rows) uint8."""
-        pairs = self.packed[first:last].view(-1, self.width, self.unit // 2).transpose(0, 1)
-        values = torch.empty(*pairs.shape[:2], 2, pairs.shape[2], dtype=torch.uint8)
-        values[:, :, 0], values[:, :, 1] = pairs & 0xF, pairs >> 4
-        return values.view(self.width, last - first)
+        pairs = self.packed[first:last].view(-1, self.width, self.unit // 2).mT.contiguous()
+        values = pairs.new_empty(len(pairs), 2, *pairs.shape[1:])
+        torch.bitwise_and(pairs, 0xF, out=values[:, 0])
+        torch.bitwise_right_shift(pairs, 4, out=values[:, 1])
+        return values.view(last - first, self.width)
 
 
 @cache

@@ -22,8 +22,6 @@ _COLUMNS = 16 * _TILES
 class Int4Cuda(Int4):
     """See `Int4`."""
 
-    is_row_major = True
-
     @classmethod
     def units(cls, device: torch.device) -> tuple[int, int] | None:
         has_operators = pack_int4_for_gpu is not None and int4_product_of_gpu is not None
@@ -51,10 +49,6 @@ class Int4Cuda(Int4):
         values = (words[..., None, None] >> shifts & 0xF).to(torch.uint8)
         # (rows / 8, columns / 128, row, t % 4, j, h, i) -> row, columns
         return values.permute(0, 2, 1, 4, 6, 3, 5).reshape(last - first, self.width)
-
-    def decode(self, first: int, values: torch.Tensor) -> None:
-        integers = self.unpack(first, first + values.shape[1])
-        self.scale(integers.unflatten(1, (-1, self.group)), first, values.t().unflatten(1, (-1, self.group)), 2)
 
     def _words(self, first: int, last: int) -> torch.Tensor:
         """(rows / 8, columns / 128, 8, 4, 4) int32."""

@@ -24,7 +24,6 @@ class Int8(Operator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 8 bits."""
 
     title = "int8 operator"
-    is_row_major = True
 
     values: torch.Tensor
     """(rows, columns) int8, columns padded to `_UNIT`; 128 less than the stored integers if those are uint8."""
@@ -62,8 +61,8 @@ class Int8(Operator):
         return product
 
     def decode(self, first: int, values: torch.Tensor) -> None:
-        rows = slice(first, first + values.shape[1])
-        values.t().copy_(self.values[rows]).mul_(self.scales[rows, None])
+        rows = slice(first, first + len(values))
+        values.copy_(self.values[rows]).mul_(self.scales[rows, None])
 
     def integers(self) -> torch.Tensor:
         values = self.values[:, : self.columns.length]
