@@ -78,7 +78,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_cuda, "pack_int4_for_gpu", convert)
     monkeypatch.setattr(int4_cuda, "int4_product_of_gpu", multiply)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(products, "_OPERATORS", {"cpu": {4: Int4Cuda}})
+    monkeypatch.setattr(products, "_OPERATORS", {"cpu": (Int4Cuda,)})
 
 
 def sliced(name: str, data: st.DataObject) -> LazyTensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -110,7 +109,7 @@ class BitsAndBytes(Format):
             for kind in ("nested_absmax", "nested_quant_map"):
                 stored = member(tensors, f"{name}.{kind}", 1, torch.float32)
                 members[kind] = Member(stored, (None,), f"{name}.{kind}")
-        decode = partial(_decode_blocks, block, float(settings.get("nested_offset") or 0), dtype)
+        decode = Blocks(block, float(settings.get("nested_offset") or 0), dtype)
         return bundle(name, members, (rows, columns), dtype, decode)
 
     def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,10 +130,30 @@ def _scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
     return parts["scales"].unsqueeze(1) * _SCALE, 0
 
 
-def _decode_blocks(block: int, offset: float, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    """Decode in float32; the high half of a byte is the first of its two values."""
-    pairs, scales = parts["values"], parts["scales"]
-    if "of" in parts:
-        scales = parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + offset
-    values = unpack_pairs(pairs, pair_table(parts["map"], high_first=True))
-    return multiply_blocks(values, scales, (block,)).to(dtype)
+@dataclass(eq=False)
+class Blocks:
+    """A `Decode` of 4 bits with a scale per block of columns, in float32.
+
+    The parts are `values` (rows, columns / 2), with the first of two columns in the high half, `scales`, and `map`.
+    """
+
+    block: int
+    offset: float
+    dtype: torch.dtype
+    """Dtype of the decoded values."""
+    _table: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
+    """A `map`, and its `pair_table`."""
+
+    def __call__(self, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+        if self._table is None or self._table[0] is not parts["map"]:
+            self._table = parts["map"], pair_table(parts["map"], high_first=True)
+        return multiply_blocks(unpack_pairs(parts["values"], self._table[1]), self.scales(parts), (self.block,)).to(
+            self.dtype
+        )
+
+    def scales(self, parts: Parts) -> torch.Tensor:
+        """The scales (rows, blocks), which may be quantised in blocks themselves."""
+        scales = parts["scales"]
+        if "of" not in parts:
+            return scales
+        return parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + self.offset

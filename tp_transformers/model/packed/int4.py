@@ -17,7 +17,7 @@ import torch
 
 from ...checkpoint.quantization.affine import Affine
 from ...slices.bundle import Decoded
-from .operator import Operator
+from .operator import IntegerOperator, without
 
 GROUPS = (256, 128, 64, 32)
 """Columns that may share a scale in the operators."""
@@ -26,7 +26,7 @@ _TILE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Int4(Operator):
+class Int4(IntegerOperator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 4 bits."""
 
     title = "int4 operator"
@@ -40,8 +40,7 @@ class Int4(Operator):
     group: int
 
     @classmethod
-    def of(cls, decoded: Decoded, affine: Affine) -> Int4 | None:
-        """Convert a matrix; None if the operator cannot multiply it."""
+    def of_integers(cls, decoded: Decoded, affine: Affine) -> Int4 | None:
         rows, columns = decoded.dims
         shape, device = (rows.length, columns.length), decoded.parts[affine.part].device
         group = affine.group or next((group for group in GROUPS if shape[1] % group == 0), GROUPS[-1])
@@ -67,8 +66,8 @@ class Int4(Operator):
         if isinstance(zeros, torch.Tensor) and not affine.adds:
             offsets = torch.full(both.shape[:2], 8, dtype=torch.uint8, device=device)
             offsets[:groups, : shape[0]] = zeros.t()
-        kept = {name: part for name, part in decoded.parts.items() if name != affine.part}
-        return cls(rows, columns, kept, packed, both, offsets, group)
+        kept = without(decoded.parts, affine.part)
+        return cls(rows, columns, kept, affine, packed, both, offsets, group)
 
     @classmethod
     @abstractmethod

@@ -13,14 +13,14 @@ from torch.nn.functional import pad
 from ...checkpoint.quantization.affine import Affine
 from ...slices.bundle import Decoded
 from ...torch_api import has_kernel, int8_product
-from .operator import Operator
+from .operator import IntegerOperator, without
 
 _UNIT = 32
 """The operator reads columns in vectors of up to 32, also beyond the last one."""
 
 
 @dataclass(frozen=True, eq=False)
-class Int8(Operator):
+class Int8(IntegerOperator):
     """`x @ w.T` for a matrix (rows, columns) of integers of 8 bits."""
 
     title = "int8 operator"
@@ -32,8 +32,7 @@ class Int8(Operator):
     is_unsigned: bool
 
     @classmethod
-    def of(cls, decoded: Decoded, affine: Affine) -> Int8 | None:
-        """Convert a matrix; None if the operator cannot multiply it."""
+    def of_integers(cls, decoded: Decoded, affine: Affine) -> Int8 | None:
         rows, columns = decoded.dims
         shape = (rows.length, columns.length)
         integers = affine.integers(decoded.parts, shape)
@@ -44,9 +43,8 @@ class Int8(Operator):
             return None
         values = (integers ^ 128).view(torch.int8) if is_unsigned else integers
         values = pad(values, (0, -shape[1] % _UNIT)).contiguous()
-        kept = {name: part for name, part in decoded.parts.items() if name != affine.part}
         scales = scales.to(torch.bfloat16).expand(shape[0], 1).flatten().contiguous()
-        return cls(rows, columns, kept, values, scales, is_unsigned)
+        return cls(rows, columns, without(decoded.parts, affine.part), affine, values, scales, is_unsigned)
 
     @property
     def width(self) -> int:

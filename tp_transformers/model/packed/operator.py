@@ -1,4 +1,4 @@
-"""A matrix of integers in the layout of an operator that multiplies them."""
+"""A matrix in the layout of an operator that multiplies it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import ClassVar
 
 import torch
 
+from ...checkpoint.quantization.affine import Affine
 from ...checkpoint.quantization.tiled import Tiled
+from ...slices.bundle import Decoded
 
 FEW = 64
 """Tokens up to which the operators are faster than decoding and torch's matrix product."""
@@ -22,15 +24,25 @@ class Operator(Tiled):
     title: ClassVar[str]
     """Name in the report of a load."""
     kept: Mapping[str, torch.Tensor]
-    """The stored tensors without the integers."""
+    """The stored tensors without the one that `stored` makes."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, decoded: Decoded) -> Operator | None:
+        """Convert a matrix; None if the operator cannot multiply it."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, width) -> (tokens, height), by the operator."""
 
+    @property
     @abstractmethod
-    def integers(self) -> torch.Tensor:
-        """The integers (rows, columns) of complete groups, as they were stored."""
+    def part(self) -> str:
+        """Name of the stored tensor that has the integers."""
+
+    @abstractmethod
+    def stored(self) -> torch.Tensor:
+        """Convert the integers back to the stored tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -52,3 +64,39 @@ class Operator(Tiled):
         values = torch.empty(self.height, self.width, dtype=torch.bfloat16, device=self._tensors[0].device)
         self.fill(0, values)
         return self.rows.take(self.columns.take(values, 1), 0)
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerOperator(Operator):
+    """A matrix of integers with a scale and a zero point per group."""
+
+    affine: Affine
+
+    @classmethod
+    def of(cls, decoded: Decoded) -> IntegerOperator | None:
+        affine = decoded.decode
+        if not isinstance(affine, Affine) or not affine.has_complete_words([dim.length for dim in decoded.dims]):
+            return None
+        return cls.of_integers(decoded, affine)
+
+    @classmethod
+    @abstractmethod
+    def of_integers(cls, decoded: Decoded, affine: Affine) -> IntegerOperator | None:
+        """Convert a matrix of complete words; None if the operator cannot multiply it."""
+
+    @abstractmethod
+    def integers(self) -> torch.Tensor:
+        """The integers (rows, columns) of complete groups, as they were stored."""
+
+    @property
+    def part(self) -> str:
+        return self.affine.part
+
+    def stored(self) -> torch.Tensor:
+        integers = self.integers()
+        return integers if self.affine.stored is None else self.affine.stored(integers)
+
+
+def without(parts: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """The stored tensors without one."""
+    return {key: part for key, part in parts.items() if key != name}

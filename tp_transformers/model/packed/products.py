@@ -2,19 +2,19 @@
 
 4 bits, groups of 32 to 256 columns     bfloat16 on a CPU or a GPU from NVIDIA      Int4
 8 bits, one scale per row               bfloat16 on a CPU or a GPU                  Int8
+nf4 and fp4 of bitsandbytes             bfloat16 on a CPU                           Blocks4
 all others                                                                          none: decoded, a few rows at a time
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from ...checkpoint.quantization.affine import Affine
 from ...checkpoint.quantization.packed import PackedWeight, Piece
-from .int4 import Int4
+from .blocks4 import Blocks4
 from .int4_cpu import Int4Cpu
 from .int4_cuda import Int4Cuda
 from .int8 import Int8
@@ -29,40 +29,30 @@ def with_products(weight: PackedWeight) -> PackedWeight:
     return replace(weight, pieces=[_with_product(piece, kinds) for piece in weight.pieces])
 
 
-_OPERATORS: Mapping[str, Mapping[int, type[Int4 | Int8]]] = {
-    "cpu": {4: Int4Cpu, 8: Int8},
-    "cuda": {4: Int4Cuda, 8: Int8},
-}
-"""Type of a device -> bits -> operator."""
+_OPERATORS: Mapping[str, Sequence[type[Operator]]] = {"cpu": (Int4Cpu, Int8, Blocks4), "cuda": (Int4Cuda, Int8)}
+"""Type of a device -> operators, the fastest first."""
 
 
-def _with_product(piece: Piece, kinds: Mapping[int, type[Int4 | Int8]]) -> Piece:
-    affine = piece.decoded.decode
-    if not isinstance(affine, Affine) or len(piece.size) != 2 or piece.stride[-1] != 1:
+def _with_product(piece: Piece, kinds: Sequence[type[Operator]]) -> Piece:
+    if len(piece.size) != 2 or piece.stride[-1] != 1:
         return piece
-    if not affine.has_complete_words([dim.length for dim in piece.decoded.dims]):
-        return piece
-    kind = kinds.get(affine.bits)
-    product = None if kind is None else kind.of(piece.decoded, affine)
+    product = next(filter(None, (kind.of(piece.decoded) for kind in kinds)), None)
     if product is None:
         return piece
-    return replace(piece, decoded=replace(piece.decoded, parts=_Parts(product, affine)), product=product)
+    return replace(piece, decoded=replace(piece.decoded, parts=_Parts(product)), product=product)
 
 
 class _Parts(Mapping[str, torch.Tensor]):
     """The stored tensors of a matrix in an operator's layout; its integers are converted back when they are read."""
 
-    def __init__(self, product: Operator, affine: Affine) -> None:
-        self._product, self._affine = product, affine
+    def __init__(self, product: Operator) -> None:
+        self._product = product
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name != self._affine.part:
-            return self._product.kept[name]
-        integers = self._product.integers()
-        return integers if self._affine.stored is None else self._affine.stored(integers)
+        return self._product.stored() if name == self._product.part else self._product.kept[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((self._affine.part, *self._product.kept))
+        return iter((self._product.part, *self._product.kept))
 
     def __len__(self) -> int:
         return 1 + len(self._product.kept)
