@@ -13,7 +13,7 @@ import torch
 from ...slices.bundle import Aligned, Decoded
 from ...torch_api import has_bfloat16
 
-_TILE = 1 << 23
+_TILE = 1 << 24
 """Bytes of rows that are multiplied at a time."""
 _BLOCK = 1 << 20
 """Elements that are decoded at a time."""

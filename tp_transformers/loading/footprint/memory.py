@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy.names import tied_parameters
 from ...checkpoint.quantization.packed import pack
+from ...model.packed.products import with_products
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
@@ -215,21 +216,21 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
         yield Parameter(
             name,
             tuple(param.shape),
-            next(filter(None, map(survey.dtypes.get, names)), param.dtype),
+            dtype := next(filter(None, map(survey.dtypes.get, names)), param.dtype),
             layout,
             resolution.rule_names.get(name),
             _whole_because(name, resolution, size) if layout is None or size == 1 else None,
             names[1:],
             split.length if split is not None else None,
-            _packed(survey.packed[name], layout, size) if name in survey.packed else None,
+            _packed(survey.packed[name], dtype, layout, size) if name in survey.packed else None,
         )
 
 
-def _packed(expression: LazyTensor, layout: Layout | None, size: int) -> tuple[int, ...]:
-    """Bytes of a packed parameter and of each rank's shard."""
+def _packed(expression: LazyTensor, dtype: torch.dtype, layout: Layout | None, size: int) -> tuple[int, ...]:
+    """Bytes of a packed parameter and of each rank's shard, in the layouts that a CPU multiplies."""
     shards = [expression, *(take(expression, layout, rank) for rank in range(size))]
-    results = (pack(shard, shard.dtype, torch.device("meta")) for shard in shards)
-    return tuple(result[0].nbytes if result is not None else 0 for result in results)
+    results = (pack(shard, dtype, torch.device("meta")) for shard in shards)
+    return tuple(with_products(result[0]).nbytes if result is not None else 0 for result in results)
 
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:

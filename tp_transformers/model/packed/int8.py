@@ -69,4 +69,5 @@ class Int8(IntegerOperator):
 
 def _has_operator(device: torch.device) -> bool:
     """True if this torch has the operator for `device`; GPUs have it since torch 2.9."""
-    return int8_product is not None and has_kernel("aten::_weight_int8pack_mm", device.type.upper())
+    key = "CPU" if device.type == "meta" else device.type.upper()
+    return int8_product is not None and has_kernel("aten::_weight_int8pack_mm", key)

@@ -22,8 +22,11 @@ from .operator import Operator
 
 
 def with_products(weight: PackedWeight) -> PackedWeight:
-    """The weight in the layout of the operators that can multiply it; the stored tensors of the others are kept."""
-    kinds = _OPERATORS.get(weight.device.type)
+    """The weight in the layout of the operators that can multiply it; the stored tensors of the others are kept.
+
+    On the meta device, the layouts are those of a CPU.
+    """
+    kinds = _OPERATORS.get("cpu" if weight.device.type == "meta" else weight.device.type)
     if kinds is None or weight.dtype != torch.bfloat16:
         return weight
     return replace(weight, pieces=[_with_product(piece, kinds) for piece in weight.pieces])
