@@ -213,10 +213,11 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
         layout = resolution.layouts.get(name)
         names = (name, *tied.get(name, ()))
         split = resolution.param_strategies[name].split if layout is not None else None
+        dtype = next(filter(None, map(survey.dtypes.get, names)), param.dtype)
         yield Parameter(
             name,
             tuple(param.shape),
-            dtype := next(filter(None, map(survey.dtypes.get, names)), param.dtype),
+            dtype,
             layout,
             resolution.rule_names.get(name),
             _whole_because(name, resolution, size) if layout is None or size == 1 else None,
