@@ -49,6 +49,7 @@ class Patch:
         self._holders = 0
         self._undo: Undo | None = None
         self._logged: set[str] = set()
+        _all.append(self)
         self.missing = ""
         """The names that the library lacks, as text; "" if it lacks none."""
 
@@ -121,8 +122,22 @@ class Patch:
         return nothing()
 
 
+_all: list[Patch] = []
+"""Every patch."""
 _released: list[Patch] = []
 """Patches that lost a holder and may have to be undone."""
+
+
+def missing_names() -> dict[str, str]:
+    """{library: names that it lacks and the consequence}, found by applying every patch that waits for no import."""
+    found = {}
+    for patch in _all:
+        patch.hold()
+        if patch.missing:
+            then = "without the change" if patch._without is nothing else "refused"
+            found[patch.owner] = f"{patch.missing}: {patch.name} on a tensor-parallel model {then}"
+        patch.release()
+    return found
 
 
 def nothing() -> Undo:

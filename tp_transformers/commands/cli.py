@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import TensorParallelError
-from . import plans
+from . import env, plans
 from .plan import command as plan
 from .run import command as run
 from .run.errors import REFUSED
@@ -32,6 +32,7 @@ from .verify import command as verify
 COMMANDS: dict[str, Any] = {
     "plan": plan,
     "plans": plans,
+    "env": env,
     "verify": verify,
     "suggest": suggest,
     "shard": shard,

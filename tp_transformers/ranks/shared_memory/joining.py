@@ -61,7 +61,7 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     """The transport of this rank and "", or None on all ranks and the reason."""
     rank = group.rank()
     machines: dict[str, list[int]] = {}
-    answers = _exchange((machine_name(), _obstacle(), secrets.token_hex(8)), group)
+    answers = _exchange((machine_name(), obstacle(), secrets.token_hex(8)), group)
     name = answers[0][2]
     for peer, (machine, why, _) in enumerate(answers):
         if why:
@@ -83,7 +83,7 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     ), ""
 
 
-def _obstacle() -> str:
+def obstacle() -> str:
     """The reason why this rank cannot share memory with any other; "" if it can."""
     if os.environ.get(VARIABLE) == "0":
         return f"{VARIABLE}=0"

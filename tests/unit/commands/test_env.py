@@ -1,0 +1,55 @@
+"""`tp-transformers env`: what a report of a problem begins with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+
+import tp_transformers
+from tests.support.commands import main
+from tp_transformers import patches, torch_api, transformers_api
+from tp_transformers.patches import Patch, replace_all
+
+
+def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TP_TRANSFORMERS_SHARES", "2,1")
+    monkeypatch.setenv("TP_TRANSFORMERS_API_KEY", "hidden")
+    monkeypatch.setenv("HF_HUB_TOKEN", "hidden")
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tp_transformers"] == [tp_transformers.__version__]
+    assert found["python"][0].startswith(platform.python_version())
+    assert found["libraries"]["torch"] == torch.__version__
+    assert found["libraries"]["transformers"] == transformers.__version__
+    assert found["variables"]["TP_TRANSFORMERS_SHARES"] == "2,1"
+    assert "hidden" not in json.dumps(found)
+    assert f"{len(os.sched_getaffinity(0))} cores for this process" in found["devices"][-1]
+    assert found["not supported"] == []
+    assert found["lacking"] == {}
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in out
+    assert "CPU tensors of ranks on one machine: " in out
+    assert "hidden" not in out
+
+
+def test_what_the_installed_releases_lack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(__name__="library.module")
+    monkeypatch.setattr(patches, "_all", [])
+    Patch("library", "doubling", lambda: replace_all([(library, "_double", lambda original: None)]))
+    monkeypatch.setattr(torch_api, "lacking", lambda: {"torch._gone": "it is not called"})
+    monkeypatch.setattr(transformers_api, "OLDEST", (99, 0))
+    assert main(["env", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["lacking"] == {
+        "torch._gone": "it is not called",
+        "library": "no library.module._double: doubling on a tensor-parallel model refused",
+    }
+    (refusal,) = found["not supported"]
+    assert f"transformers {transformers.__version__} with another version" in refusal

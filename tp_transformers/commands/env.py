@@ -1,0 +1,123 @@
+"""`tp-transformers env`: versions, devices, transport and changes to other libraries, to paste into a report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+SUMMARY = "print versions, devices, the transport between ranks, and what degrades, to paste into a report"
+EXAMPLE = "tp-transformers env --json"
+
+LIBRARIES = (
+    *("torch", "transformers", "safetensors", "huggingface_hub", "accelerate", "peft", "trl", "gguf", "tokenizers"),
+    *("bitsandbytes", "compressed-tensors", "gptqmodel", "torchao", "kernels", "lm_eval", "openai"),
+)
+"""Distributions with which this package works."""
+PREFIXES = ("TP_TRANSFORMERS_", "OMP_", "MKL_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "HIP_", "SLURM_", "HF_HUB_")
+"""Environment variables that are printed, except for those with a secret in their name."""
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HF_ENDPOINT")
+SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; returns 1 if the installed torch or transformers is not supported, else 0."""
+    found = report()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    else:
+        width = max(map(len, found))
+        for name, values in found.items():
+            lines = [f"{key} {value}".strip() for key, value in values.items()] if isinstance(values, dict) else values
+            for line in lines or ["none"]:
+                print(f"{name:{width}}  {line}")
+                name = ""
+    return 1 if found["not supported"] else 0
+
+
+def report() -> dict[str, Any]:
+    """The sections of the report: name -> lines, or {key: value}."""
+    from .. import __version__
+
+    versions = {name: version for name in LIBRARIES if (version := _version(name)) is not None}
+    return {
+        "tp_transformers": [__version__],
+        "python": [f"{platform.python_version()} ({platform.python_implementation()}) on {platform.platform()}"],
+        "libraries": versions,
+        "devices": list(_devices()),
+        "ranks": list(_ranks()),
+        "variables": {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)},
+        "not supported": _refusals(),
+        "lacking": _lacking(),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_shown(name: str) -> bool:
+    is_named = name in NAMES or name.startswith(PREFIXES)
+    return is_named and not any(secret in name for secret in SECRETS)
+
+
+def _devices() -> Iterator[str]:
+    """Lines about the accelerator, and about the processor."""
+    import torch
+
+    from ..torch_api import has_bfloat16
+
+    kind = torch.accelerator.current_accelerator()
+    if kind is not None:
+        module = torch.get_device_module(kind.type)
+        yield f"{torch.accelerator.device_count()} x {kind.type}"
+        yield from (f"  {index}: {module.get_device_name(index)}" for index in range(module.device_count()))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    products = "products in bfloat16" if has_bfloat16() else "no products in bfloat16"
+    yield f"CPU: {platform.machine()}, {cores} cores for this process, {torch.get_num_threads()} threads, {products}"
+
+
+def _ranks() -> Iterator[str]:
+    """Lines about the backends, and the transport of ranks on this machine."""
+    import torch.distributed as dist
+
+    from ..ranks.shared_memory.joining import obstacle
+
+    backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    yield f"backends: {', '.join(name for name, is_available in backends.items() if is_available()) or 'none'}"
+    why = obstacle()
+    yield "CPU tensors of ranks on one machine: " + (f"gloo, since {why}" if why else "shared memory")
+
+
+def _refusals() -> list[str]:
+    """Errors of `enable()` and of a load with the installed releases."""
+    from .. import torch_api, transformers_api
+    from ..errors import UnsupportedError
+
+    refusals = []
+    for check in (torch_api.check, transformers_api.check):
+        try:
+            check()
+        except UnsupportedError as error:
+            refusals.append(str(error))
+    return refusals
+
+
+def _lacking() -> dict[str, str]:
+    """Names that the installed releases lack, and the consequences."""
+    from .. import torch_api
+    from ..loading import hook  # noqa: F401 - imports all patches
+    from ..patches import missing_names
+
+    return {**torch_api.lacking(), **missing_names()}
