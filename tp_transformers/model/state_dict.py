@@ -26,9 +26,9 @@ from ..strategies import (
     STRATEGY,
     ParamShard,
     TensorParallelLayer,
-    cut_module,
     full_tensor,
     local_tensor,
+    shard_module,
     shard_of,
     unsharded_like,
 )
@@ -157,8 +157,8 @@ def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: Tens
 
 
 def split_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
-    """Shard the full parameters of `module` and register its state-dict hooks; see `strategies.cut_module`."""
-    cut_module(module, strategy, group)
+    """Shard the full parameters of `module` and register its state-dict hooks; see `strategies.shard_module`."""
+    shard_module(module, strategy, group)
     keep_state(module)
 
 

@@ -108,18 +108,19 @@ class _Resolver:
         self._report_unmatched(module_rules, param_rules)
         if self.plan.declared:
             self._follow_tied(module_rules)
-        cut, faults = AttentionSplits(), self.faults
+        attention, faults = AttentionSplits(), self.faults
+        splits, replicated = attention.splits, attention.replicated
         mixers = split_mixers(
-            self.plan.mixers, self.modules, self.prefix, self.ranks, faults, cut.splits, cut.replicated, module_rules
+            self.plan.mixers, self.modules, self.prefix, self.ranks, faults, splits, replicated, module_rules
         )
-        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.ranks, faults, cut)
-        module_strategies = {name: self._bind(name, rule, cut) for name, rule in module_rules.items()}
+        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.ranks, faults, attention)
+        module_strategies = {name: self._bind(name, rule, attention) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
-                param_strategies[name] = self._bind(owner, param_rules[name], cut, name)
+                param_strategies[name] = self._bind(owner, param_rules[name], attention, name)
                 rule_names[name] = param_rules[name].strategy_name
             elif owner in module_strategies:
                 param_strategies[name] = module_strategies[owner]
@@ -133,16 +134,18 @@ class _Resolver:
         )
         self._check_modules(module_strategies, param_rules)
         layouts = self._lay_out(param_strategies)
-        bound = BoundPlan(self.modules, self.parameters, module_strategies, param_strategies, layouts, cut, self.size)
+        bound = BoundPlan(
+            self.modules, self.parameters, module_strategies, param_strategies, layouts, attention, self.size
+        )
         if self.plan.declared:
             self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(self.modules, module_strategies, cut.splits.keys() | cut.replicated, self.ranks))
+            self.faults.extend(misfits(self.modules, module_strategies, splits.keys() | replicated, self.ranks))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
-        names = ", ".join(sorted(set(map(fold_layers, cut.replicated.values()))))
+        names = ", ".join(sorted(set(map(fold_layers, replicated.values()))))
         notes = (
             f"{names}: {self.size} ranks are more than the heads, so every rank computes all of them; the rest is "
             "still split",
@@ -150,13 +153,13 @@ class _Resolver:
         return Resolution(
             module_strategies,
             param_strategies,
-            cut.heads,
+            attention.heads,
             layouts,
             mixers,
             tuple(uncovered),
             notes if names else (),
             rule_names,
-            frozenset(cut.replicated),
+            frozenset(replicated),
             self.plan,
         )
 
@@ -214,10 +217,10 @@ class _Resolver:
             for param_type, _ in self.modules[name].named_parameters():
                 bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
-    def _bind(self, owner: str, rule: Rule, cut: AttentionSplits, name: str | None = None) -> TensorParallelLayer:
+    def _bind(self, owner: str, rule: Rule, attention: AttentionSplits, name: str | None = None) -> TensorParallelLayer:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{attention}.") for attention in cut.replicated):
+        if strategy is None or any(f"{name}.".startswith(f"{replicated}.") for replicated in attention.replicated):
             if strategy is not None and strategy.shards_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
@@ -237,7 +240,7 @@ class _Resolver:
             self.size,
             name=name,
             ranks=self.ranks,
-            split=cut.splits.get(name),
+            split=attention.splits.get(name),
             parts=vars(module).get(rule.parts) if isinstance(rule.parts, str) else rule.parts,
             unit=rule.unit,
             widths=rule.widths,

@@ -44,7 +44,7 @@ def split_attention(
     prefix: str,
     ranks: Ranks,
     faults: list[str],
-    cut: AttentionSplits,
+    attention_splits: AttentionSplits,
 ) -> AttentionSplits:
     """Split the heads of every attention module with sharded projections.
 
@@ -54,7 +54,7 @@ def split_attention(
         module_rules: module -> its rule; rules that a declared plan lacks are added.
         param_rules: parameter -> its own rule.
         faults: list of faults; new ones are added.
-        cut: splits of mixers; those of attention are added.
+        attention_splits: splits of mixers; those of attention are added.
     """
     modules, fault_count, size = dict(model.named_modules()), len(faults), count_of(ranks)
     for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
@@ -73,11 +73,11 @@ def split_attention(
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query // count:
-            cut.replicated.update(dict.fromkeys((*followers, name), name))
+            attention_splits.replicated.update(dict.fromkeys((*followers, name), name))
             continue
         block_splits, hidden = heads(query // count, kv // count, ranks), roles.pop("with_hidden", [])
         holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
-        cut.heads[name] = AttentionHeads(
+        attention_splits.heads[name] = AttentionHeads(
             packed([block_splits[0]] * count),
             packed([block_splits[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
@@ -87,12 +87,12 @@ def split_attention(
             hidden=tuple(hidden),
             repeats=_repeats(modules[name], roles, query, attention_config(modules[name], model)),
         )
-        cut.splits[name] = cut.heads[name].query
+        attention_splits.splits[name] = attention_splits.heads[name].query
         rules = {child: module_rules.get(child) or param_rules.get(child) for child in followers}
-        _split_children(roles, block_splits, blocks, rules, faults, cut)
+        _split_children(roles, block_splits, blocks, rules, faults, attention_splits)
     if len(faults) == fault_count:  # faults in the description of attention are reported alone
-        faults.extend(_unrecognised(modules, model, module_rules, cut, ranks))
-    return cut
+        faults.extend(_unrecognised(modules, model, module_rules, attention_splits, ranks))
+    return attention_splits
 
 
 def _stays_sharded(
@@ -151,14 +151,14 @@ def _split_children(
     blocks: Mapping[str, int],
     rules: Mapping[str, Rule | None],
     faults: list[str],
-    cut: AttentionSplits,
+    attention_splits: AttentionSplits,
 ) -> None:
     """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
         rule = rules[child]
         if rule is None:
             continue
-        cut.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
+        attention_splits.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
         if rule.parts is not None and role != "fused":
             faults.append(
                 f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts out, or "
@@ -182,12 +182,12 @@ def _unrecognised(
     modules: Mapping[str, nn.Module],
     model: PreTrainedModel,
     module_rules: Mapping[str, Rule],
-    cut: AttentionSplits,
+    attention_splits: AttentionSplits,
     ranks: Ranks,
 ) -> Iterator[str]:
     """Faults: attention that is sharded without a description of its heads, unless evenly and into complete heads."""
     size = count_of(ranks)
-    known = cut.splits.keys() | cut.replicated.keys()
+    known = attention_splits.splits.keys() | attention_splits.replicated.keys()
     for child, rule in module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):

@@ -79,7 +79,7 @@ def left(rank: int) -> Failure:
     return Failure(rank, text, is_lost=True)
 
 
-def is_alike(reports: Mapping[int, Report], size: int) -> bool:
+def is_identical(reports: Mapping[int, Report], size: int) -> bool:
     """True if all `size` ranks failed after equally many collectives: none waits for another, so all can go on."""
     counts = {report.collectives for report in reports.values()}
     return len(reports) == size and len(counts) == 1 and not any(report.is_last for report in reports.values())

@@ -27,7 +27,7 @@ from ..errors import RemoteRankError, error_text
 from ..logs import get_logger
 from ..marks import untyped
 from . import direct
-from .failure import FAILURE, GRACE, Failure, Report, follows, is_alike, judge, left, lost
+from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
 from .shared_memory.joining import memory_of
@@ -224,7 +224,7 @@ class Watch:
                 self._began = now, self._beats()
             reports = self._reports()
             failure = None
-            if not is_alike(reports, self.group.size):
+            if not is_identical(reports, self.group.size):
                 failure = judge(reports, self._began[1], self._beats(), now - self._began[0], self.group.global_ranks)
                 if failure is None:
                     return

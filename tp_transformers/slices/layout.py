@@ -133,7 +133,7 @@ class Split:
         )
 
     @property
-    def is_cut(self) -> bool:
+    def is_complete(self) -> bool:
         """True if every index is held, and any two ranges are disjoint or equal: the invariant of `Split`."""
         position = 0
         for piece in self.pieces:

@@ -3,7 +3,7 @@
 The names in `__all__` are public; the other imports are for other packages of tp_transformers.
 """
 
-from .base import STRATEGY, TensorParallelLayer, cut_module
+from .base import STRATEGY, TensorParallelLayer, shard_module
 from .experts import IsolatedParallel, MoEExpertsParallel
 from .forward.attach import LocalConfig, attach, block_of, join_layers, open_forward, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel

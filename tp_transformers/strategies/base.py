@@ -266,7 +266,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
                 raise PlanError(f"{self!r} does not fit a {name}: {error}") from error
         for param in params.values():
             vars(param).pop("tp_shard", None)  # of a replicated parameter of a model that was loaded with a plan
-        cut_module(module, bound, group)
+        shard_module(module, bound, group)
         return module
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
@@ -300,7 +300,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"
 
 
-def cut_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
+def shard_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
     """Shard the unsharded parameters of `module` by the bound `strategy`, and attach the strategy to its forward.
 
     Collective over the `tp` axis: all ranks get the values of rank 0. Parameters on the meta device stay there.

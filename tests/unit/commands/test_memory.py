@@ -195,7 +195,7 @@ def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
 
     def reasons(size: int, plan: Any = "auto") -> dict[str, str | None]:
         planned = plan_memory(survey(folder, tp_plan=plan), size)
-        return {parameter.name.removeprefix("model."): parameter.whole_because for parameter in planned.parameters}
+        return {parameter.name.removeprefix("model."): parameter.replicated_because for parameter in planned.parameters}
 
     seen = reasons(2)
     assert seen["layers.0.self_attn.q_proj.weight"] is None

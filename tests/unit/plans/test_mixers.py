@@ -64,7 +64,7 @@ def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups
             held = [index for start, stop in ranges for index in range(start, stop)]
             expected = [index for index, (part, at) in enumerate(stored) if at in (theirs if part == "key" else own)]
             assert held == expected, child
-    assert all(split.is_cut for split in splits.values())
+    assert all(split.is_complete for split in splits.values())
 
 
 def test_more_ranks_than_heads_gather_what_projections_make() -> None:

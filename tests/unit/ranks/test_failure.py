@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tp_transformers.ranks.failure import GRACE, Report, is_alike, judge
+from tp_transformers.ranks.failure import GRACE, Report, is_identical, judge
 
 
 def report(order: int, *, follows: bool = False, collectives: int = 3) -> Report:
@@ -20,7 +20,7 @@ def report(order: int, *, follows: bool = False, collectives: int = 3) -> Report
     ],
 )
 def test_ranks_failed_alike(reports: dict[int, Report], expected: bool) -> None:
-    assert is_alike(reports, 2) == expected
+    assert is_identical(reports, 2) == expected
 
 
 ALIVE, BEFORE = [5, 5, 5], [1, 1, 1]

@@ -104,14 +104,14 @@ def test_a_cover_takes_from_its_reader_what_that_holds(split: Split, reader: int
 
 @given(splits(), st.data())
 def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split: Split, data: st.DataObject) -> None:
-    assert split.is_cut
+    assert split.is_complete
     held = all_ranges(split)
     start, stop = data.draw(st.sampled_from(held)) if held else (0, 0)
     if stop - start > 1:  # one rank holds a part of what another holds
-        assert not Split(split.length, (*split.ranges, ((start, stop - 1),))).is_cut
-    assert not Split(split.length + 1, split.ranges).is_cut
+        assert not Split(split.length, (*split.ranges, ((start, stop - 1),))).is_complete
+    assert not Split(split.length + 1, split.ranges).is_complete
     without = tuple(tuple(part for part in ranges if part != (start, stop)) for ranges in split.ranges)
-    assert Split(split.length, without).is_cut == (start == stop)
+    assert Split(split.length, without).is_complete == (start == stop)
 
 
 def all_ranges(split: Split) -> list[tuple[int, int]]:

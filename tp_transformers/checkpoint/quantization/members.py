@@ -176,7 +176,7 @@ def _layout(name: str, per_rank: Sequence[Outline | None]) -> tuple[Outline, Lay
             for rank in ranges
         ),
     )
-    if any(outline.dim not in (None, dim) for outline in present) or not split.is_cut:
+    if any(outline.dim not in (None, dim) for outline in present) or not split.is_complete:
         raise _unsaved(f"{name}, of which the ranks do not hold all", "all")
     return first, Layout(dim, split)
 

@@ -242,7 +242,7 @@ class _Parser:
             raise self.fault(f"the layout {entry!r}", f"a dim, and the ranges that each of {size} ranks holds")
         held = tuple(tuple((start, stop) for start, stop in held) for held in ranges)
         split = Split(max((stop for rank_ranges in held for _, stop in rank_ranges), default=0), held)
-        if not split.is_cut:
+        if not split.is_complete:
             raise self.fault(f"the layout {entry!r}", "a cut: ranges that leave nothing out and do not overlap")
         return Layout(dim, split)
 

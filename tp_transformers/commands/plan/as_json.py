@@ -80,7 +80,7 @@ def _parameter(parameter: Parameter, size: int) -> dict[str, Any]:
         "shape": list(parameter.shape),
         "dtype": dtype_name(parameter.dtype),
         "strategy": parameter.strategy,
-        "whole_because": parameter.whole_because,
+        "whole_because": parameter.replicated_because,
         "dim": layout and layout.dim,
         "ranges": layout and layout.split.ranges,
         "local_shapes": [parameter.local_shape(rank) for rank in range(size)],

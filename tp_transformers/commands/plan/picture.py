@@ -48,7 +48,7 @@ class Weight:
         shape, name = self.parameter.shape, self.parameter.strategy or "no rule"
         experts = f"{shape[0]} experts, " if len(shape) == 3 else ""
         # Outputs of experts are summed by another module.
-        sums = "rowwise" in name and self.parameter.whole_because is None and not experts
+        sums = "rowwise" in name and self.parameter.replicated_because is None and not experts
         gathers = name.endswith(("_rep", "_gather_output")) and not sums
         after = f"{ARROW}all-reduce" if sums else f"{ARROW}all-gather" * gathers
         how = f"tied to {self.tied_to}" if self.tied_to else name + after
@@ -180,7 +180,7 @@ def _draw_shards(axes: Any, weight: Weight, colours: list[Any], rectangle: tuple
     """Draw each rank's shard in its colour; shards on several ranks are hatched in the colours of the others."""
     x, y, width, height = rectangle
     parameter = weight.parameter
-    if parameter.layout is None or parameter.whole_because is not None:
+    if parameter.layout is None or parameter.replicated_because is not None:
         axes.bar(x, height, width, y, align="edge", color=WHOLE)
         return
     split = parameter.layout.split

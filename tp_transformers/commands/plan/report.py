@@ -213,8 +213,8 @@ def whole_lines(planned: MemoryPlan) -> list[str]:
     """Lines about replicated parameters: bytes, number and reason."""
     held: dict[str, list[int]] = {}
     for parameter in planned.parameters:
-        if parameter.whole_because is not None:
-            held.setdefault(parameter.whole_because, []).append(parameter.nbytes)
+        if parameter.replicated_because is not None:
+            held.setdefault(parameter.replicated_because, []).append(parameter.nbytes)
     return [f"{size(sum(nbytes))} in {len(nbytes)} parameters: {why}" for why, nbytes in held.items()]
 
 
@@ -244,7 +244,7 @@ def _ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
 
 def _how(parameter: Parameter) -> str:
     """Strategy of a parameter, or the reason why it is replicated; indices on several ranks; tied names."""
-    words = [f"whole: {parameter.whole_because}" if parameter.whole_because else str(parameter.strategy)]
+    words = [f"whole: {parameter.replicated_because}" if parameter.replicated_because else str(parameter.strategy)]
     if parameter.layout is not None and (holders := parameter.layout.split.holders):
         words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
     if parameter.tied:

@@ -47,7 +47,7 @@ class Parameter:
     """Layout of the shards; None if it is replicated."""
     strategy: str | None
     """Name of its strategy in the plan; None if it has no rule."""
-    whole_because: str | None
+    replicated_because: str | None
     """Reason why it is replicated; None if it is sharded."""
     tied: tuple[str, ...] = ()
     heads: int | None = None
@@ -220,7 +220,7 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
             dtype,
             layout,
             resolution.rule_names.get(name),
-            _whole_because(name, resolution, size) if layout is None or size == 1 else None,
+            _replicated_because(name, resolution, size) if layout is None or size == 1 else None,
             names[1:],
             split.length if split is not None else None,
             _packed(survey.packed[name], dtype, layout, size) if name in survey.packed else None,
@@ -242,7 +242,7 @@ def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]
         yield Heads(name, counts, ranks)
 
 
-def _whole_because(name: str, resolution: Resolution, size: int) -> str:
+def _replicated_because(name: str, resolution: Resolution, size: int) -> str:
     """The reason why a parameter is replicated."""
     strategy, rule = resolution.param_strategies.get(name), resolution.rule_names.get(name)
     if size == 1:

@@ -22,7 +22,7 @@ from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
 from ...ranks.group import GROUP
 from ...transformers_api import LoadStateDictInfo
-from .cut import unsupported
+from .shard import unsupported
 
 ADAPTER_FILE = "adapter_model.safetensors"
 

@@ -10,7 +10,7 @@ from typing import Any
 from ...patches import Change, Patch, Undo, replace_all
 from ...ranks.group import GROUP
 from ...strategies import full_tensor
-from .cut import full_adapters
+from .shard import full_adapters
 
 _MODULE = "peft.utils.hotswap"
 

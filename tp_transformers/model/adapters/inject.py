@@ -27,8 +27,8 @@ from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, batch_sharded
 from ..state_dict import keep_shards
-from .cut import full_adapters, split_adapter, strategies_of, unsupported
 from .files import push_peft_model, save_peft_model
+from .shard import full_adapters, split_adapter, strategies_of, unsupported
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""

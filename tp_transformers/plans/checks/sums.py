@@ -26,7 +26,7 @@ class BoundPlan:
     module_strategies: dict[str, TensorParallelLayer]
     param_strategies: dict[str, TensorParallelLayer]
     layouts: Mapping[str, Layout | None]
-    cut: AttentionSplits
+    attention_splits: AttentionSplits
     size: int
 
     def own_layouts(self, owner: str) -> dict[str, Layout | None]:
@@ -169,12 +169,12 @@ def _partial_outputs(plan: BoundPlan) -> set[str]:
 
 def _heads(plan: BoundPlan) -> Iterator[str]:
     """Faults: other parameters that compute on sharded heads; their gradient on each rank is partial."""
-    cut = plan.cut
+    attention_splits = plan.attention_splits
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
-        attention = next((module for module in names_around(owner) if module in cut.heads), None)
+        attention = next((module for module in names_around(owner) if module in attention_splits.heads), None)
         strategy = plan.param_strategies.get(name, UNRULED)
-        projected = owner in cut.splits and owner not in cut.heads
+        projected = owner in attention_splits.splits and owner not in attention_splits.heads
         if (
             attention is None
             or projected
@@ -184,9 +184,9 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
             continue
         # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
         rotary_key = owner.endswith("kv_a_proj_with_mqa") and strategy.signature.leaves is not LOCAL
-        if cut.heads[attention].is_latent and not rotary_key:
+        if attention_splits.heads[attention].is_latent and not rotary_key:
             continue
-        heads = cut.heads[attention]
+        heads = attention_splits.heads[attention]
         if not set(names_around(name)).isdisjoint(heads.hidden):
             continue
         lengths = {count * per for count in (heads.query.length, heads.kv.length) for per in (1, heads.head_dim or 1)}
@@ -224,7 +224,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
         if strategy.signature.takes is not LOCAL or name in between:
             continue
         if strategy.signature.gradient is not PARTIAL:
-            if name not in plan.cut.splits:
+            if name not in plan.attention_splits.splits:
                 yield (
                     f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under "
                     "with_query or with_key in a YAML plan's attention section"
@@ -255,7 +255,9 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     ):
         return
     for name in (name for name in strategies if name in on_shards):
-        if name in styles and not plan.cut.heads.keys() & set(names_around(name)):  # in attention, heads are sharded
+        if name in styles and not plan.attention_splits.heads.keys() & set(
+            names_around(name)
+        ):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
                 "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"

@@ -53,7 +53,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     (dim,) = shard_dims
     full: tuple[Range, ...] = ((0, shape[dim]),)
     split = Split(shape[dim], tuple(full if sliced is None else ranges for sliced, ranges in slices))
-    if not split.is_cut:
+    if not split.is_complete:
         raise ValueError(
             f"its partition_tensor leaves out indices of dim {dim}, or cuts it into ranges that overlap: {split.ranges}"
         )
