@@ -21,7 +21,7 @@ CALLED: set[str] = set()
 def warn_of_one_rank() -> None:
     """Warn that one process without a launcher holds the full model."""
     logger.warning(
-        "tp_plan in one process, which holds the whole model: launch N ranks with `tp-transformers run -n N script.py` "
+        "tp_plan in one process, which holds the full model: launch N ranks with `tp-transformers run -n N script.py` "
         "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one is meant"
     )
 
@@ -52,7 +52,7 @@ def warn_of_no_hook() -> None:
     models = (candidate for candidate in gc.get_objects() if issubclass(type(candidate), kind))
     if any((getattr(model, "_tp_size", None) or 1) > 1 for model in models):
         logger.warning(
-            "tp_transformers was imported, but a model was cut by transformers' own tensor parallelism: call "
+            "tp_transformers was imported, but a model was sharded by transformers' own tensor parallelism: call "
             "tp_transformers.enable() before from_pretrained, or launch with `tp-transformers run -n N script.py`"
         )
 

@@ -76,5 +76,5 @@ def _by_speed(model: PreTrainedModel, group: TensorParallelGroup) -> tuple[tuple
     means = [statistics.fmean(column) for column in zip(*seconds, strict=True)]
     costs = [sum(value / mean for value, mean in zip(pair, means, strict=True)) for pair in seconds]
     shares = tuple(round(1000 / cost / sum(1 / cost for cost in costs)) for cost in costs)
-    told = ", ".join(f"{one * 1e3:.2f} and {many * 1e3:.2f} ms" for one, many in seconds)
-    return tuple(max(1, share) for share in shares), f"products of 1 and of 64 tokens in {told}"
+    times = ", ".join(f"{one * 1e3:.2f} and {many * 1e3:.2f} ms" for one, many in seconds)
+    return tuple(max(1, share) for share in shares), f"products of 1 and of 64 tokens in {times}"

@@ -66,7 +66,7 @@ def _gather(
             raise UnsupportedError(
                 field,
                 got=f"those of {len(weights)} layers",
-                expected=f"as many as the {len(splits)} layers whose heads are cut, which differ in their heads",
+                expected=f"as many as the {len(splits)} layers with sharded heads, which differ in their heads",
                 fix="Load the model without tp_plan to look at its attentions.",
             )
         splits = [splits[0]] * len(weights)

@@ -185,7 +185,7 @@ def _raise_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
                     got=f"{first_id} on rank 0 and {own_id} on rank {rank}, at position {place} of sequence {row}",
                     expected="the same on all ranks of a model",
                     fix=f"{code} random numbers that differ: ranks share the default generators of torch, numpy and "
-                    "random; seed a generator of your own alike on all of them.",
+                    "random; seed a generator of your own identically on all of them.",
                 )
             )
 

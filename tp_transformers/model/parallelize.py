@@ -93,7 +93,7 @@ def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, all
                 logger.warning("%s", note)
         if resolution.uncovered:
             folded = sorted(set(map(fold_layers, resolution.uncovered)))
-            logger.info("%s: no rule covers %s; every rank holds them whole", plan.source, ", ".join(folded))
+            logger.info("%s: no rule covers %s; they are replicated", plan.source, ", ".join(folded))
     return resolution
 
 

@@ -75,6 +75,6 @@ def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
         got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",
         expected="the same on all ranks that share the model",
         fix="Give the sampler the data-parallel rank, DistributedSampler(dataset, num_replicas=dp_size, "
-        "rank=dp_rank), and seed all ranks of the tp axis alike.",
+        "rank=dp_rank), and seed all ranks of the tp axis identically.",
     )
     raise agreed(error)

@@ -85,8 +85,8 @@ def _load_own_shards(
         if local is None:
             kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
             errors.append(
-                f"size mismatch for {prefix}{name}: got {kind} of shape {tuple(value.shape)}, expected the whole of "
-                f"{tuple(shard.shape)}, or what this rank holds of it."
+                f"size mismatch for {prefix}{name}: got {kind} of shape {tuple(value.shape)}, expected the full "
+                f"{tuple(shard.shape)}, or this rank's shard of it."
             )
             state[prefix + name] = param
             continue

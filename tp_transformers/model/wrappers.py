@@ -21,7 +21,7 @@ def _init(original: Callable[..., Any], wrapper: nn.Module, module: nn.Module, *
             UnsupportedError(
                 "DistributedDataParallel",
                 got=f"a tensor-parallel {type(module).__name__}, of which each rank holds a shard",
-                expected="a model that every rank holds whole",
+                expected="an unsharded model on every rank",
                 fix="Leave it out: the ranks of one model take the same batch. For copies that train on batches of "
                 "their own, load with a mesh that has a dp axis, and call tp_transformers.data_parallel. With "
                 "accelerate, do not prepare the model, or pass parallelism_config=ParallelismConfig(tp_size=...).",

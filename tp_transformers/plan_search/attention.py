@@ -57,7 +57,7 @@ def attention_roles(links: Mapping[str, Link], embeddings: set[str]) -> Roles:
         roles.by_module[name] = _role(name, sequence, roles, name in embeddings)
     present = set(roles.by_module.values())
     if not any(needed <= present for needed in _COMPLETE):
-        raise Refused(f"it has {', '.join(sorted(present))}, which is no whole attention")
+        raise Refused(f"it has {', '.join(sorted(present))}, which is no complete attention")
     if "latent" in present:
         roles.shared |= {name for name, role in roles.by_module.items() if role == "key_value"}
     return roles

@@ -60,7 +60,7 @@ def _linears(model: PreTrainedModel, flow: Flow, reasons: dict[str, str]) -> lis
     for consumer, (param, sources) in flow.unexamined.items():
         for name in (consumer, *sources):
             if flow.readers[name] <= {consumer} or name == consumer:
-                reasons[name] = f"{param} stands between them"
+                reasons[name] = f"{param} is between them"
     for consumer in flow.mixed:
         try:
             mixer = mixer_block(consumer, flow, modules)
@@ -176,7 +176,7 @@ def _between_heads(
     if len(shape) == 1 and shape[0] not in (roles.query, roles.kv) and shape[0] <= roles.head_dim:
         block.rules[owner] = "replicated_with_grad_allreduce"
         return
-    raise Refused(f"{name} of {list(shape)} stands between its projections, and nothing is known of it")
+    raise Refused(f"{name} of {list(shape)} is between its projections, and nothing is known of it")
 
 
 def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Mapping[str, nn.Parameter]) -> Block:
@@ -189,7 +189,7 @@ def _mlp(consumer: str, flow: Flow, modules: Mapping[str, nn.Module], params: Ma
         _add_rule(block, name, "colwise", feature_order(made, width))
     for name in flow.between[consumer]:
         if params[name].numel() > 1:
-            raise Refused(f"{name} stands before {consumer}, and nothing is known of it")
+            raise Refused(f"{name} comes before {consumer}, and nothing is known of it")
         block.rules[name.rpartition(".")[0]] = "replicated_with_grad_allreduce"
     if ".experts.*" in f"{block.name}.":
         block.remarks[consumer] = "right, but one all-reduce an expert"
@@ -274,7 +274,7 @@ def _apart(blocks: Iterable[Block], reasons: dict[str, str]) -> list[Block]:
         clash = taken.intersection(block.rules)
         if clash:
             reasons.update(
-                {name: f"{list_names(clash)} would be cut in two ways" for name in block.rules.keys() - taken}
+                {name: f"{list_names(clash)} would be sharded in two ways" for name in block.rules.keys() - taken}
             )
             continue
         taken |= block.rules.keys()

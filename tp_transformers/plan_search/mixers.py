@@ -59,7 +59,7 @@ def mixer_block(consumer: str, flow: Flow, modules: Mapping[str, nn.Module]) -> 
         return None
     outside = [name for name in reaches if not name.startswith(f"{owner}.")]
     if outside:
-        raise Refused(f"{min(outside)}, which is not in {owner}, stands before {consumer}")
+        raise Refused(f"{min(outside)}, which is not in {owner}, comes before {consumer}")
     inner = {name for name in reaches if name in flow.mixed and input_width(modules[name]) == width}
     norms = {name for name in reaches if is_norm(modules.get(name.rpartition(".")[0], nn.Identity()))}
     elements, heads = _elements(flow.mixed[consumer], reaches.keys() - inner - norms, width)

@@ -103,7 +103,7 @@ class Suggestion:
         )
         remarks = {name: why for block in self.blocks for name, why in block.remarks.items()}
         remarks = {name: f"inferred: {why}" for name, why in remarks.items()}
-        remarks |= {name: f"whole: {why}" for name, why in self.whole.items()}
+        remarks |= {name: f"replicated: {why}" for name, why in self.whole.items()}
         by_name = {self.relative(name) or name: why for name, why in remarks.items()}
         lines = [f"# {config.model_type}{page}", *_comment(header)]
         for section, value in self.data().items():
@@ -125,13 +125,13 @@ class Suggestion:
         lines = [f"{config.model_type}, {type(self.model).__name__}, transformers {transformers.__version__}"]
         for block in self.blocks:
             names = [name.removeprefix(f"{block.name}.") for name in block.rules if name != block.name]
-            lines.append(f"cut    {block.kind:10} {block.name}{': ' * bool(block.name)}{', '.join(names)}")
+            lines.append(f"sharded     {block.kind:10} {block.name}{': ' * bool(block.name)}{', '.join(names)}")
         by_reason: dict[str, list[str]] = {}
         for name, why in self.whole.items():
             by_reason.setdefault(why, []).append(name)
-        lines += [f"whole  {', '.join(names)}: {why}" for why, names in by_reason.items()]
+        lines += [f"replicated  {', '.join(names)}: {why}" for why, names in by_reason.items()]
         resolution = self.resolve(size)
-        lines += [f"note   {note}" for note in resolution.notes]
+        lines += [f"note        {note}" for note in resolution.notes]
         fractions = shares(self.model, resolution.layouts, size)
         return [*lines, f"ranks hold {', '.join(f'{share:.0%}' for share in fractions)} of the bytes"]
 

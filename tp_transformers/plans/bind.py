@@ -128,7 +128,7 @@ class _Resolver:
             else:
                 uncovered.append(name)
         self.faults.extend(
-            f"{fold_layers(name)}: it stands in a mixer whose heads are cut, and no rule says how it is; name it there"
+            f"{fold_layers(name)}: it is in a mixer with sharded heads, and no rule says how it is; name it there"
             for name in uncovered
             if any(is_inside(name, mixer) for mixer in mixers)
         )
@@ -224,7 +224,7 @@ class _Resolver:
             if strategy is not None and strategy.shards_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
-                    "cannot cut then; use strategies by name there, or leave the attention out"
+                    "cannot shard then; use strategies by name there, or leave the attention out"
                 )
             # Its heads are replicated, but the sequence or the batch may be sharded.
             around = strategy.around_replicated if strategy is not None else None
@@ -295,12 +295,12 @@ class _Resolver:
             pair = layouts.get(target), layouts.get(source)
             if self.size > 1 and pair[0] != pair[1]:
                 self.faults.append(
-                    f"{target}: tied to {source}, but they are cut differently "
-                    f"({_draw(pair[0])} and {_draw(pair[1])}); cut both along "
+                    f"{target}: tied to {source}, but they are sharded differently "
+                    f"({_draw(pair[0])} and {_draw(pair[1])}); shard both along "
                     "the vocabulary (embedding_rowwise and colwise_rep) or neither"
                 )
         return layouts
 
 
 def _draw(layout: Layout | None) -> str:
-    return "whole" if layout is None else f"dim {layout.dim} into {layout.split.widths}"
+    return "replicated" if layout is None else f"dim {layout.dim} into {layout.split.widths}"

@@ -37,14 +37,14 @@ def check_layers_are_sharded(
     if replicated > MOST_REPLICATED and not allow_replicated:
         raise PlanError(
             plan.source,
-            got=f"no rule that cuts a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold {share}",
+            got=f"no rule that shards a matrix of {', '.join(stacks)}, so that each of {size} ranks would hold {share}",
             expected=f"a plan that leaves at most {MOST_REPLICATED:.0%} on every rank",
             fix="Pass allow_replicated=True (--allow-replicated) to load it so, or a plan of your own: "
             "`tp-transformers suggest` writes one.",
         )
-    counts = ", ".join(f"{uncut} of {layers} {stack}" for stack, (uncut, layers) in stacks.items())
+    counts = ", ".join(f"{unsharded} of {layers} {stack}" for stack, (unsharded, layers) in stacks.items())
     return (
-        f"{plan.source} leaves {counts} whole: {replicated:.0%} of the model is on every rank, and the largest of "
+        f"{plan.source} replicates {counts}: {replicated:.0%} of the model is on every rank, and the largest of "
         f"{size} ranks holds {share}"
     )
 

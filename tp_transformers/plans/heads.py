@@ -161,8 +161,8 @@ def _split_children(
         attention_splits.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
         if rule.parts is not None and role != "fused":
             faults.append(
-                f"{fold_layers(child)}: attention cuts it by heads, as {role}, which has no parts; leave parts out, or "
-                "make its role in the plan's attention fused"
+                f"{fold_layers(child)}: attention splits it by heads, as {role}, which has no parts; leave parts out, "
+                "or make its role in the plan's attention fused"
             )
 
 
@@ -198,7 +198,7 @@ def _unrecognised(
             wanted = f"for {size}" if ranks == size else f"by shares of {size}"
             yield (
                 f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
-                f"are, so they can be cut for {' or '.join(valid)} ranks, not {wanted}; name its projections in a "
+                f"are, so they can be split for {' or '.join(valid)} ranks, not {wanted}; name its projections in a "
                 "YAML plan's attention section"
             )
 
@@ -278,7 +278,7 @@ def _count_heads(
             child = roles[role][0]
             width = output_width(modules[child])
             if not width or width % head_dim:
-                faults.append(f"{child}: its {width} features are not whole heads of {head_dim}")
+                faults.append(f"{child}: its {width} features are not complete heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
         config_heads = head_counts(module, config)[0]

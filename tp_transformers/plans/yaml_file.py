@@ -128,7 +128,7 @@ class _PlanLoader(_SafeLoader):
                     name = self.construct_object(key, deep=True)
                     if name in keys:
                         raise yaml.constructor.ConstructorError(
-                            None, None, f"{shown(name)} stands there twice", key.start_mark
+                            None, None, f"{shown(name)} is there twice", key.start_mark
                         )
                     keys.add(name)
         return dict(super().construct_mapping(node, deep))

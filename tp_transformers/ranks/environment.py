@@ -136,7 +136,7 @@ def local_device(device_type: str) -> torch.device:
             local = rank % count
             if rank == 0:
                 logger.warning(
-                    "no launcher tells which ranks share a node: rank r takes GPU r %% %d; where nodes have other "
+                    "no launcher reports which ranks share a node: rank r takes GPU r %% %d; where nodes have other "
                     "numbers of ranks, export LOCAL_RANK, the number of each rank on its node",
                     count,
                 )

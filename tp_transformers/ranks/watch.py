@@ -155,7 +155,7 @@ class Watch:
             if FAILURE.find(error) is None:
                 FAILURE.put(error, self.failure)
                 if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note("All ranks have been told; their process group has ended.")
+                    error.add_note("The failure was reported to all ranks; their process group has ended.")
 
     def _collectives(self) -> int:
         """Number of collectives that this rank has begun."""

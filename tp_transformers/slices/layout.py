@@ -293,7 +293,7 @@ def packed(parts: Sequence[Split]) -> Split:
     """
     sizes = {part.size for part in parts}
     if len(sizes) != 1:
-        raise ValueError(f"packed() needs parts cut for one number of ranks, got {sorted(sizes)}")
+        raise ValueError(f"packed() needs parts split for one number of ranks, got {sorted(sizes)}")
     per_rank: list[list[Range]] = [[] for _ in range(parts[0].size)]
     offset = 0
     for part in parts:

@@ -151,7 +151,7 @@ def supported(subject: str) -> Iterator[None]:
         raise
     except Exception as error:
         got, expected = one_line(error), "a model that transformers can make and run in one process"
-        fix = "See whether the config is whole; if it is, verify the plan on a real checkpoint."
+        fix = "See whether the config is complete; if it is, verify the plan on a real checkpoint."
         cause = None if isinstance(error, StopIteration) else error  # contextlib would raise the cause itself
         raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
 

@@ -259,7 +259,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
                 for param_type, param in params.items():
                     layout, tied = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_sharded")
                     if tied is not None and tied.tp_shard.layout != layout:
-                        raise ValueError(f"its {param_type} is tied to one that is cut otherwise")
+                        raise ValueError(f"its {param_type} is tied to one that is sharded otherwise")
                 if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
                     raise ValueError("it is parallel already")
             except ValueError as error:

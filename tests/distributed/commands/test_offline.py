@@ -95,7 +95,7 @@ def test_any_number_of_ranks_loads_it(
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == 3
     (said,) = captured.err.splitlines()  # no bar, since it is no terminal
-    assert said.startswith(f"tp-transformers shard: cutting {folder} for 3 ranks")
+    assert said.startswith(f"tp-transformers shard: sharding {folder} for 3 ranks")
     assert (out / "tokenizer.json").read_text() == "{}"
     for found in pool.run(2, logits, str(out)):
         assert torch.allclose(found, expected, rtol=0, atol=1e-4)  # fp32 sums in another order

@@ -178,7 +178,7 @@ def test_the_class_that_the_config_names_is_proven(monkeypatch: pytest.MonkeyPat
         ("llama", {"layers.*.self_attn.o_proj": None}, "model.layers.*.self_attn: k_proj, q_proj, v_proj leave"),
         ("phi3", {"layers.*.mlp.gate_up_proj": "colwise"}, "model.layers.*.mlp.gate_up_proj: it leaves its features"),
         ("qwen3", {"layers.*.self_attn.q_norm": None}, "add model.layers.*.self_attn.q_norm: replicated_with"),
-        ("olmo2", {"layers.*.self_attn.q_norm": None}, "it stands among heads that are cut"),
+        ("olmo2", {"layers.*.self_attn.q_norm": None}, "it computes on sharded heads"),
     ],
 )
 def test_what_does_not_fit_is_told_without_ranks(

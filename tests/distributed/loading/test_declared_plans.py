@@ -80,6 +80,6 @@ def test_a_declared_plan_that_leaves_every_layer_whole_is_accepted_only_if_allow
         pool.run(2, load_only_a_head, folder)
     for error in caught.value.errors.values():
         assert error.startswith(
-            "PlanError: it: got no rule that cuts a matrix of model.layers.*, so that each of 2 ranks"
+            "PlanError: it: got no rule that shards a matrix of model.layers.*, so that each of 2 ranks"
         )
     assert pool.run(2, functools.partial(load_only_a_head, allow_replicated=True), folder) == [100, 99]

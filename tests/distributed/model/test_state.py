@@ -94,7 +94,7 @@ def state(folder: str, scratch: str) -> None:
         model.load_state_dict({**partial, "other": torch.ones(1)})
     bad = {**theirs, name: torch.ones(3, 5)}
     with pytest.raises(
-        RuntimeError, match=rf"size mismatch for {name}: got a tensor of shape \(3, 5\), expected the whol"
+        RuntimeError, match=rf"size mismatch for {name}: got a tensor of shape \(3, 5\), expected the full"
     ):
         model.load_state_dict(bad if rank == 0 else theirs)
     model.load_state_dict(theirs)

@@ -227,7 +227,7 @@ def on_tied_modules(folder: str, reference: str) -> dict[str, Any]:
     """The head and the embedding that it is tied to, both by strategies of ours, and by ones that differ."""
     model = load(folder, tp_plan=ours_in_attention)
     mesh = model.tp_group.device_mesh
-    with pytest.raises(tp_transformers.PlanError, match="is tied to one that is cut otherwise"):
+    with pytest.raises(tp_transformers.PlanError, match="is tied to one that is sharded otherwise"):
         parallelize_module(
             load(folder, tp_plan=ours_in_attention),
             mesh,

@@ -72,7 +72,7 @@ def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("faults", "changes", "says"),
     [
-        ({"ignore_range": True}, {}, "got the whole file in answer to a Range request"),
+        ({"ignore_range": True}, {}, "got the full file in answer to a Range request"),
         ({}, {"size": len(CONTENT) + 1}, f"got {len(CONTENT)} bytes, expected {len(CONTENT) + 1} bytes"),
         ({"change_after": 1}, {}, "ETag"),
         ({"error_every": 1}, {}, "got status 503 in 6 tries"),

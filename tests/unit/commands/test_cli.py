@@ -17,7 +17,7 @@ import transformers
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, TensorParallelError, __version__
 from tp_transformers.commands import cli
-from tp_transformers.commands.run.errors import keep_errors, told
+from tp_transformers.commands.run.errors import error_lines, keep_errors
 from tp_transformers.commands.serve import command as serve
 from tp_transformers.commands.serve.ports import bound
 from tp_transformers.errors import UsageError
@@ -153,7 +153,7 @@ def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
     for rank, text in (("0", "RemoteRankError: rank 1 failed"), ("1", "ValueError: b"), ("2", "ValueError: c\nd")):
         (tmp_path / f"{rank}.rank").write_text(json.dumps([text, f"Traceback ...\n{text}\n"]))
     (tmp_path / "codes.json").write_text(json.dumps({"1": 1, "3": -15, "4": -9}))
-    assert list(told(tmp_path, "run")) == [
+    assert list(error_lines(tmp_path, "run")) == [
         "Traceback ...\nValueError: b",
         "tp-transformers run: rank 1 ended with this error",
         "tp-transformers run: rank 2 ended with ValueError: c",
@@ -177,7 +177,7 @@ def test_a_refusal_is_its_text_and_hides_no_other_error(
         raise first
     assert ended.value.code == 2
     (tmp_path / "1.rank").write_text(json.dumps(["ValueError: b", "Traceback ...\nValueError: b\n"]))
-    said = list(told(tmp_path, "serve"))
+    said = list(error_lines(tmp_path, "serve"))
     own = [] if isinstance(first, RemoteRankError) else ["tp-transformers serve: a model: got none"]
     trace = ["Traceback ...\nValueError: b", "tp-transformers serve: rank 1 ended with this error"]
     assert said[: len(own) + 2] == own + trace

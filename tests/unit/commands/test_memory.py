@@ -200,7 +200,7 @@ def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
     seen = reasons(2)
     assert seen["layers.0.self_attn.q_proj.weight"] is None
     assert seen["norm.weight"] == "the strategy is replicate"
-    assert seen["layers.0.mlp.down_proj.bias"] == "rowwise does not cut a bias"
+    assert seen["layers.0.mlp.down_proj.bias"] == "rowwise does not shard a bias"
     assert reasons(10)["layers.0.self_attn.q_proj.weight"] == "there are more ranks than query heads"
     assert reasons(10)["layers.0.mlp.up_proj.weight"] is None
     mlp = {

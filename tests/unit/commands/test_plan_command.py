@@ -63,7 +63,7 @@ def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[
     assert lines["self_attn"] == "9/3 heads 6/2 heads (rank 0), 3/1 heads (rank 1)"
     assert lines["q_proj.weight"] == "72 x 72 48 x 72 (rank 0), 24 x 72 (rank 1) colwise"
     assert lines["up_proj.weight"] == "100 x 72 50 x 72 colwise"
-    assert lines["norm.weight"] == "72 72 whole: the strategy is replicate"
+    assert lines["norm.weight"] == "72 72 full: the strategy is replicate"
     assert "model.layers.0-3.self_attn: 8 tokens" in out
     assert "rank 1             3/1" in out
 

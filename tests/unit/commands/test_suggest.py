@@ -30,8 +30,10 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
     assert verdict.ok
     assert [block.kind for block in proven.blocks] == ["mlp", "vocabulary"]
     assert len(told) == 1
-    assert told[0].startswith("attention transformer.blocks.*.attn stays whole: transformer.blocks.*.attn.Wqkv: its")
-    assert "whole: verify found it wrong when cut" in proven.text("")
+    assert told[0].startswith(
+        "attention transformer.blocks.*.attn stays replicated: transformer.blocks.*.attn.Wqkv: its"
+    )
+    assert "replicated: verify found it wrong when sharded" in proven.text("")
 
     never = prove(suggestion, config, 2, check=lambda *_, **__: [Verdict(2, ("no",))])
     assert never[0].blocks == []
@@ -47,7 +49,7 @@ def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.Cap
         "tp-transformers suggest: gptj has a plan already, gptj.yaml, which auto takes\n"
         "tp-transformers suggest: looking for what reaches what in a small gptj\n"
     )
-    assert "cut    attention  transformer.h.*.attn" in captured.out
+    assert "sharded     attention  transformer.h.*.attn" in captured.out
     assert "not verified" in captured.out
     plan = Plan.from_yaml(out)
     suggestion = suggest(unplanned("gptj"))

@@ -93,7 +93,7 @@ def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, gro
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("rwkv", "which is not in rwkv.blocks.*.attention, stands before")],
+    [("rwkv", "which is not in rwkv.blocks.*.attention, comes before")],
 )
 def test_mixers_that_no_part_describes_are_whole(name: str, reason: str) -> None:
     model = MIXERS[name].make(8, 2)

@@ -62,17 +62,17 @@ NOT_LOADED = {
         NO_MODEL,
     ),
     # Plans that would compute something else, or leave everything where it is.
-    "doge": "model.layers.*.self_attn.A: it stands among heads that are cut",
-    "dots3_note_vision_encoder": "cuts a matrix of blocks.*, so that each of 2 ranks would hold 100% of the model",
-    "esmc": "layers.*.self_attn.k_norm.weight: it stands among heads that are cut",
+    "doge": "model.layers.*.self_attn.A: it computes on sharded heads",
+    "dots3_note_vision_encoder": "shards a matrix of blocks.*, so that each of 2 ranks would hold 100% of the model",
+    "esmc": "layers.*.self_attn.k_norm.weight: it computes on sharded heads",
     "gemma4_vision": "a Gemma4ClippableLinear is no linear or embedding",
     "glm5_next_text": "o_proj leave their features sharded, k_proj, q_proj, v_proj do not",
-    "gpt_oss": "cuts a matrix of model.layers.*",
-    "inkling2_loop_text": "gate_up_proj and down_proj would be cut along different features",
-    "inkling2_text": "gate_up_proj and down_proj would be cut along different features",
-    "inkling_text": "gate_up_proj and down_proj would be cut along different features",
-    "muse_spark": "cuts a matrix of model.audio_tower.layers.*, model.vision_tower.layers.*",
-    "phi4_multimodal": "cuts a matrix of model.embed_tokens_extend.audio_embed.encoder.encoders.*",
+    "gpt_oss": "shards a matrix of model.layers.*",
+    "inkling2_loop_text": "gate_up_proj and down_proj would be sharded along different features",
+    "inkling2_text": "gate_up_proj and down_proj would be sharded along different features",
+    "inkling_text": "gate_up_proj and down_proj would be sharded along different features",
+    "muse_spark": "shards a matrix of model.audio_tower.layers.*, model.vision_tower.layers.*",
+    "phi4_multimodal": "shards a matrix of model.embed_tokens_extend.audio_embed.encoder.encoders.*",
 }
 """model_type -> why its declared plan does not load it, in what we say of it, in one release of transformers or all."""
 
@@ -182,7 +182,7 @@ def test_plans_that_cut_only_the_head_are_refused_or_told(name: str) -> None:
     if text == "there is no plan":  # some releases of transformers declare nothing at all
         return
     if text.startswith("ok"):  # few layers are less than three quarters of the model
-        assert "leaves 4 of 4 model.layers.* whole: " in text
+        assert "replicates 4 of 4 model.layers.*: " in text
     else:
         assert "so that each of 2 ranks would hold" in text
         assert "allow_replicated=True" in text

@@ -123,7 +123,7 @@ def test_malformed_rules() -> None:
     [
         ("- a\n- b\n", "a list"),
         ("rules: {a: colwise", "is not YAML"),
-        ("rules: {a: colwise, a: rowwise}", "'a' stands there twice"),
+        ("rules: {a: colwise, a: rowwise}", "'a' is there twice"),
         ("model_type: 3", "model_type is 3"),
         ("rulez: {a: colwise}", "unknown section 'rulez' (nearest: rules)"),
         ("rules: [a]", "section rules is a list"),
@@ -236,7 +236,7 @@ def test_attention_that_is_not_there(tmp_path: Path, attention: str, says: str) 
 
 def test_projections_that_are_cut_by_heads_have_no_parts() -> None:
     rules = {**MEGATRON, LAYER + "self_attn.q_proj": {"strategy": "packed_colwise", "parts": 2}}
-    assert f"- {LAYER}self_attn.q_proj: attention cuts it by heads, as query" in faults(Plan.from_dict(rules), size=3)
+    assert f"- {LAYER}self_attn.q_proj: attention splits it by heads, as query" in faults(Plan.from_dict(rules), size=3)
 
 
 def test_heads_that_do_not_group() -> None:
@@ -289,7 +289,7 @@ def test_attention_that_is_not_recognised_is_cut_only_where_its_heads_divide() -
     assert resolve(Plan.from_dict(rules), model, 3).uncovered
     text = faults(Plan.from_dict(rules), model, 4)
     assert "1 fault" in text
-    assert "the heads of query_key_value are, so they can be cut for 1 or 2 or 3 or 6 ranks, not for 4" in text
+    assert "the heads of query_key_value are, so they can be split for 1 or 2 or 3 or 6 ranks, not for 4" in text
 
 
 def test_an_unknown_strategy_in_a_declared_plan_is_a_fault() -> None:

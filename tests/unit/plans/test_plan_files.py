@@ -63,7 +63,7 @@ TEXTS = {
     "key that is null": ("rules: {null: colwise}", "the name None is no text"),
     "key that is true": ("rules: {on: colwise}", "the name True is no text"),
     "key with a control character": ('rules: {"a\\nb": colwise}', "the name 'a\\nb' is no name"),
-    "section twice": ("rules: {}\nrules: {}", "line 2, column 1: 'rules' stands there twice"),
+    "section twice": ("rules: {}\nrules: {}", "line 2, column 1: 'rules' is there twice"),
     "sections": ("\n".join(f"a{number}: 0" for number in range(9000)), "unknown section 'a0' and 8999 more"),
     "section that is null": ("null: {}", "unknown section None"),
     "section that is false": ("rules: false", "section rules is a bool"),

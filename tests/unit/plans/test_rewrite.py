@@ -194,7 +194,7 @@ def test_experts_that_cannot_exchange_tokens_are_refused(
 @pytest.mark.parametrize("name", ["sequence_parallel", "sequence_parallel_rep"])
 def test_a_norm_on_parts_that_nothing_cuts_is_refused(name: str) -> None:
     plan = Plan.from_dict({LAYER + "input_layernorm": name})
-    with pytest.raises(PlanError, match=r"input_layernorm: its input is whole on every rank, since no rule cuts"):
+    with pytest.raises(PlanError, match=r"input_layernorm: its input is replicated, since no rule shards"):
         resolve(plan, llama(), 2)
     resolve(plan, llama(), 1)
 
@@ -253,12 +253,15 @@ def test_attention_with_fewer_heads_than_ranks_gathers_batches_whole() -> None:
             {"batch_sharded": ("model.layer.*.mlp",)},
             r"model.layer.\*.mlp: matches no module .nearest: model.layers.\*.mlp",
         ),
-        ({"batch_sharded": (LAYER + "input_layernorm",)}, r"input_layernorm: no rules in it cut features and sum them"),
+        (
+            {"batch_sharded": (LAYER + "input_layernorm",)},
+            r"input_layernorm: no rules in it shard features and sum them",
+        ),
         (
             {"batch_sharded": (LAYER + "mlp.down_proj",)},
             r"down_proj: no rules in it .* its own is none of colwise_rep, ",
         ),
-        ({"batch_sharded": (LAYER + "mlp", LAYER[:-1])}, r"mlp: it stands in another module whose input is"),
+        ({"batch_sharded": (LAYER + "mlp", LAYER[:-1])}, r"mlp: it is in another module whose input is"),
         ({"batch_sharded": True, "sequence_parallel": True}, "got batch_sharded and sequence_parallel, expected one"),
         ({"batch_sharded": True, "loss_parallel": True}, "got batch_sharded and loss_parallel, expected one"),
     ],
@@ -273,9 +276,9 @@ def test_malformed_choices_are_refused() -> None:
         Plan.from_dict({LAYER + "mlp": {"input": "batch"}})
     with pytest.raises(PlanError, match="batch_sharded is 'mlp', not true, false, or a list of modules"):
         Plan.parse({"extends": "llama", "batch_sharded": "mlp"}, source="mine")
-    with pytest.raises(PlanError, match="mlp: no rules in it cut"):
+    with pytest.raises(PlanError, match="mlp: no rules in it shard"):
         rules_of(llama(), Plan.from_dict({LAYER + "mlp": {"input": "batch-sharded"}}))
-    with pytest.raises(PlanError, match="it has no attention, MLP or experts that rules cut"):
+    with pytest.raises(PlanError, match="it has no attention, MLP or experts that rules shard"):
         rules_of(llama(), Plan.from_dict({"model.norm": "replicate"}), batch_sharded=True)
     model = ARCHITECTURES["t5"].make(8, 8)
     with pytest.raises(PlanError, match="it has an encoder and a decoder"):

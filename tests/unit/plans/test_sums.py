@@ -52,19 +52,20 @@ EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_p
         ),
         (
             {MLP + "experts": "moe_tp_experts", **EXPERTS, MLP + "experts.gate_up_proj": "colwise"},
-            "gate_up_proj and down_proj would be cut along different features",
+            "gate_up_proj and down_proj would be sharded along different features",
         ),
         (
             {MLP + "experts": "moe_tp_experts", MLP + "experts.gate_up_proj": "packed_colwise"},
-            "gate_up_proj would be cut, but not down_proj",
+            "gate_up_proj would be sharded, but not down_proj",
         ),
         (
             {MLP + "experts": "moe_tp_experts"},
-            f"{MLP}experts: every rank's output is whole, and would be added up 3 times",
+            f"{MLP}experts: its output is replicated, and would be added up 3 times",
         ),
         (
             {LAYER + "mlp": "gather", **EXPERTS},
-            f"{MLP}gate.weight: it stands in a block whose parts are summed, so its gradient has to be summed too",
+            f"{MLP}gate.weight: it is in a block with partial outputs that are summed, so its gradient has "
+            "to be summed too",
         ),
         (
             {LAYER + "mlp": "gather", MLP + "experts": "moe_tp_experts", **EXPERTS},
@@ -72,8 +73,8 @@ EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_p
         ),
         (
             {MLP + "experts": "moe_all_to_all", **EXPERTS},
-            f"{MLP}experts: moe_all_to_all sends tokens to ranks that hold whole experts, but gate_up_proj, down_proj "
-            "would not be; make all of them local, or use moe_tp_experts",
+            f"{MLP}experts: moe_all_to_all sends tokens to ranks that hold complete experts, but gate_up_proj, "
+            "down_proj would not be; make all of them local, or use moe_tp_experts",
         ),
         (
             {MLP + "experts": "moe_all_to_all"},
@@ -93,19 +94,19 @@ def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) ->
             LOCAL,
             f"{MLP}down_proj: on every rank its output is a part of a sum that nothing adds up; add gather around it",
         ),
-        ({LAYER + "mlp": "gather"}, f"{LAYER}mlp: every rank's output is whole, and would be added up 3 times"),
+        ({LAYER + "mlp": "gather"}, f"{LAYER}mlp: its output is replicated, and would be added up 3 times"),
         (
             {LAYER + "mlp": "gather", **GATED},
-            f"{LAYER}mlp: every rank's output is whole, and would be added up 3 times",
+            f"{LAYER}mlp: its output is replicated, and would be added up 3 times",
         ),
         (
             {LAYER + "mlp": "all_reduce", **LOCAL, LAYER + "self_attn": "gather"},
-            f"{LAYER}self_attn: every rank's output is whole",
+            f"{LAYER}self_attn: its output is replicated",
         ),
-        ({"model.norm": "sharded_norm"}, "model.norm: its input is whole on every rank; use replicate"),
+        ({"model.norm": "sharded_norm"}, "model.norm: its input is replicated; use replicate"),
         (
             {"model.norm": "replicated_with_grad_allreduce"},
-            "model.norm: its input is whole on every rank, and so is its gradient, which would be counted 3 times",
+            "model.norm: its input is replicated, and so is its gradient, which would be counted 3 times",
         ),
     ],
 )
@@ -130,7 +131,7 @@ def test_what_stands_between_cut_linears_is_named(width: int, rule: str) -> None
     model = llama()
     for layer in model.model.layers:
         layer.mlp.act_fn = Scaled(width)
-    says = f"{MLP}act_fn.alpha: it stands between linears whose features are cut, and is held whole; "
+    says = f"{MLP}act_fn.alpha: it is between linears with sharded features, and is replicated; "
     assert f"{says}add {MLP}act_fn: {rule}" in faults(GATED, model)
     if width == 1:
         assert resolve(Plan.from_dict({**GATED, MLP + "act_fn": rule}), model, 2)
@@ -139,8 +140,8 @@ def test_what_stands_between_cut_linears_is_named(width: int, rule: str) -> None
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        ((8,), "it stands among heads that are cut, so its gradient has to be summed"),  # as wide as a head
-        ((64,), "cut it too (add model.layers.*.self_attn.extra: local_colwise, or sharded_norm"),
+        ((8,), "it computes on sharded heads, so its gradient has to be summed"),  # as wide as a head
+        ((64,), "shard it too (add model.layers.*.self_attn.extra: local_colwise, or sharded_norm"),
     ],
 )
 def test_what_stands_among_heads_is_summed_or_cut(shape: tuple[int, ...], says: str) -> None:
@@ -156,7 +157,7 @@ SEQUENCE = {LAYER + "input_layernorm": "sequence_parallel", **GATED}
 
 def test_norms_of_a_sequence_that_no_rule_cuts_are_refused() -> None:
     said = faults(SEQUENCE, llama())
-    assert f"{LAYER}input_layernorm: its input is whole on every rank, since no rule cuts the sequence" in said
+    assert f"{LAYER}input_layernorm: its input is replicated, since no rule shards the sequence" in said
 
 
 class CutsSomehow(TensorParallelLayer):

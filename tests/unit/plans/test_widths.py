@@ -27,17 +27,17 @@ def meta_model(**changes: object) -> LlamaForCausalLM:
     [
         (
             {"gate_proj": "colwise", "up_proj": "colwise"},
-            f"{MLP}gate_proj: it leaves its features sharded, but {MLP}down_proj, which takes as many, expects the "
-            f"whole; make {MLP}down_proj rowwise, or {MLP}gate_proj colwise_rep",
+            f"{MLP}gate_proj: it leaves its features sharded, but {MLP}down_proj, which takes as many, expects "
+            f"all of them; make {MLP}down_proj rowwise, or {MLP}gate_proj colwise_rep",
         ),
         (
             {"gate_proj": "colwise", "down_proj": "rowwise"},
-            f"{MLP}down_proj: it expects its features sharded, but {MLP}up_proj, which makes as many, leaves the "
-            f"whole; make {MLP}up_proj colwise, or {MLP}down_proj rowwise_rep",
+            f"{MLP}down_proj: it expects its features sharded, but {MLP}up_proj, which makes as many, leaves "
+            f"them replicated; make {MLP}up_proj colwise, or {MLP}down_proj rowwise_rep",
         ),
         (
             {"gate_proj": "packed_colwise", "up_proj": "colwise", "down_proj": "rowwise"},
-            f"{MLP}gate_proj and {MLP}down_proj: the same features are cut differently",
+            f"{MLP}gate_proj and {MLP}down_proj: the same features are split differently",
         ),
         (
             {"down_proj": "colwise"},
@@ -76,7 +76,7 @@ def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
     assert largest_fraction(model, resolution.layouts, 2) == pytest.approx(share)
     with pytest.raises(PlanError) as caught:
         check_layers_are_sharded(model, plan, resolution, 2)
-    assert f"cuts a matrix of model.layers.*, so that each of 2 ranks would hold {share:.0%} of the model" in str(
+    assert f"shards a matrix of model.layers.*, so that each of 2 ranks would hold {share:.0%} of the model" in str(
         caught.value
     )
     assert "allow_replicated=True" in str(caught.value)
@@ -107,7 +107,7 @@ def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
     assert plan.declared
     note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
     assert note is not None
-    assert "leaves 2 of 2 model.vision_tower." in note
+    assert "replicates 2 of 2 model.vision_tower." in note
 
 
 def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
@@ -118,4 +118,4 @@ def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
     model = meta_model(intermediate_size=1000)
     note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
     assert note is not None
-    assert "leaves 1 of 2 model.layers.* whole: " in note
+    assert "replicates 1 of 2 model.layers.*: " in note

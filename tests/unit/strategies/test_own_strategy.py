@@ -168,10 +168,10 @@ def test_a_strategy_of_your_own_may_cut_nothing() -> None:
         (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 2], "leaves out indices of dim 0"),
         (lambda param, empty, rank, mesh: param[rank * 2 : rank * 2 + 6], "ranges that overlap"),
         (lambda param, empty, rank, mesh: param if rank else param[:6], "ranges that overlap"),
-        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3, :2], r"cuts dims \[0, 1\]; .* along one"),
+        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3, :2], r"splits dims \[0, 1\]; .* along one"),
         (
             lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, rank % 2),
-            "cuts dim 0 on one rank, dim 1 on another",
+            "splits dim 0 on one rank, dim 1 on another",
         ),
         (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3] * 2, "not values computed from it"),
         (lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]), "leaves out indices of dim 0"),

@@ -227,7 +227,7 @@ def test_heads_stand_for_as_many_indices_as_the_length_has_for_one() -> None:
     assert layer.layout("weight", (12, 5), 4).split.ranges == (((0, 4),), ((4, 6),), ((6, 10),), ((10, 12),))
     layer = STRATEGIES["colwise"].bind(nn.Linear(5, 12), 4, split=kv)
     assert layer.layout("bias", (12,), 4).split.ranges == (((0, 6),), ((0, 6),), ((6, 12),), ((6, 12),))
-    with pytest.raises(ValueError, match="weight along dim 0: its 13 features are not 6 whole heads"):
+    with pytest.raises(ValueError, match="weight along dim 0: its 13 features are not 6 complete heads"):
         STRATEGIES["colwise"].bind(nn.Linear(5, 13), 4, split=query).layout("weight", (13, 5), 4)
 
 
@@ -304,7 +304,7 @@ def test_fewer_experts_than_ranks_are_refused(rules: dict[str, str]) -> None:
 
 def test_experts_that_are_partly_spread_and_partly_cut_are_refused() -> None:
     rules = {**WHOLE_EXPERT_RULES["a rule for each parameter"], "model.layers.*.mlp.experts.down_proj": "rowwise"}
-    with pytest.raises(PlanError, match="whole experts of gate_up_proj, but not of down_proj"):
+    with pytest.raises(PlanError, match="complete experts of gate_up_proj, but not of down_proj"):
         resolve(Plan.from_dict(rules), mixtral(), 2)
 
 

@@ -157,8 +157,8 @@ WRONG: dict[str, tuple[Any, Any, int, str]] = {
     ),
     "a name called": (llama, {HEAD: "RowwiseParallel()"}, 2, "and ours is called 'rowwise'"),
     "a name of neither": (llama, {HEAD: "PrepareModuleInput"}, 2, "which a plan in Python can hold)"),
-    "heads that do not divide": (lambda: llama(9, 3), attention, 2, "9 heads, and cannot cut them for 2 ranks"),
-    "KV heads that do not": (lambda: llama(8, 2), attention, 4, "2 heads, and cannot cut them for 4 ranks"),
+    "heads that do not divide": (lambda: llama(9, 3), attention, 2, "9 heads, and cannot split them for 2 ranks"),
+    "KV heads that do not": (lambda: llama(8, 2), attention, 4, "2 heads, and cannot split them for 4 ranks"),
     "more ranks than heads": (lambda: llama(2, 2), attention, 4, "4 ranks are more than the query heads"),
     "a norm": (llama, {"model.norm": COLWISE}, 2, "for nn.Linear and nn.Embedding, not for a LlamaRMSNorm"),
     "experts": (
@@ -175,7 +175,7 @@ WRONG: dict[str, tuple[Any, Any, int, str]] = {
     ),
     "a weight": (llama, {"lm_head.weight": COLWISE}, 2, "name the module, lm_head"),
     "a block along the sequence": (llama, {MLP: SequenceParallel()}, 2, "not for a LlamaMLP with modules of its own"),
-    "a sequence that is whole": (llama, {"model.norm": SequenceParallel()}, 2, "which no rule cuts before it"),
+    "a sequence that is whole": (llama, {"model.norm": SequenceParallel()}, 2, "which no rule shards before it"),
     "ids taken for parts": (llama, {"model.embed_tokens": ROWWISE}, 2, "give it input_layouts=Replicate()"),
     "embeddings of parts": (
         llama,
@@ -185,19 +185,19 @@ WRONG: dict[str, tuple[Any, Any, int, str]] = {
     ),
     "embeddings of parts, by name": (llama, {"model.embed_tokens": "colwise"}, 2, "use 'embedding_rowwise' or 'emb"),
     "a head of parts": (llama, {HEAD: COLWISE}, 2, "each rank would return its own part of the output"),
-    "half a pair": (llama, {f"{MLP}.up_proj": COLWISE}, 2, "down_proj, which takes as many, expects the whole"),
+    "half a pair": (llama, {f"{MLP}.up_proj": COLWISE}, 2, "down_proj, which takes as many, expects all of them"),
     "parts that torch loses track of": (llama, mlp, 3, "100 features do not divide by 3 ranks, and torch takes"),
     "parts cut in two ways": (
         llama,
         {**mlp, f"{MLP}.down_proj": "rowwise"},
         3,
-        "the same features are cut differently",
+        "the same features are split differently",
     ),
     "tied, cut in two ways": (
         lambda: llama(tie_word_embeddings=True),
         {"model.embed_tokens": "embedding_rowwise", HEAD: ColwiseParallel(output_layouts=Replicate())},
         3,
-        "they are cut differently",
+        "they are sharded differently",
     ),
     "two sums": (
         llama,

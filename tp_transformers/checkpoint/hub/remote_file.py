@@ -133,7 +133,7 @@ class RemoteFile(Source):
         if status == 206:
             return self._check_range(answer.headers, location, target)
         if status == 200:
-            raise self._misserved("the whole file in answer to a Range request", "a part of it", location)
+            raise self._misserved("the full file in answer to a Range request", "a part of it", location)
         if status in _REDIRECTS:
             self._follow(answer.headers.get("Location"), status, location, target)
         if status in TRANSIENT:

@@ -72,7 +72,7 @@ class Float8(Format):
         if not scales.dtype.is_floating_point:
             raise inconsistent(name, f"scales in {scales.dtype}", "scales in floating point")
         block = (*(1,) * (values.ndim - 2), *(self.block or values.shape[-2:]))
-        if scales.numel() == 1:  # one scale for the whole tensor, even if the config has blocks
+        if scales.numel() == 1:  # one scale for the full tensor, even if the config has blocks
             block = tuple(values.shape)
         while scales.ndim < values.ndim:
             scales = Stack([scales], 0)

@@ -136,7 +136,7 @@ def count_groups(module: str, columns: int, group: int | None, scales: LazyTenso
 
 def inconsistent(name: str, got: str, expected: str) -> CheckpointError:
     """Build the error for a tensor that is inconsistent with the config."""
-    fix = "Download the checkpoint again; if it is whole, its config's quantization_config does not describe it."
+    fix = "Download the checkpoint again; if it is complete, its config's quantization_config does not describe it."
     return CheckpointError(f"tensor {name}", got=got, expected=expected, fix=fix)
 
 

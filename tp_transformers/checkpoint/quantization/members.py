@@ -97,7 +97,7 @@ class Members:
                         dim for dim, length in enumerate(origin.shape) if _count(origin.places[dim]) != length
                     ]
                     if len(sharded_dims) > 1:
-                        raise _unsaved(f"{origin.name} cut along {len(sharded_dims)} dims", "one")
+                        raise _unsaved(f"{origin.name} sharded along {len(sharded_dims)} dims", "one")
                     dim = sharded_dims[0] if sharded_dims else None
                     self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, decoded.parts, key))
 
@@ -109,7 +109,7 @@ class Members:
         origin = shards[0].origin
         dim = next((None for shard in shards if shard.dim is None), shards[0].dim)
         if len({shard.dim for shard in shards if shard.dim is not None}) > 1:
-            raise _unsaved("a stored tensor cut along several dims", "one")
+            raise _unsaved("a stored tensor sharded along several dims", "one")
         ranges = (
             () if dim is None else tuple((start, start + count) for shard in shards for start, _, count in shard.places)
         )

@@ -53,7 +53,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 read = read_gguf_header if source.name.endswith(".gguf") else read_header
                 for name, tensor in read(source).items():
                     if name in homes:
-                        raise CheckpointError(f"tensor {name} stands in two files: {homes[name]} and {source.name}")
+                        raise CheckpointError(f"tensor {name} is in two files: {homes[name]} and {source.name}")
                     homes[name] = source.name
                     self.tensors[name] = tensor
             for name, home in (weight_map or {}).items():

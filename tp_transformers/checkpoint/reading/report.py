@@ -68,5 +68,5 @@ class LoadReport:
             shares = " : ".join(f"{share:g}" for share in self.tp_shares) if self.tp_shares else "evenly"
             notes.append(f"split {shares}" + f" ({self.shares_because})" * bool(self.shares_because))
         if self.fallbacks:
-            notes.append(f"{len(self.fallbacks)} parameters converted whole ({self.fallbacks[0]}, ...)")
+            notes.append(f"{len(self.fallbacks)} parameters converted in full ({self.fallbacks[0]}, ...)")
         return "; ".join(notes)

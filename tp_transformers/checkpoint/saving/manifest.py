@@ -146,7 +146,7 @@ def refuse_without_plan(folder: Path) -> None:
             f"checkpoint {folder}",
             got="a pre-sharded checkpoint without tp_plan",
             expected="tp_plan, on any number of ranks",
-            fix='Pass tp_plan="auto", or the plan of your own that it was cut with; save_pretrained of that model '
+            fix='Pass tp_plan="auto", or the plan of your own that it was sharded with; save_pretrained of that model '
             "writes an ordinary checkpoint.",
         )
 
@@ -160,7 +160,7 @@ def check_not_distributed(folder: Path) -> None:
         raise CheckpointError(
             f"checkpoint {folder}",
             got="one that was saved with distributed_checkpoint=True",
-            expected="safetensors files of whole tensors, or a folder of save_sharded",
+            expected="safetensors files of full tensors, or a folder of save_sharded",
             fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
         )
 
@@ -243,7 +243,9 @@ class _Parser:
         held = tuple(tuple((start, stop) for start, stop in held) for held in ranges)
         split = Split(max((stop for rank_ranges in held for _, stop in rank_ranges), default=0), held)
         if not split.is_complete:
-            raise self.fault(f"the layout {entry!r}", "a cut: ranges that leave nothing out and do not overlap")
+            raise self.fault(
+                f"the layout {entry!r}", "a complete split: ranges that leave nothing out and do not overlap"
+            )
         return Layout(dim, split)
 
     def tensor(self, name: str, entry: Any, layouts: Sequence[Layout]) -> ManifestTensor:
@@ -257,7 +259,7 @@ class _Parser:
             raise self.fault(f"layout {index!r} for {name}", f"null or a number below {len(layouts)}")
         layout = None if index is None else layouts[index]
         if layout is not None and (layout.dim >= len(shape) or layout.split.length != shape[layout.dim]):
-            raise self.fault(f"layout {index} for {name} of shape {shape}", "a cut of one of its dims")
+            raise self.fault(f"layout {index} for {name} of shape {shape}", "a split of one of its dims")
         return ManifestTensor(DTYPES[dtype], tuple(shape), layout)
 
     def fault(self, got: Any, expected: str) -> CheckpointError:

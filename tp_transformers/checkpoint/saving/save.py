@@ -263,7 +263,7 @@ def _convertible_groups(contents: _Contents, group: TensorParallelGroup) -> list
     if shapes == {name: tensor.shape for name, tensor in contents.state.items()}:
         return list(groups.values())
     if group.rank == 0:
-        logger.warning("the weights are converted all together; rank 0 holds the whole model while it saves")
+        logger.warning("the weights are converted all together; rank 0 holds the full model while it saves")
     return [list(contents.meta)]
 
 

@@ -58,7 +58,8 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         )
     if any(getattr(getattr(param, "tp_shard", None), "data_parallel", None) for param in model.parameters()):
         raise UnsupportedError(
-            "save_sharded does not write what FSDP has cut once more. Call model.save_pretrained(folder) on all ranks."
+            "save_sharded does not write shards that FSDP has sharded again. Call model.save_pretrained(folder) on all "
+            "ranks."
         )
     with watched_ranks(group):
         _by_first_copy(group, partial(_save, model, Path(folder), group))

@@ -166,5 +166,5 @@ def _fault(folder: Path, file: RankFile) -> str | None:
 
 
 def _changed(path: str | Path, *, got: str, expected: str) -> CheckpointError:
-    fix = "The folder was copied in part or changed; copy it again as a whole, or save the model again."
+    fix = "The folder was copied in part or changed; copy all of it again, or save the model again."
     return CheckpointError(f"checkpoint file {path}", got=got, expected=expected, fix=fix)

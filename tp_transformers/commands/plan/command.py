@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
-    parser.add_argument("--png", metavar="FILE", help="draw how one layer is cut")
+    parser.add_argument("--png", metavar="FILE", help="draw how one layer is sharded")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ COLOURS = ("#3f74b8", "#ee9b45", "#56a578", "#c65b52", "#8a72b5", "#d8b840", "#5
 """Colours of ranks; for more ranks, a colour map is used."""
 HATCHES = ("////", "\\\\\\\\", "||||", "....")
 """Hatches of further ranks that hold the same shard as the first."""
-WHOLE, FAINT = "#c9ced6", "#666e79"
+REPLICATED, FAINT = "#c9ced6", "#666e79"
 ARROW = " \u2192 "
 LONGEST, THINNEST = 2.7, 0.1
 """Longest and shortest drawn side; the unit is the layer's median side, 1.05 inches."""
@@ -112,7 +112,7 @@ def compose(planned: MemoryPlan, memory: Sequence[int] = ()) -> Any:
         "hatched: held by several ranks"
     )
     axes.text(0, 0.74, scale, size=9, color=FAINT)
-    handles = [*entries, Patch(color=WHOLE, label="every rank, whole")]
+    handles = [*entries, Patch(color=REPLICATED, label="replicated")]
     where = {"loc": "center left", "bbox_to_anchor": (-0.1, 0.4), "bbox_transform": axes.transData}
     axes.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=9.5, **where)
     axes.set(xlim=(-0.2, right), ylim=(top, 1.45), aspect="equal")
@@ -181,7 +181,7 @@ def _draw_shards(axes: Any, weight: Weight, colours: list[Any], rectangle: tuple
     x, y, width, height = rectangle
     parameter = weight.parameter
     if parameter.layout is None or parameter.replicated_because is not None:
-        axes.bar(x, height, width, y, align="edge", color=WHOLE)
+        axes.bar(x, height, width, y, align="edge", color=REPLICATED)
         return
     split = parameter.layout.split
     holders: dict[Range, list[int]] = {}

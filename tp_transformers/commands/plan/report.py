@@ -26,19 +26,19 @@ _NO_CELLS = ("", "", "")
 def as_text(planned: MemoryPlan, room: Room | None) -> str:
     """The report in the width of the terminal: memory first, then the shards of the model."""
     width = terminal_width()
-    titles = ("", "whole", "on every rank" if planned.size > 1 else "on the rank", "strategy")
+    titles = ("", "full", "on every rank" if planned.size > 1 else "on the rank", "strategy")
     sections = [
         _head(planned),
         [*columns(table(planned, room), right=True, width=width), *_verdict(planned, room)],
         _caches(planned),
         columns([titles, *tree(planned)], width=width),
-        (f"{_WHOLE}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
+        (f"{_REPLICATED}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
     ]
     folded = [[row for line in lines for row in _fold(line, width)] for lines in sections]
     return "\n\n".join("\n".join(lines) for lines in folded if lines)
 
 
-_WHOLE = "whole on every rank  "
+_REPLICATED = "replicated  "
 
 
 def _fold(line: str, width: int) -> list[str]:
@@ -244,7 +244,7 @@ def _ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
 
 def _how(parameter: Parameter) -> str:
     """Strategy of a parameter, or the reason why it is replicated; indices on several ranks; tied names."""
-    words = [f"whole: {parameter.replicated_because}" if parameter.replicated_because else str(parameter.strategy)]
+    words = [f"full: {parameter.replicated_because}" if parameter.replicated_because else str(parameter.strategy)]
     if parameter.layout is not None and (holders := parameter.layout.split.holders):
         words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
     if parameter.tied:

@@ -72,7 +72,7 @@ def keep_codes(codes: Mapping[int, int]) -> None:
     Path(os.environ[FOLDER], _CODES).write_text(json.dumps(dict(codes)), encoding="utf-8")
 
 
-def told(folder: Path, command: str) -> Iterator[str]:
+def error_lines(folder: Path, command: str) -> Iterator[str]:
     """Lines about the errors in a folder: a traceback of the first rank that failed by itself, and a line per error."""
     errors = {int(path.stem): json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.rank"))}
     codes = folder / _CODES

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...ranks.launch import torchrun
-from .errors import FOLDER, told
+from .errors import FOLDER, error_lines
 
 
 def start(program: Sequence[str], *, ranks: int, command: str, verbose: bool, hears_terminal: bool = True) -> int:
@@ -31,5 +31,5 @@ def start(program: Sequence[str], *, ranks: int, command: str, verbose: bool, he
             hears_terminal=hears_terminal,
         )
         if code:
-            print(*told(Path(folder), command), sep="\n", file=sys.stderr)
+            print(*error_lines(Path(folder), command), sep="\n", file=sys.stderr)
     return code

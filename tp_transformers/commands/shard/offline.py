@@ -104,7 +104,7 @@ def shard_checkpoint(
     kind = model_class(read_config(name, **where), **where)
     with SaveFolder(folder) as place:
         check_no_ordinary_weights(folder)
-        tell(f"cutting {name} for {size} rank{'s' * (size > 1)}, one parameter after the other")
+        tell(f"sharding {name} for {size} rank{'s' * (size > 1)}, one parameter after the other")
         try:
             # 1. Every rank's file.
             with enable():

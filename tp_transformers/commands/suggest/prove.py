@@ -44,6 +44,6 @@ def prove(
             break
         fault = verdict.faults[0].splitlines()[0]
         for suspect in suggestion.suspects("\n".join(verdict.faults))[: 1 if tried < TRIES - 1 else None]:
-            tell(f"{suspect.kind} {suspect.name} stays whole: {fault}")
-            suggestion = suggestion.without(suspect, f"verify found it wrong when cut: {fault}")
+            tell(f"{suspect.kind} {suspect.name} stays replicated: {fault}")
+            suggestion = suggestion.without(suspect, f"verify found it wrong when sharded: {fault}")
     return suggestion, verdict

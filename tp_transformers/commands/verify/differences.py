@@ -114,7 +114,7 @@ class Differences:
             return ""
         return (
             f"It computes on what a rank has of {', '.join(map(self._short, makers))}. Are these the right features? "
-            "Fused parts are packed_colwise, in the order in which they are stored, and heads are cut by a plan's "
+            "Fused parts are packed_colwise, in the order in which they are stored, and heads are sharded by a plan's "
             "attention."
         )
 
@@ -144,15 +144,15 @@ class Differences:
         names = sorted({fold_layers(fault) for fault in faults} - {fold_layers(name)})
         also_wrong = f" Also wrong: {', '.join(names[:6])}{' ...' * (len(names) > 6)}." if names else ""
         gradients = [rank[name] for rank in wrong if name in rank]
-        fed = ", ".join(map(self._short, self._fed_by(order.get(name.rpartition(".")[0], -1)))) or "nothing that is cut"
+        fed = ", ".join(map(self._short, self._fed_by(order.get(name.rpartition(".")[0], -1)))) or "nothing sharded"
         hint = f"What comes after it has the right gradients; see its rule, and those of what it feeds: {fed}."
         if len(gradients) == self.size and _close(sum(gradients[1:], gradients[0]), expected[name]):
             hint = (
-                "Each rank has only a part of it. If it computes on features that are cut, it is "
+                "Each rank has only a part of it. If it computes on sharded features, it is "
                 f"replicated_with_grad_allreduce; if not, what it feeds does not sum its input's gradient: {fed}."
             )
         elif gradients and _close(gradients[0], expected[name] * self.size):
-            hint = f"It is counted {self.size} times, once a rank: its input is whole, and it is replicate."
+            hint = f"It is counted {self.size} times, once a rank: its input is replicated, and its rule is replicate."
         return (
             f"{name}: its gradient is the first that differs (relative error {worst[name]:.1e}); "
             f"{self.rule(name)}. {hint}{also_wrong}"
@@ -232,16 +232,18 @@ class Differences:
             if _close(sum(values[1:], values[0]), expected):
                 return "Each rank has a part of a sum that nothing adds up."
             if all(_close(value, expected * self.size) for value in values):
-                return f"It is {self.size} times too large: every rank's output was whole, and was summed."
+                return f"It is {self.size} times too large: every rank's output was the full one, and was summed."
         if any(value.shape[:-1] == expected.shape[:-1] and _are_columns(value, expected) for value in values):
             return (
-                "Every feature is one of the whole output's, but not of those that this rank should have: fused parts "
-                "are packed_colwise with parts in the order in which they are stored, and heads are cut by attention."
+                "Every feature is one of the full output's, but not of those that this rank should have: fused parts "
+                "are packed_colwise with parts in the order in which they are stored, and heads are sharded by "
+                "attention."
             )
         if name in self.has_children:
             return (
                 "All that is inside it agrees, so it is what it computes from them: something that it has for every "
-                "head or feature is not cut, or cut otherwise (with_query and with_key in a plan's attention)."
+                "head or feature is not sharded, or sharded in another way (with_query and with_key in a plan's "
+                "attention)."
             )
         return "All that comes before it agrees."
 

@@ -113,7 +113,7 @@ def verify(
     config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config, **where)
     quantization = take_quantization(config, None)
     title = None if quantization is None else quantization.format.title
-    in_floats = None if title is None else f"without its {title}: a load cuts quantised weights as others"
+    in_floats = None if title is None else f"without its {title}: a load shards quantised weights as others"
     own = own_class(config, **where)
     cls, small = own or model_class(config), shrink(config, own)
     true, model = meta_model(cls, config), meta_model(cls, small)
@@ -292,7 +292,7 @@ class _Proof:
         if len(seen) == verdict.size and not failed:
             tokens = all(_same(observation.tokens, self.reference.tokens) for observation in seen.values())
             if not tokens:
-                agree = ", though the logits of a whole prompt agree: see what its caches hold" * (not faults)
+                agree = ", though the logits of a full prompt agree: see what its caches hold" * (not faults)
                 faults.append(f"the greedy tokens differ{agree}")
         if faults:
             first = differences.first_output({rank: observation.trace for rank, observation in seen.items()})

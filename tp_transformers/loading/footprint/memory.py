@@ -253,7 +253,7 @@ def _replicated_because(name: str, resolution: Resolution, size: int) -> str:
         return "there are more ranks than query heads"
     if strategy.replicates:
         return f"the strategy is {rule or type(strategy).__name__}"
-    return f"{rule or type(strategy).__name__} does not cut a {name.rpartition('.')[2]}"
+    return f"{rule or type(strategy).__name__} does not shard a {name.rpartition('.')[2]}"
 
 
 def _sum(size: int, rows: Iterable[Iterable[int]]) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelL
     """The strategies of A and B, from the strategy of the base layer. Raises UnsupportedError if it has no adapters."""
     strategy = STRATEGY.find(base)
     if strategy is None and isinstance(getattr(base, "weight", None), DTensor):
-        raise unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has cut")
+        raise unsupported(type(base).__name__, "an adapter on a layer that torch's parallelize_module has sharded")
     if strategy is None:
         return ReplicateParallel(), ReplicateParallel()
     refused = unsupported(strategy.name, f"an adapter on a layer with the strategy {strategy}")

@@ -81,7 +81,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             name,
             got="shards of a model, on ranks that it takes for copies",
             expected="copies of a complete model",
-            fix='Call tp_transformers.data_parallel(model, mesh, mode="shard"), which cuts states over the copies too.',
+            fix='Call tp_transformers.data_parallel(model, mesh, mode="shard"), which shards states over copies too.',
         )
     scope = _find(kind)
     if scope not in ("shard", "parameter", "model", None):
@@ -94,7 +94,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     if scope is None and kind not in _logged:
         _logged.add(kind)
         logger.warning(
-            "%s is not known here, so each of its steps gathers the whole model on every rank. If it updates every "
+            "%s is not known here, so each of its steps gathers the full model on every rank. If it updates every "
             'element from its own gradient, say so before the first step: %s.%s = "shard"; if every parameter from its '
             'own, "parameter".',
             name,

@@ -33,7 +33,7 @@ class StandIn:
         if needs_full and self.shard is None:
             raise UnsupportedError(
                 f"an optimizer's parameter of {tuple(param.shape)}",
-                got="a DTensor that no plan has cut",
+                got="a DTensor that no plan has sharded",
                 expected="shards of a tensor-parallel model",
                 fix="Give it to an optimizer of its own.",
             )
@@ -221,7 +221,7 @@ class Seats:
         for key, stand_in in unclear:
             raise UnsupportedError(
                 f"an optimizer's state {key} of a parameter of {tuple(stand_in.param.shape)} on this rank",
-                got="a whole state of the same shape as a shard",
+                got="a full state of the same shape as a shard",
                 expected="another shape",
                 fix="Change the rank of the optimizer's projection, or the number of ranks.",
             )

@@ -70,12 +70,12 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         rest = [name for name in layouts if name not in spread]
         if plan.module_strategies.get(owner, UNRULED).signature.exchanges_tokens and rest:
             yield (
-                f"{fold_layers(owner)}: moe_all_to_all sends tokens to ranks that hold whole experts, but "
+                f"{fold_layers(owner)}: moe_all_to_all sends tokens to ranks that hold complete experts, but "
                 f"{', '.join(rest)} would not be; make all of them local, or use moe_tp_experts"
             )
         elif spread and rest:
             yield (
-                f"{fold_layers(owner)}: each rank would hold whole experts of {', '.join(spread)}, but not of "
+                f"{fold_layers(owner)}: each rank would hold complete experts of {', '.join(spread)}, but not of "
                 f"{', '.join(rest)}; make all of them local, or none"
             )
         matrices = {name: layouts[name] for name in rest if module.get_parameter(name).ndim == 3}
@@ -85,14 +85,17 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         full = sorted(matrices.keys() - splits.keys())
         if full:
             sharded = ", ".join(sorted(splits))
-            yield f"{fold_layers(owner)}: {sharded} would be cut, but not {', '.join(full)}; cut all of them, or none"
+            yield (
+                f"{fold_layers(owner)}: {sharded} would be sharded, but not {', '.join(full)}; shard all of them, or "
+                "none"
+            )
             continue
         name, narrow = min(splits.items(), key=lambda item: item[1].length)
         for param, split in splits.items():
             if not _same_features(split, narrow, getattr(module, "is_concatenated", None)):
                 yield (
-                    f"{fold_layers(owner)}: {param} and {name} would be cut along different features; a fused gate and "
-                    "up is packed_colwise (packed_rowwise if it is stored transposed)"
+                    f"{fold_layers(owner)}: {param} and {name} would be sharded along different features; a fused gate "
+                    "and up is packed_colwise (packed_rowwise if it is stored transposed)"
                 )
 
 
@@ -115,7 +118,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
         inside = [name for name in plan.modules if f"{name}.".startswith(f"{block}.")]
         if not partial.intersection(inside):
             yield (
-                f"{fold_layers(block)}: every rank's output is whole, and would be added up {plan.size} times; cut "
+                f"{fold_layers(block)}: its output is replicated, and would be added up {plan.size} times; shard "
                 "what is inside (local_colwise and local_rowwise, or experts), or leave it out"
             )
             continue
@@ -132,13 +135,13 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
                 continue
             if owner == block:
                 yield (
-                    f"{fold_layers(name)}: every rank would hold it whole, and their outputs are summed; cut it, or "
+                    f"{fold_layers(name)}: it is replicated, and the outputs of all ranks are summed; shard it, or "
                     f"add {fold_layers(name)}: replicate_once if it is added to the output"
                 )
             elif strategy.signature.gradient is not PARTIAL:
                 yield (
-                    f"{fold_layers(name)}: it stands in a block whose parts are summed, so its gradient has to be "
-                    f"summed too; add {fold_layers(owner)}: replicated_with_grad_allreduce"
+                    f"{fold_layers(name)}: it is in a block with partial outputs that are summed, so its gradient has "
+                    f"to be summed too; add {fold_layers(owner)}: replicated_with_grad_allreduce"
                 )
 
 
@@ -195,7 +198,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
         elif lengths.intersection(param.shape):
             target = fold_layers(name if owner == attention else owner)
             fix = (
-                f"and has something for each of them; cut it too (add {target}: local_colwise, or sharded_norm for a "
+                f"and has something for each of them; shard it too (add {target}: local_colwise, or sharded_norm for a "
                 "norm over all heads, and name it under with_query or with_key in a YAML plan's attention section)"
             )
         else:
@@ -203,7 +206,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
                 f"so its gradient has to be summed over the ranks; add {fold_layers(owner)}: "
                 "replicated_with_grad_allreduce"
             )
-        yield f"{fold_layers(name)}: it stands among heads that are cut, {fix}"
+        yield f"{fold_layers(name)}: it computes on sharded heads, {fix}"
 
 
 def _other_gradients(plan: BoundPlan) -> Iterator[str]:
@@ -217,7 +220,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
                 continue
             rule = "sharded_norm" if width in param.shape else "replicated_with_grad_allreduce"
             yield (
-                f"{fold_layers(name)}: it stands between linears whose features are cut, and is held whole; add "
+                f"{fold_layers(name)}: it is between linears with sharded features, and is replicated; add "
                 f"{fold_layers(child)}: {rule}"
             )
     for name, strategy in plan.module_strategies.items():
@@ -226,7 +229,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
         if strategy.signature.gradient is not PARTIAL:
             if name not in plan.attention_splits.splits:
                 yield (
-                    f"{fold_layers(name)}: its input is whole on every rank; use replicate, or name it under "
+                    f"{fold_layers(name)}: its input is replicated; use replicate, or name it under "
                     "with_query or with_key in a YAML plan's attention section"
                 )
             continue
@@ -235,7 +238,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
         attends = any(is_attention(plan.modules[block]) for block in blocks)
         if not summed and not attends and not _has_sharded_sibling(plan, name):
             yield (
-                f"{fold_layers(name)}: its input is whole on every rank, and so is its gradient, which would be "
+                f"{fold_layers(name)}: its input is replicated, and so is its gradient, which would be "
                 f"counted {plan.size} times; use replicate"
             )
 
@@ -259,8 +262,8 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
             names_around(name)
         ):  # in attention, heads are sharded
             yield (
-                f"{fold_layers(name)}: torch's SequenceParallel takes its input for a part of the sequence, which no "
-                "rule cuts before it; use replicate, or let what comes before it leave Shard(1)"
+                f"{fold_layers(name)}: torch's SequenceParallel takes its input for a shard of the sequence, which no "
+                "rule shards before it; use replicate, or let what comes before it leave Shard(1)"
             )
         if strategies[name].signature.exchanges_tokens:
             yield (
@@ -269,7 +272,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
             )
         elif name not in styles:
             yield (
-                f"{fold_layers(name)}: its input is whole on every rank, since no rule cuts the sequence before it; "
+                f"{fold_layers(name)}: its input is replicated, since no rule shards the sequence before it; "
                 "use replicate, or load with tp_sequence_parallel=True"
             )
 

@@ -60,16 +60,16 @@ def misfits(
                 elif consumers and not takers:
                     maker, taker = fold_layers(linear), fold_layers(consumers[0])
                     yield (
-                        f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects the "
-                        f"whole; make {taker} rowwise, or {maker} colwise_rep"
+                        f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects "
+                        f"all of them; make {taker} rowwise, or {maker} colwise_rep"
                     )
                 split = next((makes[input_width(modules[peer])] for peer in takers), None)
             for peer in takers:
                 maker, taker = fold_layers(linear), fold_layers(peer)
                 if strategy.signature.leaves is not FEATURES:
                     yield (
-                        f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves the "
-                        f"whole; make {maker} colwise, or {taker} rowwise_rep"
+                        f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves "
+                        f"them replicated; make {maker} colwise, or {taker} rowwise_rep"
                     )
                 elif not strategy.use_local_output:
                     pass  # a DTensor has its placement
@@ -81,9 +81,9 @@ def misfits(
                     )
                 elif split != strategies[peer].cut(input_width(modules[peer]), size):
                     yield (
-                        f"{maker} and {taker}: the same features are cut differently; fused parts are packed_colwise, "
-                        "everything else colwise, and what follows rowwise; what ranks do not divide, torch's "
-                        "styles cut in another way than strategies by name"
+                        f"{maker} and {taker}: the same features are split differently; fused parts are "
+                        "packed_colwise, everything else colwise, and what follows rowwise; torch's styles split "
+                        "lengths that ranks do not divide in another way than strategies by name"
                     )
 
 

@@ -54,14 +54,14 @@ class _BatchRewriter(Rewriter):
     form = "batch-sharded"
     gather = BatchGather()
     full = BatchWhole()
-    unfit = f"no rules in it cut features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
+    unfit = f"no rules in it shard features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:
         blocks = (*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ()))
         chosen = dict.fromkeys(module_name for name in blocks for module_name in self._gathering(name))
         inner = [name for name in chosen if any(is_inside(name, outer) for outer in chosen)]
         for name in inner:
-            self.faults.append(f"{fold_layers(name)}: it stands in another module whose input is batch-sharded")
+            self.faults.append(f"{fold_layers(name)}: it is in another module whose input is batch-sharded")
         for name in (name for name in chosen if name not in inner):
             rule = self.rules.get(name)
             strategy = BATCH_SHARDED.get(rule.strategy_name) if rule is not None else None
@@ -75,7 +75,7 @@ class _BatchRewriter(Rewriter):
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
         self.rules[self.prefix] = Rule(self.prefix, BatchStates())
         if not (chosen or self.faults):
-            self.faults.append("it has no attention, MLP or experts that rules cut")
+            self.faults.append("it has no attention, MLP or experts that rules shard")
 
     def _chosen(self) -> Iterator[str]:
         """Yield the modules in the plan's `batch_sharded`, and those with a rule for batch-sharded input."""

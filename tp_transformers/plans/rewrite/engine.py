@@ -48,7 +48,7 @@ class Rewriter(ABC):
     full: str | TensorParallelLayer
     """Strategy around other blocks."""
     unfit: str
-    """Fault of a block without rules that cut and sum features."""
+    """Fault of a block without rules that shard and sum features."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
         self.plan, self.model, self.prefix = plan, model, base_prefix(model)
@@ -115,7 +115,7 @@ class Rewriter(ABC):
                 self.rules[path] = replace(rule, strategy=_LOCAL.get(str(rule.strategy), rule.strategy))
             self.set(name, self.gather)
         elif own is not None and own.strategy == "gather":
-            self.faults.append(f"{fold_layers(name)}: gather stands around rules that do not all compute locally")
+            self.faults.append(f"{fold_layers(name)}: gather encloses rules that do not all compute locally")
         else:
             self.set(name, self.full)
 

@@ -44,7 +44,7 @@ class _SequenceRewriter(Rewriter):
     form = "sequence-parallel"
     gather = "sequence_gather"
     full = "sequence_whole"
-    unfit = "it is neither a norm nor a block that cuts and sums features"
+    unfit = "it is neither a norm nor a block that shards and sums features"
 
     def rewrite_around(self, stack: str) -> None:
         """Rewrite the layers of `stack`, and the modules before and after them."""

@@ -38,7 +38,7 @@ class Shard(Protocol):
     def full(self, local: Tensor) -> Tensor:
         """Gather the full tensor on every rank."""
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, full: Tensor) -> Tensor:
         """Return this rank's shard of a full tensor."""
 
 

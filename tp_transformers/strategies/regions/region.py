@@ -71,7 +71,7 @@ class RegionBlock(TensorParallelLayer):
 
     def misfit(self, got: str, expected: str) -> PlanError:
         """Make the PlanError for a tensor with the wrong length along `dim`."""
-        expected += f" along dim {self.dim}, as the {self.what} is cut"
+        expected += f" along dim {self.dim}, as the {self.what} is sharded"
         return PlanError(describe(self.name, got=got, expected=expected, fix=self.remedy))
 
     def check_fit(self, what: str, length: int, widths: Widths, mesh: DeviceMesh, *, broadcasts: bool = False) -> None:

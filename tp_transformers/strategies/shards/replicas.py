@@ -105,9 +105,10 @@ def warn_of_drift(samples: list[Sample], rank: int) -> None:
                 drifted[name] = max(drifted.get(name, 0.0), difference)
     if drifted:
         logger.warning(
-            "ranks hold other values of %d parameters that they have to hold alike, such as %s (off by %.0e of its "
-            "largest value). Were random numbers drawn with another seed on each rank, or was a parameter changed on "
-            "one rank? tp_transformers.debug.check_replicas(model, synchronize=True) gives all ranks rank 0's values.",
+            "ranks hold other values of %d parameters that have to be identical on all ranks, such as %s (off by %.0e "
+            "of its largest value). Were random numbers drawn with another seed on each rank, or was a parameter "
+            "changed on one rank? tp_transformers.debug.check_replicas(model, synchronize=True) gives all ranks rank "
+            "0's values.",
             len(drifted),
             *max(drifted.items(), key=lambda item: item[1]),
         )

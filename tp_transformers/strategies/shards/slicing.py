@@ -55,7 +55,7 @@ def split_of(
     """
     if split is not None:
         if not split.length or length % split.length:
-            raise ValueError(f"its {length} features are not {split.length} whole heads")
+            raise ValueError(f"its {length} features are not {split.length} complete heads")
         return split.scaled(length // split.length)
     if parts is None:
         return apportion(length, ranks, unit=unit)

@@ -42,20 +42,21 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
         selection = shard.stored.selection
         dims = [dim for dim, ranges in enumerate(selection) if ranges != ((0, shape[dim]),)]
         if len(dims) > 1:
-            raise ValueError(f"its partition_tensor cuts dims {dims}; a shard is cut along one")
+            raise ValueError(f"its partition_tensor splits dims {dims}; a parameter is split along one")
         slices.append((dims[0], selection[dims[0]]) if dims else (None, ()))
     shard_dims = {dim for dim, _ in slices if dim is not None}
     if not shard_dims:
         return None
     if len(shard_dims) > 1:
         first, last = min(shard_dims), max(shard_dims)
-        raise ValueError(f"its partition_tensor cuts dim {first} on one rank, dim {last} on another")
+        raise ValueError(f"its partition_tensor splits dim {first} on one rank, dim {last} on another")
     (dim,) = shard_dims
     full: tuple[Range, ...] = ((0, shape[dim]),)
     split = Split(shape[dim], tuple(full if sliced is None else ranges for sliced, ranges in slices))
     if not split.is_complete:
         raise ValueError(
-            f"its partition_tensor leaves out indices of dim {dim}, or cuts it into ranges that overlap: {split.ranges}"
+            f"its partition_tensor leaves out indices of dim {dim}, or splits it into ranges that overlap: "
+            f"{split.ranges}"
         )
     return Layout(dim, split)
 

@@ -68,7 +68,7 @@ class TorchStyleParallel(StyleParallel):
         kind = type(module).__name__
         if not _is_known(type(self.style)):
             raise ValueError(
-                f"{type(self.style).__name__} is a style of its own, and what it cuts is not known before it is "
+                f"{type(self.style).__name__} is a style of its own, and how it shards is not known before it is "
                 "applied; leave it out of the plan, and apply it to the loaded model with torch's "
                 "parallelize_module(module, mesh, style)"
             )
@@ -87,7 +87,9 @@ class TorchStyleParallel(StyleParallel):
                 "all; give it output_layouts=Replicate()"
             )
         if self.signature.sums and self.is_embedding and self.input_layouts == (Shard(-1),):
-            raise ValueError(f"{self.shown} takes ids that are cut over the ranks; give it input_layouts=Replicate()")
+            raise ValueError(
+                f"{self.shown} takes ids that are sharded over the ranks; give it input_layouts=Replicate()"
+            )
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim along which torch shards a linear or an embedding."""

@@ -48,7 +48,7 @@ class StyleParallel(TensorParallelLayer):
             heads = super()._cut(length, size, unit)
             if length % size or not heads.is_chunked:
                 raise ValueError(
-                    f"{self.shown} does not know of its {self.split.length} heads, and cannot cut them for {size} "
+                    f"{self.shown} does not know of its {self.split.length} heads, and cannot split them for {size} "
                     'ranks; use the strategies colwise and rowwise by name, or tp_plan="auto"'
                 )
         return split

@@ -92,7 +92,7 @@ def test_the_token_stays_with_the_hub(hub_pool: Any, served: HubServer, cases: A
 @pytest.mark.parametrize(
     ("faults", "says"),
     [
-        ({"ignore_range": True}, "got the whole file in answer to a Range request"),
+        ({"ignore_range": True}, "got the full file in answer to a Range request"),
         ({"change_after": 9}, "-changed, expected ETag cdn-"),
         ({"refuse": {"model-00003-of-00007.safetensors": 404}}, "status 404 from localhost in 6 tries"),
         ({"refuse": {"model-00003-of-00007.safetensors": 500}}, "status 500 in 6 tries"),
