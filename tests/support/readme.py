@@ -132,10 +132,10 @@ def proofs(page: Path) -> str:
         count = sum(len(proof.proven) == len(PROVEN_ON) for proof in loads)
         text += [
             f"### {kind.capitalize()}",
-            f"{len(made)} types, of which {len(loads)} load cut, and {count} are proven.",
+            f"{len(made)} types, of which {len(loads)} load sharded, and {count} are proven.",
             "\n".join(
                 [
-                    "| `model_type` | plan | of 2, 3, 4 | output | gradient | whole on every rank, and why not more |",
+                    "| `model_type` | plan | of 2, 3, 4 | output | gradient | replicated, and why not more |",
                     "| --- | --- | --- | --- | --- | --- |",
                     *(
                         _row(name, proof, _around(name, known) if kind == "encoder" else "")
