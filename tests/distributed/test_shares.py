@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,7 +168,7 @@ def test_shares_by_speed_are_inverse_to_seconds(pool: Pool, made: Any) -> None:
     case = made("llama", (9, 3))
     for report, logits in pool.run(2, measured, case.folder, "speed", [(0.001, 0.1), (0.002, 0.2)]):
         assert report.tp_shares == (667, 333)
-        assert "split 667 : 333 (by speed: products of 1 and of 64 tokens in 1.00 and 100.00 ms, 2.00" in str(report)
+        assert "split 667 : 333 (by speed: products in 1.00 and 100.00 ms, 2.00" in str(report)
         assert relative(logits, torch.load(case.reference)["logits"]) < LOGITS_TOLERANCE
 
 
@@ -178,6 +179,38 @@ def test_shares_by_memory_fill_each_device_alike(pool: Pool, made: Any) -> None:
         assert max(filled) < 1.1 * min(filled)
         assert "by memory: 800.0 kB, 400.0 kB, 400.0 kB free" in str(report)
         assert relative(logits, torch.load(case.reference)["logits"]) < LOGITS_TOLERANCE
+
+
+def shares_of_copies(folder: str, kind: Any) -> Any:
+    """Run on every rank: the shares of this rank's copy, of two, with other measured numbers on each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    seconds = [(0.001, 0.1), (0.002, 0.2), (0.003, 0.3), (0.001, 0.1)][dist.get_rank()]
+    shares = kind if kind == "speed" else kind[dist.get_rank() // 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tp_transformers.loading.shares.seconds_of_products", lambda *_: seconds)
+        model = load(folder, tp_shares=shares, device_mesh=mesh)
+    tp_transformers.data_parallel(model, mesh)
+    return model.tp_report.tp_shares
+
+
+def test_copies_of_a_model_have_the_same_shares(pool: Pool, made: Any) -> None:
+    folder = made("llama", (9, 3)).folder
+    assert pool.run(4, shares_of_copies, folder, "speed") == [(667, 333)] * 4
+    with pytest.raises(WorkerError, match="MeshError: tp_shares: got one on rank 0 and another on rank 1"):
+        pool.run(4, shares_of_copies, folder, [[3, 1], [1, 3]])
+
+
+def by_a_plan_of_styles(folder: str) -> str:
+    """Run on every rank: the error of a plan with a strategy that has shares of its own."""
+    rules = {f"model.layers.*.mlp.{name}_proj": ColwiseParallel().with_shares([3, 1]) for name in ("gate", "up")}
+    with pytest.raises(tp_transformers.PlanError) as caught:
+        load(folder, tp_plan={**rules, "model.layers.*.mlp.down_proj": RowwiseParallel()})
+    return str(caught.value)
+
+
+def test_shares_of_one_strategy_in_a_plan_are_refused(pool: Pool, made: Any) -> None:
+    for error in pool.run(2, by_a_plan_of_styles, made("llama", (9, 3)).folder):
+        assert "with_shares is for parallelize_module; a plan has one tp_shares for all rules" in error
 
 
 def really_measured(folder: str) -> list[Any]:

@@ -19,7 +19,7 @@ def parse_shares(text: str | None) -> tuple[float, ...] | None:
     """The shares of `text`, numbers; None for None. Raises PlanError for other text, UsageError for a measured one."""
     from ..plans.parse import shares_of  # imports torch
 
-    shares = shares_of(text) if text is not None else None
+    shares = shares_of(text, subject="--shares") if text is not None else None
     if isinstance(shares, str):
         fix = "Give numbers; `tp-transformers plan MODEL --memory 48GB,24GB` finds some."
         raise UsageError(describe("--shares", got=shares, expected="numbers, since no rank runs here", fix=fix))
@@ -44,11 +44,11 @@ def set_shares(text: str | None) -> int | None:
 
     Raises PlanError if it is malformed.
     """
-    from ..loading.options import SHARES  # imports torch
+    from ..loading.shares import SHARES  # imports torch
     from ..plans.parse import shares_of
 
     if text is None:
         return None
-    shares = shares_of(text)
+    shares = shares_of(text, subject="--shares")
     os.environ[SHARES] = text
     return None if isinstance(shares, str) else len(shares)

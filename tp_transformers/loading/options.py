@@ -11,7 +11,7 @@ import torch
 
 from ..anatomy.classes import is_path
 from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
-from ..plans.parse import is_names, is_shares, shares_of
+from ..plans.parse import is_names, is_shares
 from ..plans.rules import Plan
 
 
@@ -38,8 +38,8 @@ class Options:
     """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
     None: as in the plan."""
     tp_shares: Sequence[float] | str | None = None
-    """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set, else as in
-    the plan, else even."""
+    """The share of each rank: positive numbers, "memory" or "speed". None: as in the plan, or as
+    TP_TRANSFORMERS_SHARES is set."""
     tp_reduce_dtype: torch.dtype | None = None
     """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
     tp_watch: bool | float | None = None
@@ -51,11 +51,9 @@ class Options:
         return cls(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
 
     def change(self, plan: Plan) -> Plan:
-        """The plan with the caller's options applied. Raises PlanError for a malformed TP_TRANSFORMERS_SHARES."""
+        """The plan with the caller's options applied."""
         sequence, loss, batch = self.tp_sequence_parallel, self.tp_loss_parallel, self.tp_batch_sharded
-        shares, variable = self.tp_shares, os.environ.get(SHARES)
-        if shares is None and variable:
-            shares = shares_of(variable)
+        shares = self.tp_shares
         return replace(
             plan,
             sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
@@ -128,8 +126,6 @@ class Options:
             raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
 
 
-SHARES = "TP_TRANSFORMERS_SHARES"
-"""Environment variable with the default of `tp_shares`: `2,1,1`, `memory` or `speed`."""
 INSTEAD = ("device_map", "distributed_config")
 """Arguments of transformers that `tp_plan` replaces."""
 OPTIONS = tuple(option.name for option in fields(Options))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from math import inf
 from typing import Any
 
 from ..errors import PlanError, describe, nearest, shorten, shown
@@ -41,6 +40,8 @@ DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
 
 OPTIONS = ("sequence_parallel", "loss_parallel")
+LARGEST = sys.float_info.max
+"""The largest share."""
 MEASURED = ("memory", "speed")
 """Values of `shares` for shares that are found at the load."""
 IN_BASE_MODEL = ("base_model", "optional")
@@ -84,12 +85,14 @@ def is_shares(value: Any) -> bool:
     """True for a positive number for each rank, and for a word of MEASURED."""
     if not isinstance(value, list | tuple):
         return isinstance(value, str) and value in MEASURED
-    numbers = [isinstance(share, int | float) and not isinstance(share, bool) and 0 < share < inf for share in value]
+    numbers = [
+        isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= LARGEST for share in value
+    ]
     return bool(numbers) and all(numbers)
 
 
-def shares_of(text: str) -> tuple[float, ...] | str:
-    """Parse shares from text: `2,1,1`, `memory` or `speed`. Raises PlanError if it is neither."""
+def shares_of(text: str, *, subject: str) -> tuple[float, ...] | str:
+    """Parse shares from text: `2,1,1`, `memory` or `speed`. Raises PlanError about `subject` if it is neither."""
     text = text.strip()
     try:
         shares = text if text in MEASURED else tuple(map(_number, text.split(",")))
@@ -97,7 +100,7 @@ def shares_of(text: str) -> tuple[float, ...] | str:
         shares = ()
     if not is_shares(shares):
         raise PlanError(
-            "shares",
+            subject,
             got=shown(text),
             expected=f"a positive number for each rank, or {' or '.join(MEASURED)}",
             fix="Give 2,1,1 for three ranks, the first with half of the model.",

@@ -240,8 +240,9 @@ class Plan:
         if self.shares is None:
             return size
         if isinstance(self.shares, str) or len(self.shares) != size:
-            got = repr(self.shares) if isinstance(self.shares, str) else f"{len(self.shares)} shares"
-            fix = "Pass tp_shares with as many numbers as there are ranks, or start as many ranks."
+            got, fix = f"{len(self.shares)} shares", "Give as many numbers as there are ranks: tp_shares or --shares."
+            if isinstance(self.shares, str):
+                got, fix = repr(self.shares), "Give numbers: --shares, since no rank measures anything here."
             raise PlanError("tp_shares", got=got, expected=f"{size}, one for each of {size} ranks", fix=fix)
         return ranks_of(self.shares)
 

@@ -194,8 +194,8 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 def ranks_of(shares: Sequence[float]) -> Ranks:
     """Bring the shares of ranks to lowest terms, as integers; their number if all are equal.
 
-    `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`, `(1, 1)` becomes 2. Six digits of a share count. Raises
-    ValueError unless all are positive and finite.
+    `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`, `(1, 1)` becomes 2. See MOST_PARTS for their precision.
+    Raises ValueError unless all are positive and finite.
     """
     if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
         raise ValueError(f"shares {list(shares)} are not positive numbers")
@@ -208,7 +208,7 @@ def ranks_of(shares: Sequence[float]) -> Ranks:
 
 
 MOST_PARTS = 10**6
-"""The largest ratio of two shares, and of their precision."""
+"""Shares are multiples of the largest one, divided by up to this number."""
 
 
 def count_of(ranks: Ranks) -> int:
@@ -235,14 +235,17 @@ def apportioned(count: int, ranks: Ranks) -> tuple[int, ...]:
     """Number of each rank's units of `count`; torch.compile can trace this function.
 
     Without shares, the first `count % ranks` hold one more. Shares are met by the largest remainder (Hamilton's
-    method): a rank is within one unit of its share. If there are as many units as ranks, no rank is left without one.
+    method), within one unit of each. But if there are as many units as ranks, every rank has one: the ranks most above
+    their share give theirs.
     """
     if isinstance(ranks, int):
         return tuple(count // ranks + (rank < count % ranks) for rank in range(ranks))
     total, everyone = sum(ranks), range(len(ranks))
     units = [count * share // total for share in ranks]
-    for rank in sorted(everyone, key=lambda rank: -(count * ranks[rank] % total))[: count - sum(units)]:
-        units[rank] += 1
+    left, remainders = count - sum(units), [count * share % total for share in ranks]
+    for rank, own in enumerate(remainders):  # no sort: the count may be symbolic
+        before = sum(other > own or (other == own and peer < rank) for peer, other in enumerate(remainders))
+        units[rank] += before < left
     while count >= len(ranks) and 0 in units:
         giving = max(everyone, key=lambda rank: (units[rank] > 1, units[rank] * total - count * ranks[rank]))
         units[giving] -= 1

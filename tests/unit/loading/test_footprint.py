@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -123,6 +124,28 @@ def test_plan_prints_shares_for_the_memory_of_each_rank(
     assert "training" in out
 
 
+def test_other_shares_are_named_before_more_ranks(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", "1,1"]) == 1
+    out = capsys.readouterr().out
+    remedy = re.search(r"it would fit with --shares (\S+)", out)
+    assert remedy is not None
+    assert "more rank" not in out
+    assert main(["plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", remedy[1]]) == 0
+
+
+def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> None:
+    packed_folder(tmp_path, "qwen3_moe", VARIANTS["int8 by rows"])
+    found = survey(str(tmp_path / "plain"))
+    total = plan_memory(found, 1).total_bytes[0]
+    for first in (50, 60, 75, 80):
+        memory = [total * first // 90, total * (100 - first) // 90]
+        tried = [
+            fullest(plan_memory(replace(found, plan=replace(found.plan, shares=(part, 40 - part))), 2), memory)
+            for part in range(1, 40)
+        ]
+        assert fullest(fit_shares(found, memory), memory) < 1.02 * min(tried)
+
+
 def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
     dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))
@@ -136,8 +159,9 @@ def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.Captu
     [
         (["--tp-size", "3", "--shares", "2,1"], "got --tp-size for 3 and --shares for 2, expected one number"),
         (["--memory", "2GB,1GB", "--shares", "2,1,1"], "got --shares for 3 and --memory for 2, expected one number"),
-        (["--shares", "2,x"], "shares: got '2,x', expected a positive number for each rank, or memory or speed"),
+        (["--shares", "2,x"], "--shares: got '2,x', expected a positive number for each rank, or memory or speed"),
         (["--shares", "memory"], "--shares: got memory, expected numbers, since no rank runs here"),
+        (["--tp-size", "2", "--memory", f"{'9' * 400}TB,1GB", "--shares", "x"], "--shares: got 'x'"),
         (["--tp-size", "2", "--optimizer", "lion"], "--optimizer: got 'lion', expected sgd, momentum, adam, adamw"),
     ],
 )
@@ -148,7 +172,7 @@ def test_contradictions_are_told(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], {"a": 1}])
+@pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], [10**400, 1], {"a": 1}])
 def test_malformed_shares_of_a_plan_are_refused(shares: Any) -> None:
     with pytest.raises(PlanError, match=r"shares is .*, not a positive number for each rank, memory or speed"):
         Plan.parse({"extends": "llama", "shares": shares}, source="mine")
@@ -197,11 +221,13 @@ def test_free_memory_follows_control_groups(tmp_path: Path, monkeypatch: pytest.
         )
         for name, value in zip(names, (limit, usage), strict=True):
             (tmp_path / folder / name).write_text(value)
+        cached = "total_inactive_file 500" if folder == "memory/old" else "anon 7\ninactive_file 300"
+        (tmp_path / folder / "memory.stat").write_text(cached + "\n")
     places = {"/proc/self/cgroup": tmp_path / "cgroup", "/sys/fs/cgroup": tmp_path}
     monkeypatch.setattr(capacity, "Path", lambda first, *rest: Path(places.get(first, first), *rest))
-    assert sorted(capacity._left_in_groups()) == [4000, 7000]
-    assert capacity.free_memory(torch.device("cpu")) == 4000
-    assert capacity.free_memory(torch.device("cpu"), 4) == 1000
+    assert sorted(capacity._left_in_groups()) == [4300, 7500]
+    assert capacity.free_memory(torch.device("cpu")) == 4300
+    assert capacity.free_memory(torch.device("cpu"), 4) == 1075
 
 
 def test_products_are_timed() -> None:

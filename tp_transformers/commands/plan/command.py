@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -111,7 +113,8 @@ def _dtype(text: str) -> Any:
 def _bytes(text: str) -> int:
     """Parse a number of bytes. Raises UsageError if `text` is not one."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    count = 0 if match is None or match[2] not in UNITS else int(float(match[1]) * UNITS[match[2]])
+    known = match is not None and match[2] in UNITS
+    count = min(int(Fraction(match[1]) * UNITS[match[2]]), sys.maxsize) if match is not None and known else 0
     if count < LEAST:
         fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30)."
         raise UsageError(describe("--memory", got=repr(text), expected="a number of bytes with its unit", fix=fix))

@@ -32,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script; returns 0, or the exit code of the rank that failed first."""
-    ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
+    shared = set_shares(arguments.shares)
+    has_copies = bool(shared and arguments.ranks and arguments.ranks % shared == 0)
+    ranks = count_ranks({"-n": arguments.ranks, "--shares": None if has_copies else shared})
     if ranks < 1:
         raise UsageError("-n", got=str(ranks), expected="1 or more", fix="Give a number of ranks.")
     if not os.path.isfile(arguments.script):

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
-from ..shares import add_shares, parse_shares
+from ..shares import add_shares, count_ranks, parse_shares
 
 if TYPE_CHECKING:
     from .verify import Verdict
@@ -19,7 +19,7 @@ EXAMPLE = "tp-transformers verify Qwen/Qwen3-8B --tp-size 2,3 --grads"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
-    parser.add_argument("--tp-size", default="2", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
+    parser.add_argument("--tp-size", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
     add_shares(parser)
     parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")
     parser.add_argument("--grads", action="store_true", help="compare gradients too")
@@ -37,19 +37,22 @@ def run(arguments: argparse.Namespace) -> int:
     from .verify import verify
 
     try:
-        sizes = [int(size) for size in arguments.tp_size.split(",")]
+        sizes = [int(size) for size in (arguments.tp_size or "2").split(",")]
     except ValueError:
         raise UsageError(
             "--tp-size", got=arguments.tp_size, expected="numbers such as 2 or 2,3", fix="Give some."
         ) from None
     if arguments.timeout <= 0:
         raise UsageError("--timeout", got=f"{arguments.timeout:g}", expected="seconds above 0", fix="Leave it out.")
+    shares = parse_shares(arguments.shares)
+    if shares is not None and arguments.tp_size is not None:
+        count_ranks({"--tp-size": max(sizes), "--shares": len(shares)})
     logging.disable_progress_bar()
     verdicts = verify(
         arguments.model,
         plan=arguments.plan,
         sizes=sizes,
-        shares=parse_shares(arguments.shares),
+        shares=shares,
         grads=arguments.grads,
         timeout=arguments.timeout,
         allow_replicated=arguments.allow_replicated,

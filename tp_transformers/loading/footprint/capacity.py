@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,10 +10,16 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+_NAMES = ("max", "current", "inactive_file")
+"""Limit, usage and cached pages of a control group of version 2."""
 SECONDS = 0.15
 """Time of each of the two measurements of `seconds_of_products`."""
 WIDTH, TOKENS = 4096, 64
-"""Side of the matrix that is multiplied, and the number of tokens of the larger product."""
+"""Side of the matrix that is multiplied, and the number of tokens of the larger product, on a CPU."""
+WIDTH_OF_GPU, TOKENS_OF_GPU = 8192, 2048
+"""The same elsewhere: a matrix that no cache holds, and enough tokens to be bound by arithmetic."""
+AT_ONCE = 10
+"""Products between two synchronizations."""
 
 
 def free_memory(device: torch.device, sharers: int = 1) -> int:
@@ -30,25 +36,29 @@ def free_memory(device: torch.device, sharers: int = 1) -> int:
 
 
 def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of a product of one token, which reads the matrix from memory, and of TOKENS tokens, on this device.
+    """Seconds of a product of one token, which reads the matrix from memory, and of many tokens, on this device.
 
     Other ranks on the same processor should measure at the same time, as they compute at the same time.
     """
-    weight = torch.ones((WIDTH, WIDTH), dtype=dtype, device=device)
-    one, many = (_seconds(torch.ones((tokens, WIDTH), dtype=dtype, device=device), weight) for tokens in (1, TOKENS))
+    width, tokens = (WIDTH, TOKENS) if device.type == "cpu" else (WIDTH_OF_GPU, TOKENS_OF_GPU)
+    weight = torch.ones((width, width), dtype=dtype, device=device)
+    one, many = (_seconds(torch.ones((count, width), dtype=dtype, device=device), weight) for count in (1, tokens))
     return one, many
 
 
 def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
     """Mean seconds of a product, over SECONDS after the first."""
-    wait = torch.get_device_module(x.device.type).synchronize if x.device.type != "cpu" else lambda: None
+    is_cpu = x.device.type == "cpu"
+    wait = (lambda: None) if is_cpu else torch.get_device_module(x.device.type).synchronize
+    repeated = 1 if is_cpu else AT_ONCE
     count, began, end = 0, 0.0, 0.0
     while count < 2 or end - began < SECONDS:
-        linear(x, weight)
+        for _ in range(repeated):
+            linear(x, weight)
         wait()
         end = perf_counter()
-        count, began = count + 1, began or end  # the first product is not counted
-    return (end - began) / (count - 1)
+        count, began = count + 1, began or end  # the first products are not counted
+    return (end - began) / (count - 1) / repeated
 
 
 def _available() -> int:
@@ -57,7 +67,7 @@ def _available() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return sys.maxsize  # another system: all ranks count the same
 
 
 def _left_in_groups() -> list[int]:
@@ -69,19 +79,21 @@ def _left_in_groups() -> list[int]:
     left = []
     for _, controllers, path in paths:
         root = Path("/sys/fs/cgroup", "memory" if controllers == "memory" else "")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        names = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file") if controllers else _NAMES
         if controllers in ("", "memory"):
             group = root / path.lstrip("/")
             groups = (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
-            left += [_difference(folder / names[0], folder / names[1]) for folder in groups]
+            left += [_left_in(folder, *names) for folder in groups]
     return [nbytes for nbytes in left if nbytes is not None]
 
 
-def _difference(limit: Path, usage: Path) -> int | None:
-    """The limit less the usage, at least 0; None without a limit."""
+def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
+    """Bytes left of the limit of one control group, where pages of files that can be dropped are free; None without."""
     try:
-        return max(0, int(limit.read_text()) - int(usage.read_text()))
-    except (OSError, ValueError):  # "max"
+        room, used = (int((group / f"memory.{name}").read_text()) for name in (limit, usage))
+        entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, min(room, room - used + int(entries[cached])))
+    except (OSError, ValueError, KeyError):  # "max"
         return None
 
 

@@ -15,6 +15,9 @@ MOST_RANKS = 64
 ROUNDS = 6
 """Largest number of shares that `fit_shares` tries."""
 
+MOVES = (80, 20, 5, 1)
+"""Parts that are moved between ranks at the end, to correct what complete heads and experts left uneven."""
+
 PARTS = 1000
 """`fit_shares` finds shares in units of 1 / PARTS."""
 
@@ -86,7 +89,26 @@ def fit_shares(
             for share, room, held in zip(rounded, memory, tried.total_bytes, strict=True)
         ]
     assert best is not None
+    for moved in MOVES:
+        best = _improved(best, memory, moved)
     return best
+
+
+def _improved(planned: MemoryPlan, memory: Sequence[int], moved: int) -> MemoryPlan:
+    """Move `moved` parts of the shares from the fullest rank to the emptiest while that helps."""
+    while True:
+        assert isinstance(planned.survey.plan.shares, tuple)
+        shares = list(planned.survey.plan.shares)
+        filled = [held / room for held, room in zip(planned.total_bytes, memory, strict=True)]
+        first, last = filled.index(max(filled)), filled.index(min(filled))
+        if shares[first] <= moved or first == last:
+            return planned
+        shares[first] -= moved
+        shares[last] += moved
+        tried = replan(planned, shares=tuple(shares))
+        if fullest(tried, memory) >= fullest(planned, memory):
+            return planned
+        planned = tried
 
 
 def fullest(planned: MemoryPlan, memory: Sequence[int]) -> float:
