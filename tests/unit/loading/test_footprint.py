@@ -146,6 +146,25 @@ def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> N
         assert fullest(fit_shares(found, memory), memory) < 1.02 * min(tried)
 
 
+def test_a_plan_says_how_many_ranks_its_shares_are_for(
+    wide: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for shares, arguments in (
+        ("[3, 1, 1]", []),
+        ("memory", ["--memory", "60MB,30MB,30MB"]),
+        ("speed", ["--tp-size", "3"]),
+    ):
+        (tmp_path / "mine.yaml").write_text(f"extends: llama\nshares: {shares}\n")
+        code = main(["plan", wide, "--plan", str(tmp_path / "mine.yaml"), "--json", "--context", "64", *arguments])
+        captured = capsys.readouterr()
+        if shares == "speed":
+            assert code == 2
+            assert "tp_shares: got 'speed'" in captured.err
+            assert "Give numbers: --shares" in captured.err
+        else:
+            assert json.loads(captured.out)["tp_size"] == 3
+
+
 def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
     dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))

@@ -58,11 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     memory = [_bytes(text) for text in arguments.memory.split(",")] if arguments.memory is not None else []
     shares = parse_shares(arguments.shares)
-    listed = len(memory) if len(memory) > 1 else None
-    given = {"--tp-size": arguments.tp_size, "--shares": len(shares) if shares else None, "--memory": listed}
-    ranks = count_ranks(given)
-    memory = memory * ranks if len(memory) == 1 else memory
-    _check("--tp-size", ranks, 1)
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     if arguments.optimizer not in (None, *OPTIMIZERS):
@@ -71,15 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     take = partial(survey, arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), **where)
     surveyed = take(packed=arguments.packed)
+    if shares is not None:
+        surveyed = replace(surveyed, plan=replace(surveyed.plan, shares=shares))
+    listed, planned_shares = len(memory) if len(memory) > 1 else None, surveyed.plan.shares
+    counted = len(planned_shares) if isinstance(planned_shares, tuple) else None
+    of_shares = "--shares" if shares is not None else "the plan's shares"
+    ranks = count_ranks({"--tp-size": arguments.tp_size, of_shares: counted, "--memory": listed})
+    memory = memory * ranks if len(memory) == 1 else memory
+    _check("--tp-size", ranks, 1)
     options: dict[str, Any] = {
         "batch": arguments.batch,
         "context": default_context(surveyed.model) if arguments.context is None else arguments.context,
         "optimizer": arguments.optimizer,
         "allow_replicated": arguments.allow_replicated,
     }
-    if shares is not None:
-        surveyed = replace(surveyed, plan=replace(surveyed.plan, shares=shares))
-    if len(set(memory)) > 1 and shares is None:
+    if counted is None and (len(set(memory)) > 1 or (memory and planned_shares == "memory")):
         planned = fit_shares(surveyed, memory, **options)
     else:
         planned = plan_memory(surveyed, ranks, **options)
