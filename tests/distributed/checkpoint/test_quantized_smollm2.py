@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from tests.distributed.test_smollm2 import PROMPTS, TOLERANCE
-from tests.support.comparisons import assert_same_tensors, relative
+from tests.support.comparisons import assert_same_tensors, largest_step, relative
 from tests.support.models import bytes_read, headers, load
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -136,3 +137,40 @@ def test_text_is_that_of_one_process(pool: Any, case: Any, smollm2: Path, tmp_pa
                 assert result["held"] <= 1.1 * result["read"]  # the operators' own scales
                 assert result["read"] <= 1.01 * result["held"]  # shapes; groups of all columns
     assert_same_tensors(folder, tmp_path / "saved")
+
+
+STEPS, LENGTH = 30, 96
+
+
+def losses_of_adapters(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Losses of steps of AdamW on a LoRA adapter of all linears."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    optimizer = torch.optim.AdamW([param for param in adapted.parameters() if param.requires_grad], lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        batch = tokens[:, step * LENGTH : (step + 1) * LENGTH]
+        loss = adapted(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def losses_on_ranks(folder: str, tokens: torch.Tensor) -> torch.Tensor:
+    """Run on every rank: the same over packed weights."""
+    return losses_of_adapters(load(folder, dtype=torch.float32, tp_dequantize=False), tokens)
+
+
+def test_adapters_train_over_packed_weights_as_in_one_process(pool: Any, smollm2: Path, tmp_path: Path) -> None:
+    model = compressed_tensors(smollm2, tmp_path / "checkpoint")
+    text = AutoTokenizer.from_pretrained(smollm2)(README.read_text(), return_tensors="pt")["input_ids"]
+    tokens = text.repeat(1, 2)[:, : STEPS * LENGTH]
+    expected = losses_of_adapters(model, tokens)
+    assert expected[-5:].mean() < expected[:5].mean()
+    for size in (2, 3):
+        for losses in pool.run(size, losses_on_ranks, str(tmp_path / "checkpoint"), tokens, timeout=600):
+            difference = largest_step(losses, expected)
+            print(f"{size} ranks: losses {losses[0]:.5f} to {losses[-1]:.5f}, largest difference {difference:.1e}")
+            assert difference < TOLERANCE

@@ -80,7 +80,7 @@ def test_a_fused_projection_of_own_widths_stays_whole(pool: Pool, tmp_path: Path
     results = pool.run(2, partial(compare_inferred, trust_remote_code=True), folder)
     assert_exact(results, 0.8)
     for said in (seen["whole"] for seen in results[:1]):
-        assert "whole  blocks.*.attend.back, blocks.*.attend.qkv: one forward of rank 0's shards" in said
+        assert "replicated  blocks.*.attend.back, blocks.*.attend.qkv: one forward of rank 0's shards" in said
         assert "split_with_sizes" in said
 
 
