@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...loading.footprint.fit import fit_shares, fullest, longest_context, more_ranks, smallest_size
+from ...loading.footprint.fit import fullest, longest_context, more_ranks, refit, smallest_size
 from ...loading.footprint.memory import MemoryPlan
 from ...text import size
 
@@ -37,14 +37,7 @@ def judge(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], Memor
 
 def _remedies(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], MemoryPlan | None]) -> list[str]:
     found = []
-    other = fit_shares(
-        planned.survey,
-        memory,
-        batch=planned.batch,
-        context=planned.context,
-        optimizer=planned.optimizer,
-        allow_replicated=planned.allow_replicated,
-    )
+    other = refit(planned, memory)
     if fullest(other, memory) <= 1:
         return [f"--shares {','.join(map(str, other.survey.plan.shares or ()))}"]
     context = longest_context(planned, memory)

@@ -94,6 +94,18 @@ def fit_shares(
     return best
 
 
+def refit(planned: MemoryPlan, memory: Sequence[int]) -> MemoryPlan:
+    """Find shares for ranks of this `memory`, for the batch, context and options of `planned`; see `fit_shares`."""
+    return fit_shares(
+        planned.survey,
+        memory,
+        batch=planned.batch,
+        context=planned.context,
+        optimizer=planned.optimizer,
+        allow_replicated=planned.allow_replicated,
+    )
+
+
 def _improved(planned: MemoryPlan, memory: Sequence[int], moved: int) -> MemoryPlan:
     """Move `moved` parts of the shares from the fullest rank to the emptiest while that helps."""
     while True:
@@ -133,14 +145,7 @@ def more_ranks(planned: MemoryPlan, memory: Sequence[int]) -> int | None:
             return None
         if sum(planned.total_bytes) <= sum(room) + planned.replicated_bytes:  # fewer cannot hold it
             try:
-                tried = fit_shares(
-                    planned.survey,
-                    room,
-                    batch=planned.batch,
-                    context=planned.context,
-                    optimizer=planned.optimizer,
-                    allow_replicated=planned.allow_replicated,
-                )
+                tried = refit(planned, room)
             except PlanError:  # some plans fit only some numbers of ranks
                 continue
             if fullest(tried, room) <= 1:
