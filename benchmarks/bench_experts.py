@@ -9,7 +9,6 @@ are counted, and steps are timed, alternating the sides.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 import tempfile
@@ -59,12 +58,7 @@ def _run(arguments: argparse.Namespace, model: str, cut: str) -> list[dict[str, 
     size = arguments.ranks
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(model=model, cut=cut, folder=scratch, size=size, rank=0, rounds=arguments.rounds)
-        return processes.run(
-            "benchmarks.experts",
-            [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
-            timeout=arguments.timeout,
-            env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"} for rank in range(size)],
-        )
+        return processes.run_ranks("benchmarks.experts", job, timeout=arguments.timeout)
 
 
 def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:

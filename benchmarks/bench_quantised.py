@@ -8,7 +8,6 @@ rank, transformers computes too, with the format's own package, if that is insta
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 import tempfile
@@ -62,12 +61,7 @@ def main() -> int:
 def _run(arguments: argparse.Namespace, name: str, widths: str, size: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(format=name, widths=widths, folder=f"{scratch}/model", size=size, rank=0, rounds=arguments.rounds)
-        return processes.run(
-            "benchmarks.quantised",
-            [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
-            timeout=arguments.timeout,
-            env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"} for rank in range(size)],
-        )
+        return processes.run_ranks("benchmarks.quantised", job, timeout=arguments.timeout)
 
 
 def summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ first. Then steps are timed, alternating the sides.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 import tempfile
@@ -35,12 +34,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         job = Job(folder=scratch, size=size, rank=0, rounds=arguments.rounds)
         try:
-            ranks = processes.run(
-                "benchmarks.shares",
-                [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
-                timeout=arguments.timeout,
-                env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"} for rank in range(size)],
-            )
+            ranks = processes.run_ranks("benchmarks.shares", job, timeout=arguments.timeout)
         except (processes.ProcessError, OSError) as error:
             print(f"bench_shares: {error}", file=sys.stderr)
             return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -65,6 +66,22 @@ def run(
         if any(code != 0 for code in codes):
             raise ProcessError("\n".join(_report(module, scratch, number, code) for number, code in enumerate(codes)))
         return [json.loads(Path(scratch, f"{number}.json").read_bytes()) for number in range(len(jobs))]
+
+
+def run_ranks(module: str, job: Any, *, timeout: float) -> list[dict[str, Any]]:
+    """Run `module` on ranks of one thread each; see `run`.
+
+    Args:
+        job: a dataclass with the fields `size`, the number of ranks, and `rank`, which each rank's job has for its own.
+    """
+    ranks = range(job.size)
+    own = {"WORLD_SIZE": str(job.size), "OMP_NUM_THREADS": "1"}
+    return run(
+        module,
+        [{**dataclasses.asdict(job), "rank": rank} for rank in ranks],
+        timeout=timeout,
+        env=[{**own, "RANK": str(rank)} for rank in ranks],
+    )
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from transformers.utils import logging
 
 from benchmarks import demo
+from tests.support.architectures import make_case as make_architecture
 from tests.support.models import Case, make_case
 from tests.support.pool import Pool
 
@@ -45,6 +47,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory):
+    """`made(name, variant)` is a tiny checkpoint of an architecture with its one-process reference, made once."""
+    return cache(lambda name, variant: make_architecture(tmp_path_factory.mktemp("case"), name, *variant))
 
 
 @pytest.fixture(scope="session")

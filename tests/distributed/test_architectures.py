@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import transformers
 import tp_transformers
 from tests.distributed.test_model_types import COMPOSED
 from tests.support import proofs
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, make_case, observe
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, observe
 from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
 from tests.support.models import Case, excess_read, load
 from tests.support.pool import Pool
@@ -45,19 +44,6 @@ def shapes() -> Iterator[tuple[str, Variant, int]]:
                 last = index == len(architecture.variants) - 1
                 if WHOLE_MATRIX or (index == 1 and size == 4 and name in ON_FOUR) or (last and size == 2):
                     yield name, variant, size
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """`made(name, variant)`: a checkpoint with its reference, made once."""
-    cases: dict[tuple[str, Variant], Case] = {}
-
-    def make(name: str, variant: Variant) -> Case:
-        if (name, variant) not in cases:
-            cases[name, variant] = make_case(tmp_path_factory.mktemp("case"), name, *variant)
-        return cases[name, variant]
-
-    return make
 
 
 def compare_and_save(
@@ -118,8 +104,7 @@ def assert_as_outlined(
 ) -> None:
     """What the ranks hold, keys and values too, is what an outline says without a rank, to the byte."""
     lengths, _ = results[0]["cache"]
-    surveyed = survey(case.folder)
-    surveyed = replace(surveyed, plan=replace(surveyed.plan, shares=None if shares is None else tuple(shares)))
+    surveyed = survey(case.folder).with_shares(None if shares is None else tuple(shares))
     planned = plan_memory(surveyed, size, batch=2, **lengths)
     for rank, result in enumerate(results):
         assert result["held"] == (planned.parameter_bytes[rank], planned.buffer_bytes)

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from tests.distributed.checkpoint.test_quantized import (
 from tests.distributed.model.test_adapters import train_all
 from tests.distributed.test_architectures import assert_as_outlined, compare_and_save
 from tests.distributed.test_compiled import check
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, make_case
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant
 from tests.support.comparisons import assert_same_files, equal_parameters, relative
-from tests.support.models import Case, load, logits_of, with_shares
+from tests.support.models import load, logits_of, with_shares
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tests.support.training import LOSS_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
@@ -53,19 +53,6 @@ def random_cases(count: int) -> list[tuple[str, Variant, list[float]]]:
         shares = [draw.choice([draw.randint(1, 9), round(draw.uniform(0.1, 9), 2)]) for _ in range(size)]
         cases.append((name, draw.choice(ARCHITECTURES[name].variants), shares))
     return cases
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Variant], Case]:
-    """`made(name, variant)`: a checkpoint with its reference, made once."""
-    cases: dict[tuple[str, Variant], Case] = {}
-
-    def make(name: str, variant: Variant) -> Case:
-        if (name, variant) not in cases:
-            cases[name, variant] = make_case(tmp_path_factory.mktemp("case"), name, *variant)
-        return cases[name, variant]
-
-    return make
 
 
 def fixed_cases() -> list[tuple[str, Variant, Sequence[float]]]:
