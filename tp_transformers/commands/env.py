@@ -76,6 +76,7 @@ def _devices() -> Iterator[str]:
     """Lines about the accelerator, and about the processor."""
     import torch
 
+    from ..ranks.environment import visible_cores
     from ..torch_api import has_bfloat16
 
     kind = torch.accelerator.current_accelerator()
@@ -83,9 +84,9 @@ def _devices() -> Iterator[str]:
         module = torch.get_device_module(kind.type)
         yield f"{torch.accelerator.device_count()} x {kind.type}"
         yield from (f"  {index}: {module.get_device_name(index)}" for index in range(module.device_count()))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     products = "products in bfloat16" if has_bfloat16() else "no products in bfloat16"
-    yield f"CPU: {platform.machine()}, {cores} cores for this process, {torch.get_num_threads()} threads, {products}"
+    cores, threads = visible_cores(), torch.get_num_threads()
+    yield f"CPU: {platform.machine()}, {cores} cores for this process, {threads} threads, {products}"
 
 
 def _ranks() -> Iterator[str]:

@@ -286,11 +286,8 @@ def load_pretrained_model(
         plan, reason = settle_shares(plan, model, current.group, request)
         replicated = bool(current.options.allow_replicated)
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
+        request = dataclasses.replace(request, shares_because=reason)
         result = load(model, current.resolution, current.group, request)
-        shares = plan.shares if isinstance(plan.shares, tuple) else None
-        result = dataclasses.replace(
-            result, report=dataclasses.replace(result.report, tp_shares=shares, shares_because=reason)
-        )
     untyped(model).tp_report = result.report
     untyped(model).tp_source = current.source(model, checkpoint_files or ())
     return result.as_loading_info(), None

@@ -95,6 +95,8 @@ def load(
         prefetched=prefetched,
         sampled=sampled,
         fallbacks=tuple(targets.conversion.fallbacks),
+        tp_shares=resolution.plan.numbers,
+        shares_because=request.shares_because,
         products=dict(Counter(weight.product for weight in memory.packed.weights.values())),
     )
     if group.rank == 0:

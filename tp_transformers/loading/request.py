@@ -42,6 +42,8 @@ class LoadRequest:
     """Quantisation of the weights; None if they are not quantised."""
     arriving: Arriving | None = None
     """Quantisation to apply to unquantised weights; None to apply none."""
+    shares_because: str = ""
+    """Reason of the plan's shares, for the report; "" if the caller or the plan gave them."""
 
     @property
     def stays_packed(self) -> bool:

@@ -42,10 +42,12 @@ def settle_shares(
     Raises MeshError if ranks ask for different shares, PlanError for a malformed TP_TRANSFORMERS_SHARES.
     """
     asked, reason = plan.shares, ""
-    with group.agree():
+    with group.agree() as everyone:
         if asked is None and os.environ.get(SHARES):
             asked, reason = shares_of(os.environ[SHARES], subject=SHARES), f"by {SHARES}"
-    group.check_same({"tp_shares": asked})
+        everyone.append(asked)
+    if len(set(everyone)) > 1:
+        group.check_same({"tp_shares": asked})  # raises
     saved = request.sharded.shares if request.sharded is not None else None
     if asked is None and saved is not None and len(saved) == group.size:
         asked, reason = saved, "as saved"
@@ -73,9 +75,7 @@ def _by_memory(
         survey = take_survey(str(model.config.name_or_path), copy.deepcopy(model), plan, request)
         allowed = bool(request.options.allow_replicated)
         planned = fit_shares(survey, memory, context=default_context(model), allow_replicated=allowed)
-        shares = planned.survey.plan.shares
-        assert isinstance(shares, tuple)
-        return shares, fullest(planned, memory)
+        return planned.survey.plan.numbers or (), fullest(planned, memory)
 
     shares, filled = group.from_first(fit)
     if filled > 1 and group.rank == 0:

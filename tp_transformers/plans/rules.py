@@ -235,6 +235,11 @@ class Plan:
         """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
         return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
 
+    @property
+    def numbers(self) -> tuple[float, ...] | None:
+        """The shares, if they are numbers; else None."""
+        return self.shares if isinstance(self.shares, tuple) else None
+
     def ranks(self, size: int) -> Ranks:
         """`size` ranks with the plan's shares. Raises PlanError if these are not `size` numbers."""
         if self.shares is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text
 from ..marks import Mark
 from ..torch_api import untraced
-from .environment import local_size, node_name
+from .environment import local_size, node_name, visible_cores
 from .messages import exchange
 from .shared_memory.joining import memory_of
 
@@ -123,9 +122,7 @@ class TensorParallelGroup:
     @property
     def threads(self) -> int:
         """Number of threads for this rank: visible cores per rank of the node, at most 8."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        ranks = local_size() or self.size
-        return max(1, min(8, cores // ranks))
+        return max(1, min(8, visible_cores() // (local_size() or self.size)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
         return self

@@ -47,7 +47,7 @@ def test_ranks_of_unlike_memory_are_filled_alike(wide: str, ratios: Sequence[int
     assert max(filled) < 1.12 * sum(planned.total_bytes) / sum(memory)
     assert fullest(planned, memory) <= fullest(plan_memory(found, len(memory), context=context), memory)
     # The shares that it names lead to the same bytes.
-    again = replace(found, plan=replace(found.plan, shares=planned.survey.plan.shares))
+    again = found.with_shares(planned.survey.plan.numbers)
     assert plan_memory(again, len(memory), context=context).total_bytes == planned.total_bytes
 
 
@@ -84,7 +84,7 @@ def test_what_would_fit(wide: str) -> None:
     assert context is not None
 
     def with_context(tokens: int) -> float:
-        again = replace(found, plan=replace(found.plan, shares=planned.survey.plan.shares))
+        again = found.with_shares(planned.survey.plan.numbers)
         return fullest(plan_memory(again, 2, context=tokens), memory)
 
     assert with_context(context) <= 1 < with_context(context + 1)
@@ -139,10 +139,7 @@ def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> N
     total = plan_memory(found, 1).total_bytes[0]
     for first in (50, 60, 75, 80):
         memory = [total * first // 90, total * (100 - first) // 90]
-        tried = [
-            fullest(plan_memory(replace(found, plan=replace(found.plan, shares=(part, 40 - part))), 2), memory)
-            for part in range(1, 40)
-        ]
+        tried = [fullest(plan_memory(found.with_shares((part, 40 - part)), 2), memory) for part in range(1, 40)]
         assert fullest(fit_shares(found, memory), memory) < 1.02 * min(tried)
 
 

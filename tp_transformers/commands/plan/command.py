@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -66,10 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     take = partial(survey, arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), **where)
     surveyed = take(packed=arguments.packed)
-    if shares is not None:
-        surveyed = replace(surveyed, plan=replace(surveyed.plan, shares=shares))
-    listed, planned_shares = len(memory) if len(memory) > 1 else None, surveyed.plan.shares
-    counted = len(planned_shares) if isinstance(planned_shares, tuple) else None
+    surveyed = surveyed if shares is None else surveyed.with_shares(shares)
+    listed, numbers = len(memory) if len(memory) > 1 else None, surveyed.plan.numbers
+    counted = len(numbers) if numbers is not None else None
     of_shares = "--shares" if shares is not None else "the plan's shares"
     ranks = count_ranks({"--tp-size": arguments.tp_size, of_shares: counted, "--memory": listed})
     memory = memory * ranks if len(memory) == 1 else memory
@@ -80,14 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
         "optimizer": arguments.optimizer,
         "allow_replicated": arguments.allow_replicated,
     }
-    if counted is None and (len(set(memory)) > 1 or (memory and planned_shares == "memory")):
-        planned = fit_shares(surveyed, memory, **options)
-    else:
-        planned = plan_memory(surveyed, ranks, **options)
+    fits_shares = numbers is None and (len(set(memory)) > 1 or (bool(memory) and surveyed.plan.shares == "memory"))
+    planned = fit_shares(surveyed, memory, **options) if fits_shares else plan_memory(surveyed, ranks, **options)
     room = None
     if memory:
         stays = not arguments.packed and surveyed.is_quantized
-        room = judge(planned, memory, lambda: fit_shares(take(packed=True), memory, **options) if stays else None)
+        room = judge(planned, memory, partial(take, packed=True) if stays else None, is_fitted=fits_shares)
     if arguments.png is not None:
         draw(planned, arguments.png, memory)
     print(json.dumps(as_json(planned, room)) if arguments.json else as_text(planned, room))

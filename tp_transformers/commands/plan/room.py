@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...loading.footprint.fit import fullest, longest_context, more_ranks, refit, smallest_size
 from ...loading.footprint.memory import MemoryPlan
+from ...loading.footprint.survey import Survey
 from ...text import size
 
 
@@ -28,23 +29,29 @@ class Room:
         return len(set(self.memory)) == 1
 
 
-def judge(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], MemoryPlan | None]) -> Room:
-    """Hold `planned` against the `memory` of each rank; `packed` plans it with packed weights, or returns None."""
+def judge(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], Survey] | None, *, is_fitted: bool) -> Room:
+    """Hold `planned` against the `memory` of each rank.
+
+    `packed`: surveys the load with packed weights; None if that is no other load. `is_fitted`: whether the shares were
+    found for this memory.
+    """
     fits = fullest(planned, memory) <= 1
     smallest = smallest_size(planned, memory[0]) if len(set(memory)) == 1 else None
-    return Room(tuple(memory), fits, smallest, () if fits else tuple(_remedies(planned, memory, packed)))
+    remedies = () if fits else tuple(_remedies(planned, memory, packed, is_fitted))
+    return Room(tuple(memory), fits, smallest, remedies)
 
 
-def _remedies(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], MemoryPlan | None]) -> list[str]:
+def _remedies(
+    planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], Survey] | None, is_fitted: bool
+) -> list[str]:
     found = []
-    other = refit(planned, memory)
-    if fullest(other, memory) <= 1:
-        return [f"--shares {','.join(map(str, other.survey.plan.shares or ()))}"]
+    other = None if is_fitted else refit(planned, memory)
+    if other is not None and fullest(other, memory) <= 1:
+        return [f"--shares {','.join(map(str, other.survey.plan.numbers or ()))}"]
     context = longest_context(planned, memory)
     if context:
         found.append(f"--context {context}, with the same shares")
-    smaller = packed()
-    if smaller is not None and fullest(smaller, memory) <= 1:
+    if packed is not None and fullest(refit(replace(planned, survey=packed()), memory), memory) <= 1:
         found.append("--packed: quantised weights stay as they are stored")
     count = more_ranks(planned, memory) if len(set(memory)) > 1 else None
     if count:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ...errors import PlanError
 from .memory import MemoryPlan, plan_memory, replan
@@ -35,7 +34,7 @@ def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
     total = sum(parameter.nbytes for parameter in planned.parameters)
     for size in range(max(1, -(-total // room)), MOST_RANKS + 1):  # fewer ranks cannot hold the parameters
         try:
-            tried = replan(planned, size=size, shares=None)
+            tried = replan(planned, survey=planned.survey.with_shares(None), size=size)
         except PlanError:  # some plans fit only some numbers of ranks
             continue
         if max(tried.total_bytes) <= memory:
@@ -72,9 +71,8 @@ def fit_shares(
         if rounded in tried_shares:
             break
         tried_shares.add(rounded)
-        shared = replace(survey, plan=replace(survey.plan, shares=rounded))
         tried = plan_memory(
-            shared,
+            survey.with_shares(rounded),
             len(memory),
             batch=batch,
             context=context,
@@ -109,15 +107,14 @@ def refit(planned: MemoryPlan, memory: Sequence[int]) -> MemoryPlan:
 def _improved(planned: MemoryPlan, memory: Sequence[int], moved: int) -> MemoryPlan:
     """Move `moved` parts of the shares from the fullest rank to the emptiest while that helps."""
     while True:
-        assert isinstance(planned.survey.plan.shares, tuple)
-        shares = list(planned.survey.plan.shares)
+        shares = list(planned.survey.plan.numbers or ())
         filled = [held / room for held, room in zip(planned.total_bytes, memory, strict=True)]
         first, last = filled.index(max(filled)), filled.index(min(filled))
         if shares[first] <= moved or first == last:
             return planned
         shares[first] -= moved
         shares[last] += moved
-        tried = replan(planned, shares=tuple(shares))
+        tried = replan(planned, survey=planned.survey.with_shares(tuple(shares)))
         if fullest(tried, memory) >= fullest(planned, memory):
             return planned
         planned = tried

@@ -6,9 +6,8 @@ Shapes and bytes follow from the layouts that `resolve` returns for the model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -30,9 +29,6 @@ OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 CONTEXT = 4096
 """Tokens of the sequence that is counted by default, if the model takes as many."""
-
-KEEP: Any = object()
-"""Default of `replan`, since None is a value of `shares`."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +179,12 @@ def plan_memory(
     )
 
 
-def replan(planned: MemoryPlan, *, size: int = 0, context: int | None = None, shares: Any = KEEP) -> MemoryPlan:
-    """Compute `planned` again for another number of ranks, another context or other shares."""
-    survey = planned.survey
+def replan(
+    planned: MemoryPlan, *, survey: Survey | None = None, size: int | None = None, context: int | None = None
+) -> MemoryPlan:
+    """Compute `planned` again for another survey, number of ranks or context."""
     return plan_memory(
-        survey if shares is KEEP else replace(survey, plan=replace(survey.plan, shares=shares)),
+        survey or planned.survey,
         size or planned.size,
         batch=planned.batch,
         context=planned.context if context is None else context,
@@ -236,7 +233,11 @@ def _packed(expression: LazyTensor, dtype: torch.dtype, layout: Layout | None, s
 
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
     """Yield the heads of every attention module that the plan describes."""
-    for name, unsharded in resolve(replace(survey.plan, shares=None), survey.model, 1).attention.items():
+    if resolution.replicated_attention:  # a single rank describes it too
+        described = resolve(survey.with_shares(None).plan, survey.model, 1).attention
+    else:
+        described = resolution.attention
+    for name, unsharded in described.items():
         local, counts = resolution.attention.get(name), (unsharded.query.length, unsharded.kv.length)
         ranks = tuple(zip(local.query.widths, local.kv.widths, strict=True)) if local is not None else (counts,) * size
         yield Heads(name, counts, ranks)

@@ -6,7 +6,7 @@ Dtypes, conversions and tied weights come from the code of a load, which reads t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -56,6 +56,10 @@ class Survey:
     """Parameters that stay packed -> lazy tensors of the checkpoint."""
     is_quantized: bool = False
     """True if the checkpoint is quantised."""
+
+    def with_shares(self, shares: tuple[float, ...] | None) -> Survey:
+        """The same load with other shares of the ranks."""
+        return replace(self, plan=replace(self.plan, shares=shares))
 
 
 def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> Survey:
