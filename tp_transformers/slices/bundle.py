@@ -28,24 +28,24 @@ _TILE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimMap:
     """A dim of a stored tensor that follows `dim` of the full tensor: `width` indices for every `unit` of `dim`."""
 
     dim: int
     unit: int = 1
     width: int = 1
 
-    def members(self, length: int) -> int:
+    def stored_length(self, length: int) -> int:
         """Indices of the stored tensor that cover the first `length` indices of the full tensor."""
         return -(-length * self.width // self.unit)
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of the stored tensors. A dim with cut None is read in full, whatever the slice."""
+    """One of the stored tensors. A dim with None is read in full, whatever the slice."""
 
     tensor: LazyTensor
-    cuts: tuple[Cut | None, ...]
+    dim_maps: tuple[DimMap | None, ...]
     name: str = ""
     """Name in the checkpoint."""
 
@@ -68,11 +68,11 @@ class Bundle(Expression):
         decode: Decode,
         selection: Selection | None = None,
     ) -> None:
-        """Raises ValueError if the shape of a stored tensor does not match its cuts."""
+        """Raises ValueError if the shape of a stored tensor does not match its `dim_maps`."""
         for name, member in members.items():
             expected = tuple(
-                length if cut is None else cut.members(shape[cut.dim])
-                for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
+                length if dim_map is None else dim_map.stored_length(shape[dim_map.dim])
+                for length, dim_map in zip(member.tensor.shape, member.dim_maps, strict=True)
             )
             if tuple(member.tensor.shape) != expected:
                 raise ValueError(f"{name} of shape {tuple(member.tensor.shape)}, not {expected}")
@@ -88,7 +88,14 @@ class Bundle(Expression):
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Read the stored tensors into buffers, then decode them into `destination`."""
         units = [
-            math.lcm(*(cut.unit for member in self.members.values() for cut in member.cuts if cut and cut.dim == dim))
+            math.lcm(
+                *(
+                    dim_map.unit
+                    for member in self.members.values()
+                    for dim_map in member.dim_maps
+                    if dim_map and dim_map.dim == dim
+                )
+            )
             for dim in range(len(self.whole))
         ]
         aligned = [
@@ -99,12 +106,12 @@ class Bundle(Expression):
         origins: dict[str, Origin] = {}
         for name, member in self.members.items():
             places = [
-                [(0, 0, length)] if cut is None else aligned[cut.dim].places(cut, length)
-                for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
+                [(0, 0, length)] if dim_map is None else aligned[dim_map.dim].places(dim_map, length)
+                for length, dim_map in zip(member.tensor.shape, member.dim_maps, strict=True)
             ]
             shape = [
-                length if cut is None else cut.members(aligned[cut.dim].length)
-                for length, cut in zip(member.tensor.shape, member.cuts, strict=True)
+                length if dim_map is None else dim_map.stored_length(aligned[dim_map.dim].length)
+                for length, dim_map in zip(member.tensor.shape, member.dim_maps, strict=True)
             ]
             # Elements that are not read are decoded too, and not copied.
             buffers[name] = torch.zeros(shape, dtype=member.tensor.dtype, device=destination.device)
@@ -116,8 +123,8 @@ class Bundle(Expression):
                     view = view.narrow(dim, position, length)
                 yield from source.pieces(view)
             origins[name] = Origin(member.name, tuple(member.tensor.shape), member.tensor.dtype, places)
-        cuts = {name: member.cuts for name, member in self.members.items()}
-        yield Decoded(buffers, cuts, tuple(aligned), self.decode, origins), destination
+        dim_maps = {name: member.dim_maps for name, member in self.members.items()}
+        yield Decoded(buffers, dim_maps, tuple(aligned), self.decode, origins), destination
 
 
 class Aligned:
@@ -172,12 +179,12 @@ class Aligned:
             column += stop - start
         return buffer
 
-    def places(self, cut: Cut, length: int) -> list[Place]:
+    def places(self, dim_map: DimMap, length: int) -> list[Place]:
         """The ranges of a stored dim of `length` to read for the slice."""
         result = []
-        for first, last in self._touched(cut.unit):
-            start, stop = first * cut.width, min(last * cut.width, length)
-            result.append((start, cut.members(self.position(first * cut.unit)), stop - start))
+        for first, last in self._touched(dim_map.unit):
+            start, stop = first * dim_map.width, min(last * dim_map.width, length)
+            result.append((start, dim_map.stored_length(self.position(first * dim_map.unit)), stop - start))
         return result
 
 
@@ -201,7 +208,7 @@ class Decoded:
     """The stored tensors of a slice in memory, in complete groups, with their decoder."""
 
     parts: Parts
-    cuts: Mapping[str, Sequence[Cut | None]]
+    dim_maps: Mapping[str, Sequence[DimMap | None]]
     dims: Sequence[Aligned]
     decode: Decode
     origins: Mapping[str, Origin]
@@ -248,10 +255,10 @@ class Decoded:
     def _narrow(self, parts: Parts, dim: int, tile: Range) -> Parts:
         """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""
         narrowed = dict(parts)
-        for name, cuts in self.cuts.items():
-            for at, cut in enumerate(cuts):
-                if cut is not None and cut.dim == dim:
-                    start, stop = cut.members(tile[0]), cut.members(tile[1])
+        for name, dim_maps in self.dim_maps.items():
+            for at, dim_map in enumerate(dim_maps):
+                if dim_map is not None and dim_map.dim == dim:
+                    start, stop = dim_map.stored_length(tile[0]), dim_map.stored_length(tile[1])
                     narrowed[name] = narrowed[name].narrow(at, start, stop - start)
         return narrowed
 

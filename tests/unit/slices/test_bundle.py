@@ -13,16 +13,16 @@ from safetensors.torch import save_file
 from tests.unit.slices.test_lazy import ranges, select
 from tests.unit.slices.test_scaled import filled
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.slices.bundle import Bundle, Cut, Member, Parts
+from tp_transformers.slices.bundle import Bundle, DimMap, Member, Parts
 from tp_transformers.slices.composed import Stack, Transpose
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
 SHAPE = (3, 21, 34)  # no multiples of the units
-CUTS: dict[str, tuple[Cut | None, ...]] = {
-    "pairs": (Cut(0), Cut(1), Cut(2, 2)),
-    "groups": (Cut(0), Cut(1), Cut(2, 12)),
-    "rows": (Cut(1, 4), Cut(0)),
-    "words": (Cut(2, 8, 2),),
+DIM_MAPS: dict[str, tuple[DimMap | None, ...]] = {
+    "pairs": (DimMap(0), DimMap(1), DimMap(2, 2)),
+    "groups": (DimMap(0), DimMap(1), DimMap(2, 12)),
+    "rows": (DimMap(1, 4), DimMap(0)),
+    "words": (DimMap(2, 8, 2),),
     "all": (None,),
 }
 
@@ -49,7 +49,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory):
     expected = torch.where(j % 2 == 0, pairs // 100, pairs % 100) + made["groups"][e, i, j // 12]
     expected = expected + made["rows"][i // 4, e] + made["words"][j // 4] + made["all"]
     with Checkpoint([path]) as opened:
-        members = {name: Member(opened.tensors[name], cuts) for name, cuts in CUTS.items()}
+        members = {name: Member(opened.tensors[name], dim_maps) for name, dim_maps in DIM_MAPS.items()}
         yield opened, Bundle(members, SHAPE, torch.float32, decode), expected.float()
 
 
@@ -84,6 +84,6 @@ def test_under_other_expressions(bundle) -> None:
 
 
 def test_members_must_fit() -> None:
-    members = {"scales": Member(Resident(torch.ones(4, 3)), (Cut(0), Cut(1, 8)))}
+    members = {"scales": Member(Resident(torch.ones(4, 3)), (DimMap(0), DimMap(1, 8)))}
     with pytest.raises(ValueError, match=r"scales of shape \(4, 3\), not \(4, 4\)"):
         Bundle(members, (4, 30), torch.float32, decode)

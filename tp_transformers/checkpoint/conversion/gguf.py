@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UnsupportedError
-from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.bundle import Bundle, DimMap, Member, Parts
 from ...slices.composed import concat
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import gguf_conversion, gguf_processor
@@ -133,9 +133,9 @@ def _rotary_rows(name: str, tensor: LazyTensor, head: int) -> Bundle:
     if isinstance(tensor, Bundle):
         (key, member), decode = next(iter(tensor.members.items())), tensor.decode
     else:
-        key, member, decode = "values", Member(tensor, (Cut(0), Cut(1)), name), _values
+        key, member, decode = "values", Member(tensor, (DimMap(0), DimMap(1)), name), _values
     order = partial(_by_halves, head)
-    members = {key: Member(member.tensor, (Cut(0, head, head), member.cuts[1]), name)}
+    members = {key: Member(member.tensor, (DimMap(0, head, head), member.dim_maps[1]), name)}
     in_order = (
         decode.with_rows(order) if isinstance(decode, Affine) else lambda parts, shape: order(decode(parts, shape))
     )

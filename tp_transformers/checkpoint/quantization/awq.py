@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.bundle import Bundle, DimMap, Member, Parts
 from ...slices.lazy import LazyTensor
 from .affine import Affine, by_groups, pack_words
 from .format import (
@@ -70,10 +70,10 @@ class Awq(Format):
         zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
         columns, rows = words.shape[0], words.shape[1] * 32 // _BITS
         count_groups(module, columns, self.group, scales, zeros)
-        groups = None if self.group is None else Cut(1, self.group)
+        groups = None if self.group is None else DimMap(1, self.group)
         members = {
-            "words": Member(words, (Cut(1), packed(0, _BITS)), f"{module}.qweight"),
-            "scales": Member(scales, (groups, Cut(0)), f"{module}.scales"),
+            "words": Member(words, (DimMap(1), packed(0, _BITS)), f"{module}.qweight"),
+            "scales": Member(scales, (groups, DimMap(0)), f"{module}.scales"),
             "zeros": Member(zeros, (groups, packed(0, _BITS)), f"{module}.qzeros"),
         }
         decode = Affine(partial(_decode, self.group), _BITS, self.group, "words", _integers, _scales, _words, 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.bundle import Bundle, DimMap, Member, Parts
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine
@@ -69,8 +69,8 @@ class BitsAndBytes(Format):
     def _of_rows(self, tensors: Tensors, module: str) -> Bundle:
         name = f"{module}.weight"
         members = {
-            "values": Member(member(tensors, name, 2, torch.int8), (Cut(0), Cut(1)), name),
-            "scales": Member(member(tensors, f"{module}.SCB", 1, torch.float32), (Cut(0),), f"{module}.SCB"),
+            "values": Member(member(tensors, name, 2, torch.int8), (DimMap(0), DimMap(1)), name),
+            "scales": Member(member(tensors, f"{module}.SCB", 1, torch.float32), (DimMap(0),), f"{module}.SCB"),
         }
         decode = Affine(_decode_rows, 8, None, "values", _integers, _scales)
         return bundle(name, members, members["values"].tensor.shape, torch.float32, decode)
@@ -94,9 +94,9 @@ class BitsAndBytes(Format):
             raise inconsistent(
                 name, f"{values.numel()} pairs and {scales.numel()} scales", f"those of {rows} x {columns}"
             )
-        by_block = (Cut(0), Cut(1, block))
+        by_block = (DimMap(0), DimMap(1, block))
         members = {
-            "values": Member(reshaped(values, (rows, columns // 2)), (Cut(0), Cut(1, 2)), name),
+            "values": Member(reshaped(values, (rows, columns // 2)), (DimMap(0), DimMap(1, 2)), name),
             "scales": Member(reshaped(scales, (rows, per_row)), by_block, f"{name}.absmax"),
             "map": Member(member(tensors, f"{name}.quant_map", 1, torch.float32), (None,), f"{name}.quant_map"),
         }

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
+from ...slices.bundle import Bundle, Decode, DimMap, Member, Parts
 from ...slices.lazy import LazyTensor
 from ..reading.memory import from_float8
 from .affine import Affine, pack_words
@@ -71,11 +71,11 @@ class Scheme:
     """Name of a micro-scaling format; None for other formats."""
 
     @property
-    def along(self) -> Cut:
-        """The `Cut` of the last dim of the values, with `dim` 0 as a placeholder."""
+    def along(self) -> DimMap:
+        """The `DimMap` of the last dim of the values, with `dim` 0 as a placeholder."""
         if self.micro is not None:
-            return Cut(0, 8 // self.bits)
-        return packed(0, self.bits) if self.is_packed else Cut(0)
+            return DimMap(0, 8 // self.bits)
+        return packed(0, self.bits) if self.is_packed else DimMap(0)
 
     @classmethod
     def of(cls, group: Mapping[str, Any], default: str) -> Scheme:
@@ -129,7 +129,7 @@ class Scheme:
         scales = self._scales(tensors, f"{name}_scale", ndim)
         columns = self._columns(tensors, name, values, scales)
         shape = (*lead, rows, columns)
-        own = tuple(map(Cut, range(ndim - 1)))
+        own = tuple(map(DimMap, range(ndim - 1)))
         along = replace(self.along, dim=ndim - 1)
         by_block = self._by_block(ndim, scales)
         members = {
@@ -139,8 +139,8 @@ class Scheme:
         if not self.symmetric:
             zeros = member(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
             is_packed = zeros.dtype == torch.int32
-            cuts = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
-            members["zeros"] = Member(zeros, cuts, f"{name}_zero_point")
+            dim_maps = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
+            members["zeros"] = Member(zeros, dim_maps, f"{name}_zero_point")
         if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
             divisor = member(tensors, f"{name}_global_scale", 1, torch.float32)
             members["divisor"] = Member(divisor, (None,), f"{name}_global_scale")
@@ -172,21 +172,21 @@ class Scheme:
         else:
             full_shape = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
             columns = int(full_shape[-1]) if full_shape[:-1] == list(values.shape[:-1]) else -1
-        if self.along.members(columns) != stored:
+        if self.along.stored_length(columns) != stored:
             got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {full_shape}"
             raise inconsistent(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
         return columns
 
-    def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[Cut | None, ...]:
-        """Build the `Cut`s of scales and zero points."""
+    def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[DimMap | None, ...]:
+        """Build the `DimMap`s of scales and zero points."""
         if scales.ndim == 1:
             return (None,)
-        lead = tuple(map(Cut, range(ndim - 2)))
+        lead = tuple(map(DimMap, range(ndim - 2)))
         if self.block is not None:
-            return (*lead, Cut(ndim - 2, self.block[0]), Cut(ndim - 1, self.block[1]))
+            return (*lead, DimMap(ndim - 2, self.block[0]), DimMap(ndim - 1, self.block[1]))
         if scales.numel() == 1:
             return (None,) * ndim
-        return (*lead, Cut(ndim - 2), None if self.group is None else Cut(ndim - 1, self.group))
+        return (*lead, DimMap(ndim - 2), None if self.group is None else DimMap(ndim - 1, self.group))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Member, Parts
+from ...slices.bundle import Bundle, DimMap, Member, Parts
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
@@ -85,10 +85,10 @@ class Float8(Format):
 def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
     """Build a `Bundle` with the same values, which stays in float8 until decoded."""
     block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
-    cuts = tuple(None if size is None else Cut(dim, size) for dim, size in enumerate(block))
+    dim_maps = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(block))
     members = {
-        "values": Member(product.values, tuple(map(Cut, range(product.ndim))), name),
-        "scales": Member(scales, (None,) * scales.ndim if scales.numel() == 1 else cuts, name + _SCALE),
+        "values": Member(product.values, tuple(map(DimMap, range(product.ndim))), name),
+        "scales": Member(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, name + _SCALE),
     }
     return bundle(name, members, product.shape, torch.float32, partial(_decode, block))
 

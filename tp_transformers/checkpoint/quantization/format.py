@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...errors import CheckpointError, UnsupportedError
-from ...slices.bundle import Bundle, Cut, Decode, Member
+from ...slices.bundle import Bundle, Decode, DimMap, Member
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
 
@@ -146,10 +146,10 @@ def unsupported(got: str, expected: str, fix: str | None = None) -> UnsupportedE
     return UnsupportedError("tp_plan", got=f"a checkpoint quantised with {got}", expected=expected, fix=fix)
 
 
-def packed(dim: int, bits: int) -> Cut:
-    """Return the `Cut` of a dim whose values of `bits` are packed contiguously in 32-bit words."""
+def packed(dim: int, bits: int) -> DimMap:
+    """Return the `DimMap` of a dim whose values of `bits` are packed contiguously in 32-bit words."""
     common = math.gcd(bits, 32)
-    return Cut(dim, 32 // common, bits // common)
+    return DimMap(dim, 32 // common, bits // common)
 
 
 def unpack(words: torch.Tensor, bits: int, length: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
+from ...slices.bundle import Bundle, Decode, DimMap, Member, Parts
 from ...slices.lazy import LazyTensor
 from ..conversion.gguf import model_tensors
 from ..reading.gguf import Blocks
@@ -54,13 +54,13 @@ def _bundle(name: str, blocks: Blocks) -> Bundle:
     kind = GGMLQuantizationType(blocks.kind)
     length, nbytes = GGML_QUANT_SIZES[kind]
     *leading, width = blocks.shape
-    cuts = (*(Cut(dim) for dim in range(len(leading))), Cut(len(leading), length, nbytes))
+    dim_maps = (*(DimMap(dim) for dim in range(len(leading))), DimMap(len(leading), length, nbytes))
     shape = (*leading, width // nbytes * length)
     decode: Decode = partial(_decode, kind)
     if kind.name in _FOUR_BITS:
         integers, scales = partial(_integers, nbytes), partial(_by_group, _FOUR_BITS[kind.name], nbytes)
         decode = Affine(decode, 4, 32, BLOCKS, integers, scales, adds=kind.name != "Q4_0")
-    return Bundle({BLOCKS: Member(blocks, cuts, name)}, shape, torch.float32, decode)
+    return Bundle({BLOCKS: Member(blocks, dim_maps, name)}, shape, torch.float32, decode)
 
 
 def _decode(kind: Any, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

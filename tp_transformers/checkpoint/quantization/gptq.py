@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Cut, Decode, Member, Parts
+from ...slices.bundle import Bundle, Decode, DimMap, Member, Parts
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine, by_groups, pack_words
 from .format import (
@@ -102,10 +102,10 @@ class Gptq(Format):
         if f"{module}.g_idx" in tensors or self.ordered:
             order = member(tensors, f"{module}.g_idx", 1, torch.int32, torch.int64)
             columns = len(order)
-        groups = None if self.group is None or self.ordered else Cut(1, self.group)
+        groups = None if self.group is None or self.ordered else DimMap(1, self.group)
         members = {
-            "words": Member(words, (packed(1, self.bits), Cut(0)), f"{module}.qweight"),
-            "scales": Member(scales, (groups, Cut(0)), f"{module}.scales"),
+            "words": Member(words, (packed(1, self.bits), DimMap(0)), f"{module}.qweight"),
+            "scales": Member(scales, (groups, DimMap(0)), f"{module}.scales"),
             "zeros": Member(zeros, (groups, packed(0, self.bits)), f"{module}.qzeros"),
         }
         count = count_groups(module, columns, self.group, scales, zeros)
@@ -114,9 +114,9 @@ class Gptq(Format):
             if group_of.min() < 0 or group_of.max() >= count:
                 got = f"groups from {int(group_of.min())} to {int(group_of.max())}"
                 raise inconsistent(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
-            members["order"] = Member(Resident(group_of), (Cut(1),), f"{module}.g_idx")
+            members["order"] = Member(Resident(group_of), (DimMap(1),), f"{module}.g_idx")
         elif stays_packed and f"{module}.g_idx" in tensors:  # for a save
-            members["order"] = Member(order, (Cut(1),), f"{module}.g_idx")
+            members["order"] = Member(order, (DimMap(1),), f"{module}.g_idx")
         decode: Decode = partial(_decode, self)
         if self.bits == 4 and not self.ordered:
             integers, of_groups = partial(_integers, self), partial(_scales, self)

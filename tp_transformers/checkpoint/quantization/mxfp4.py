@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Cut, Member, Parts
+from ...slices.bundle import DimMap, Member, Parts
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
 from .format import FP4, Format, Tensors, bundle, inconsistent, member, multiply_blocks, pair_table, unpack_pairs
@@ -49,10 +49,10 @@ class Mxfp4(Format):
             experts, rows, *width = blocks.shape
             if width[-1] * 2 % _BLOCK or (len(width) == 2 and width[-1] * 2 != _BLOCK):
                 raise inconsistent(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
-            lead = (Cut(0), Cut(1))
+            lead = (DimMap(0), DimMap(1))
             members = {
-                "pairs": Member(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, Cut(2, 2)), name),
-                "scales": Member(scales, (*lead, Cut(2, _BLOCK)), f"{param}_scales"),
+                "pairs": Member(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, DimMap(2, 2)), name),
+                "scales": Member(scales, (*lead, DimMap(2, _BLOCK)), f"{param}_scales"),
             }
             values = bundle(param, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
             del result[name], result[f"{param}_scales"]
