@@ -101,7 +101,7 @@ def compressed(folder: Path, target: Path, *, form: str, **weights: Any) -> Any:
 
 
 def _compress(form: str, weights: dict[str, Any], weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """The members of a weight, and what the library makes of them."""
+    """The stored tensors of a weight, and the values that the library decodes them to."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme

@@ -41,7 +41,7 @@ class DimMap:
 
 
 @dataclass(frozen=True)
-class Member:
+class Component:
     """One of the stored tensors. A dim with None is read in full, whatever the slice."""
 
     tensor: LazyTensor
@@ -62,28 +62,28 @@ class Bundle(Expression):
 
     def __init__(
         self,
-        members: Mapping[str, Member],
+        components: Mapping[str, Component],
         shape: Sequence[int],
         dtype: torch.dtype,
         decode: Decode,
         selection: Selection | None = None,
     ) -> None:
         """Raises ValueError if the shape of a stored tensor does not match its `dim_maps`."""
-        for name, member in members.items():
+        for name, component in components.items():
             expected = tuple(
                 length if dim_map is None else dim_map.stored_length(shape[dim_map.dim])
-                for length, dim_map in zip(member.tensor.shape, member.dim_maps, strict=True)
+                for length, dim_map in zip(component.tensor.shape, component.dim_maps, strict=True)
             )
-            if tuple(member.tensor.shape) != expected:
-                raise ValueError(f"{name} of shape {tuple(member.tensor.shape)}, not {expected}")
-        self.members, self.whole, self.decode = members, tuple(shape), decode
+            if tuple(component.tensor.shape) != expected:
+                raise ValueError(f"{name} of shape {tuple(component.tensor.shape)}, not {expected}")
+        self.components, self.whole, self.decode = components, tuple(shape), decode
         self.selection = selection or tuple(((0, length),) for length in shape)
         self.shape, self.dtype = torch.Size(lengths(self.selection)), dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Bundle:
         selection = list(self.selection)
         selection[dim] = compose(selection[dim], ranges)
-        return Bundle(self.members, self.whole, self.dtype, self.decode, tuple(selection))
+        return Bundle(self.components, self.whole, self.dtype, self.decode, tuple(selection))
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Read the stored tensors into buffers, then decode them into `destination`."""
@@ -91,8 +91,8 @@ class Bundle(Expression):
             math.lcm(
                 *(
                     dim_map.unit
-                    for member in self.members.values()
-                    for dim_map in member.dim_maps
+                    for component in self.components.values()
+                    for dim_map in component.dim_maps
                     if dim_map and dim_map.dim == dim
                 )
             )
@@ -104,26 +104,26 @@ class Bundle(Expression):
         ]
         buffers: dict[str, torch.Tensor] = {}
         origins: dict[str, Origin] = {}
-        for name, member in self.members.items():
+        for name, component in self.components.items():
             places = [
                 [(0, 0, length)] if dim_map is None else aligned[dim_map.dim].places(dim_map, length)
-                for length, dim_map in zip(member.tensor.shape, member.dim_maps, strict=True)
+                for length, dim_map in zip(component.tensor.shape, component.dim_maps, strict=True)
             ]
             shape = [
                 length if dim_map is None else dim_map.stored_length(aligned[dim_map.dim].length)
-                for length, dim_map in zip(member.tensor.shape, member.dim_maps, strict=True)
+                for length, dim_map in zip(component.tensor.shape, component.dim_maps, strict=True)
             ]
             # Elements that are not read are decoded too, and not copied.
-            buffers[name] = torch.zeros(shape, dtype=member.tensor.dtype, device=destination.device)
+            buffers[name] = torch.zeros(shape, dtype=component.tensor.dtype, device=destination.device)
             for block in product(*places):
-                source, view = member.tensor, buffers[name]
+                source, view = component.tensor, buffers[name]
                 for dim, (start, position, length) in enumerate(block):
                     if length != source.shape[dim]:
                         source = source.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
                 yield from source.pieces(view)
-            origins[name] = Origin(member.name, tuple(member.tensor.shape), member.tensor.dtype, places)
-        dim_maps = {name: member.dim_maps for name, member in self.members.items()}
+            origins[name] = Origin(component.name, tuple(component.tensor.shape), component.tensor.dtype, places)
+        dim_maps = {name: component.dim_maps for name, component in self.components.items()}
         yield Decoded(buffers, dim_maps, tuple(aligned), self.decode, origins), destination
 
 

@@ -277,8 +277,9 @@ def test_packed_weights_compute_as_dequantised_ones(
         check_errors(rank["errors"])
         assert rank["held"] == rank["footprint"] < rank["dense"]
         assert rank["operators"] == (variant in OPERATORS)
-        # Members have room for whole groups, of which a rank reads its part. An operator has scales and zero points of
-        # its own: 5 bytes for a group of 32, which is 18 bytes, and rows in blocks of 32: a third of 64 rows takes two.
+        # Stored tensors have room for complete groups, and a rank reads its slice of them. An operator has scales and
+        # zero points of its own: 5 bytes for a group of 32, which is 18 bytes, and rows in blocks of 32: a third of 64
+        # rows takes two.
         assert rank["held"] <= ((1.5 if size == 2 else 2) if rank["operators"] else 1.1) * rank["read"]
         assert rank["parameters"]
         assert rank["refused"].keys() == {"state_dict", "load_state_dict", "another dtype"}

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.unit.slices.test_lazy import ranges, select
 from tests.unit.slices.test_scaled import filled
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.slices.bundle import Bundle, DimMap, Member, Parts
+from tp_transformers.slices.bundle import Bundle, Component, DimMap, Parts
 from tp_transformers.slices.composed import Stack, Transpose
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
@@ -49,12 +49,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory):
     expected = torch.where(j % 2 == 0, pairs // 100, pairs % 100) + made["groups"][e, i, j // 12]
     expected = expected + made["rows"][i // 4, e] + made["words"][j // 4] + made["all"]
     with Checkpoint([path]) as opened:
-        members = {name: Member(opened.tensors[name], dim_maps) for name, dim_maps in DIM_MAPS.items()}
-        yield opened, Bundle(members, SHAPE, torch.float32, decode), expected.float()
+        components = {name: Component(opened.tensors[name], dim_maps) for name, dim_maps in DIM_MAPS.items()}
+        yield opened, Bundle(components, SHAPE, torch.float32, decode), expected.float()
 
 
 @given(st.data())
-def test_a_selection_reads_its_own_units_of_every_member(bundle, data: st.DataObject) -> None:
+def test_a_selection_reads_its_own_units_of_every_component(bundle, data: st.DataObject) -> None:
     opened, lazy, real = bundle
     index = [torch.arange(length) for length in SHAPE]
     for _ in range(data.draw(st.integers(0, 3))):
@@ -84,6 +84,6 @@ def test_under_other_expressions(bundle) -> None:
 
 
 def test_members_must_fit() -> None:
-    members = {"scales": Member(Resident(torch.ones(4, 3)), (DimMap(0), DimMap(1, 8)))}
+    components = {"scales": Component(Resident(torch.ones(4, 3)), (DimMap(0), DimMap(1, 8)))}
     with pytest.raises(ValueError, match=r"scales of shape \(4, 3\), not \(4, 4\)"):
-        Bundle(members, (4, 30), torch.float32, decode)
+        Bundle(components, (4, 30), torch.float32, decode)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UnsupportedError
-from ...slices.bundle import Bundle, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, DimMap, Parts
 from ...slices.composed import concat
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import gguf_conversion, gguf_processor
@@ -78,7 +78,7 @@ def model_tensors(
 
 def _architecture(tensors: Mapping[str, LazyTensor]) -> str:
     first: Any = next(iter(tensors.values()))
-    stored: Any = next(iter(first.members.values())).tensor if isinstance(first, Bundle) else first
+    stored: Any = next(iter(first.components.values())).tensor if isinstance(first, Bundle) else first
     architecture: str = stored.source.metadata[ARCHITECTURE]
     return architecture
 
@@ -131,15 +131,15 @@ def _processed(processor: Any, name: str, tensor: LazyTensor) -> torch.Tensor:
 def _rotary_rows(name: str, tensor: LazyTensor, head: int) -> Bundle:
     """The rows of heads in transformers' order: the first half of the rotary rows, then the second."""
     if isinstance(tensor, Bundle):
-        (key, member), decode = next(iter(tensor.members.items())), tensor.decode
+        (key, component), decode = next(iter(tensor.components.items())), tensor.decode
     else:
-        key, member, decode = "values", Member(tensor, (DimMap(0), DimMap(1)), name), _values
+        key, component, decode = "values", Component(tensor, (DimMap(0), DimMap(1)), name), _values
     order = partial(_by_halves, head)
-    members = {key: Member(member.tensor, (DimMap(0, head, head), member.dim_maps[1]), name)}
+    components = {key: Component(component.tensor, (DimMap(0, head, head), component.dim_maps[1]), name)}
     in_order = (
         decode.with_rows(order) if isinstance(decode, Affine) else lambda parts, shape: order(decode(parts, shape))
     )
-    return Bundle(members, tensor.shape, tensor.dtype, in_order)
+    return Bundle(components, tensor.shape, tensor.dtype, in_order)
 
 
 def _by_halves(head: int, values: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, DimMap, Parts
 from ...slices.lazy import LazyTensor
 from .affine import Affine, by_groups, pack_words
 from .format import (
@@ -24,9 +24,9 @@ from .format import (
     count_groups,
     dequantized_modules,
     inconsistent,
-    member,
     packed,
     quantized_modules,
+    stored_tensor,
     unpack,
     unsupported,
 )
@@ -65,19 +65,19 @@ class Awq(Format):
         return dequantized_modules(tensors, kinds, self._weight)
 
     def _weight(self, tensors: Tensors, module: str) -> Bundle:
-        words = member(tensors, f"{module}.qweight", 2, torch.int32)
-        scales = member(tensors, f"{module}.scales", 2, *_FLOATS)
-        zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
+        words = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32)
+        scales = stored_tensor(tensors, f"{module}.scales", 2, *_FLOATS)
+        zeros = stored_tensor(tensors, f"{module}.qzeros", 2, torch.int32)
         columns, rows = words.shape[0], words.shape[1] * 32 // _BITS
         count_groups(module, columns, self.group, scales, zeros)
         groups = None if self.group is None else DimMap(1, self.group)
-        members = {
-            "words": Member(words, (DimMap(1), packed(0, _BITS)), f"{module}.qweight"),
-            "scales": Member(scales, (groups, DimMap(0)), f"{module}.scales"),
-            "zeros": Member(zeros, (groups, packed(0, _BITS)), f"{module}.qzeros"),
+        components = {
+            "words": Component(words, (DimMap(1), packed(0, _BITS)), f"{module}.qweight"),
+            "scales": Component(scales, (groups, DimMap(0)), f"{module}.scales"),
+            "zeros": Component(zeros, (groups, packed(0, _BITS)), f"{module}.qzeros"),
         }
         decode = Affine(partial(_decode, self.group), _BITS, self.group, "words", _integers, _scales, _words, 0)
-        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, decode)
+        return bundle(f"{module}.weight", components, (rows, columns), scales.dtype, decode)
 
 
 def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, DimMap, Parts
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine
@@ -23,9 +23,9 @@ from .format import (
     Tensors,
     bundle,
     inconsistent,
-    member,
     multiply_blocks,
     pair_table,
+    stored_tensor,
     unpack_pairs,
     unsupported,
 )
@@ -68,12 +68,14 @@ class BitsAndBytes(Format):
 
     def _of_rows(self, tensors: Tensors, module: str) -> Bundle:
         name = f"{module}.weight"
-        members = {
-            "values": Member(member(tensors, name, 2, torch.int8), (DimMap(0), DimMap(1)), name),
-            "scales": Member(member(tensors, f"{module}.SCB", 1, torch.float32), (DimMap(0),), f"{module}.SCB"),
+        components = {
+            "values": Component(stored_tensor(tensors, name, 2, torch.int8), (DimMap(0), DimMap(1)), name),
+            "scales": Component(
+                stored_tensor(tensors, f"{module}.SCB", 1, torch.float32), (DimMap(0),), f"{module}.SCB"
+            ),
         }
         decode = Affine(_decode_rows, 8, None, "values", _integers, _scales)
-        return bundle(name, members, members["values"].tensor.shape, torch.float32, decode)
+        return bundle(name, components, components["values"].tensor.shape, torch.float32, decode)
 
     def _of_blocks(self, tensors: Tensors, name: str, state: LazyTensor) -> Bundle:
         try:
@@ -88,29 +90,31 @@ class BitsAndBytes(Format):
             got = f"bitsandbytes in blocks of {block} that cross the rows of {name}, of {columns} columns"
             raise unsupported(got, "one whose rows consist of blocks")
         per_row = columns // block
-        values = member(tensors, name, 2, torch.uint8)
-        scales = member(tensors, f"{name}.absmax", tensors[f"{name}.absmax"].ndim, torch.uint8, torch.float32)
+        values = stored_tensor(tensors, name, 2, torch.uint8)
+        scales = stored_tensor(tensors, f"{name}.absmax", tensors[f"{name}.absmax"].ndim, torch.uint8, torch.float32)
         if values.numel() * 2 != rows * columns or scales.numel() != rows * per_row:
             raise inconsistent(
                 name, f"{values.numel()} pairs and {scales.numel()} scales", f"those of {rows} x {columns}"
             )
         by_block = (DimMap(0), DimMap(1, block))
-        members = {
-            "values": Member(reshaped(values, (rows, columns // 2)), (DimMap(0), DimMap(1, 2)), name),
-            "scales": Member(reshaped(scales, (rows, per_row)), by_block, f"{name}.absmax"),
-            "map": Member(member(tensors, f"{name}.quant_map", 1, torch.float32), (None,), f"{name}.quant_map"),
+        components = {
+            "values": Component(reshaped(values, (rows, columns // 2)), (DimMap(0), DimMap(1, 2)), name),
+            "scales": Component(reshaped(scales, (rows, per_row)), by_block, f"{name}.absmax"),
+            "map": Component(
+                stored_tensor(tensors, f"{name}.quant_map", 1, torch.float32), (None,), f"{name}.quant_map"
+            ),
         }
         if nested:
             outer = (
                 torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
             )
             outer_dtype = torch.int16 if rows * per_row <= nested << 15 else torch.int32  # for each block, in memory
-            members["of"] = Member(Resident(outer.to(outer_dtype)), by_block)
+            components["of"] = Component(Resident(outer.to(outer_dtype)), by_block)
             for kind in ("nested_absmax", "nested_quant_map"):
-                stored = member(tensors, f"{name}.{kind}", 1, torch.float32)
-                members[kind] = Member(stored, (None,), f"{name}.{kind}")
+                stored = stored_tensor(tensors, f"{name}.{kind}", 1, torch.float32)
+                components[kind] = Component(stored, (None,), f"{name}.{kind}")
         decode = Blocks(block, float(settings.get("nested_offset") or 0), dtype)
-        return bundle(name, members, (rows, columns), dtype, decode)
+        return bundle(name, components, (rows, columns), dtype, decode)
 
     def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name.endswith(".absmax"):

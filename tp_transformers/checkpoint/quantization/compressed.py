@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Decode, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, Decode, DimMap, Parts
 from ...slices.lazy import LazyTensor
 from ..reading.memory import from_float8
 from .affine import Affine, pack_words
@@ -29,10 +29,10 @@ from .format import (
     Tensors,
     bundle,
     inconsistent,
-    member,
     multiply_blocks,
     packed,
     pair_table,
+    stored_tensor,
     subtract_blocks,
     unpack,
     unpack_pairs,
@@ -132,22 +132,22 @@ class Scheme:
         own = tuple(map(DimMap, range(ndim - 1)))
         along = replace(self.along, dim=ndim - 1)
         by_block = self._by_block(ndim, scales)
-        members = {
-            "values": Member(values, (*own, along), stored),
-            "scales": Member(scales, by_block, f"{name}_scale"),
+        components = {
+            "values": Component(values, (*own, along), stored),
+            "scales": Component(scales, by_block, f"{name}_scale"),
         }
         if not self.symmetric:
-            zeros = member(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
+            zeros = stored_tensor(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
             is_packed = zeros.dtype == torch.int32
             dim_maps = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
-            members["zeros"] = Member(zeros, dim_maps, f"{name}_zero_point")
+            components["zeros"] = Component(zeros, dim_maps, f"{name}_zero_point")
         if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
-            divisor = member(tensors, f"{name}_global_scale", 1, torch.float32)
-            members["divisor"] = Member(divisor, (None,), f"{name}_global_scale")
+            divisor = stored_tensor(tensors, f"{name}_global_scale", 1, torch.float32)
+            components["divisor"] = Component(divisor, (None,), f"{name}_global_scale")
         # Transformers multiplies float8 weights of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
         dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
-        return bundle(name, members, shape, dtype, self._decoder(values, scales, dtype))
+        return bundle(name, components, shape, dtype, self._decoder(values, scales, dtype))
 
     def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> Decode:
         decode, is_integer = partial(_decode, self, dtype), self.micro is None and not values.dtype.is_floating_point
@@ -160,7 +160,7 @@ class Scheme:
     def _scales(self, tensors: Tensors, name: str, ndim: int) -> LazyTensor:
         scales = tensors.get(name)
         dtypes = _FLOATS if self.micro is None else (_MICRO[self.micro][2],)
-        return member(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *dtypes)
+        return stored_tensor(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *dtypes)
 
     def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
         """Count the columns of the weight; the last word of a row may be padded."""
@@ -170,7 +170,7 @@ class Scheme:
         elif not self.is_packed:
             return stored
         else:
-            full_shape = member(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
+            full_shape = stored_tensor(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
             columns = int(full_shape[-1]) if full_shape[:-1] == list(values.shape[:-1]) else -1
         if self.along.stored_length(columns) != stored:
             got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {full_shape}"

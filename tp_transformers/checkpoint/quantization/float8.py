@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, DimMap, Parts
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
@@ -86,11 +86,11 @@ def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
     """Build a `Bundle` with the same values, which stays in float8 until decoded."""
     block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
     dim_maps = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(block))
-    members = {
-        "values": Member(product.values, tuple(map(DimMap, range(product.ndim))), name),
-        "scales": Member(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, name + _SCALE),
+    components = {
+        "values": Component(product.values, tuple(map(DimMap, range(product.ndim))), name),
+        "scales": Component(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, name + _SCALE),
     }
-    return bundle(name, members, product.shape, torch.float32, partial(_decode, block))
+    return bundle(name, components, product.shape, torch.float32, partial(_decode, block))
 
 
 def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...errors import CheckpointError, UnsupportedError
-from ...slices.bundle import Bundle, Decode, DimMap, Member
+from ...slices.bundle import Bundle, Component, Decode, DimMap
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
 
@@ -81,20 +81,20 @@ def stored_names(tensor: LazyTensor) -> list[str]:
     """List the stored tensors of a quantised tensor; empty if it is not quantised."""
     while isinstance(tensor, Transpose):
         tensor = tensor.source
-    return [member.name for member in tensor.members.values()] if isinstance(tensor, Bundle) else []
+    return [component.name for component in tensor.components.values()] if isinstance(tensor, Bundle) else []
 
 
 def bundle(
-    name: str, members: Mapping[str, Member], shape: Sequence[int], dtype: torch.dtype, decode: Decode
+    name: str, components: Mapping[str, Component], shape: Sequence[int], dtype: torch.dtype, decode: Decode
 ) -> Bundle:
     """Build the tensor `name` from its stored tensors. Raises CheckpointError if their shapes are inconsistent."""
     try:
-        return Bundle(members, shape, dtype, decode)
+        return Bundle(components, shape, dtype, decode)
     except ValueError as error:
-        raise inconsistent(name, str(error), f"members of a tensor of shape {tuple(shape)}") from None
+        raise inconsistent(name, str(error), f"components of a tensor of shape {tuple(shape)}") from None
 
 
-def member(tensors: Tensors, name: str, ndim: int, *dtypes: torch.dtype) -> LazyTensor:
+def stored_tensor(tensors: Tensors, name: str, ndim: int, *dtypes: torch.dtype) -> LazyTensor:
     """Look up the stored tensor `name`. Raises CheckpointError if it is missing or has other dims or dtypes."""
     tensor = tensors.get(name)
     if tensor is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...slices.bundle import Bundle, Decode, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, Decode, DimMap, Parts
 from ...slices.lazy import LazyTensor
 from ..conversion.gguf import model_tensors
 from ..reading.gguf import Blocks
@@ -60,7 +60,7 @@ def _bundle(name: str, blocks: Blocks) -> Bundle:
     if kind.name in _FOUR_BITS:
         integers, scales = partial(_integers, nbytes), partial(_by_group, _FOUR_BITS[kind.name], nbytes)
         decode = Affine(decode, 4, 32, BLOCKS, integers, scales, adds=kind.name != "Q4_0")
-    return Bundle({BLOCKS: Member(blocks, dim_maps, name)}, shape, torch.float32, decode)
+    return Bundle({BLOCKS: Component(blocks, dim_maps, name)}, shape, torch.float32, decode)
 
 
 def _decode(kind: Any, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

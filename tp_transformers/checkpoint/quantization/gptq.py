@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Decode, DimMap, Member, Parts
+from ...slices.bundle import Bundle, Component, Decode, DimMap, Parts
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine, by_groups, pack_words
 from .format import (
@@ -26,9 +26,9 @@ from .format import (
     count_groups,
     dequantized_modules,
     inconsistent,
-    member,
     packed,
     quantized_modules,
+    stored_tensor,
     unpack,
     unsupported,
 )
@@ -95,18 +95,18 @@ class Gptq(Format):
         return dequantized_modules(tensors, ("qzeros", "scales", "g_idx"), weight)
 
     def _weight(self, tensors: Tensors, module: str, *, stays_packed: bool) -> Bundle:
-        words = member(tensors, f"{module}.qweight", 2, torch.int32)
-        scales = member(tensors, f"{module}.scales", 2, *_FLOATS)
-        zeros = member(tensors, f"{module}.qzeros", 2, torch.int32)
+        words = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32)
+        scales = stored_tensor(tensors, f"{module}.scales", 2, *_FLOATS)
+        zeros = stored_tensor(tensors, f"{module}.qzeros", 2, torch.int32)
         rows, columns = words.shape[1], words.shape[0] * 32 // self.bits
         if f"{module}.g_idx" in tensors or self.ordered:
-            order = member(tensors, f"{module}.g_idx", 1, torch.int32, torch.int64)
+            order = stored_tensor(tensors, f"{module}.g_idx", 1, torch.int32, torch.int64)
             columns = len(order)
         groups = None if self.group is None or self.ordered else DimMap(1, self.group)
-        members = {
-            "words": Member(words, (packed(1, self.bits), DimMap(0)), f"{module}.qweight"),
-            "scales": Member(scales, (groups, DimMap(0)), f"{module}.scales"),
-            "zeros": Member(zeros, (groups, packed(0, self.bits)), f"{module}.qzeros"),
+        components = {
+            "words": Component(words, (packed(1, self.bits), DimMap(0)), f"{module}.qweight"),
+            "scales": Component(scales, (groups, DimMap(0)), f"{module}.scales"),
+            "zeros": Component(zeros, (groups, packed(0, self.bits)), f"{module}.qzeros"),
         }
         count = count_groups(module, columns, self.group, scales, zeros)
         if self.ordered:
@@ -114,14 +114,14 @@ class Gptq(Format):
             if group_of.min() < 0 or group_of.max() >= count:
                 got = f"groups from {int(group_of.min())} to {int(group_of.max())}"
                 raise inconsistent(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
-            members["order"] = Member(Resident(group_of), (DimMap(1),), f"{module}.g_idx")
+            components["order"] = Component(Resident(group_of), (DimMap(1),), f"{module}.g_idx")
         elif stays_packed and f"{module}.g_idx" in tensors:  # for a save
-            members["order"] = Member(order, (DimMap(1),), f"{module}.g_idx")
+            components["order"] = Component(order, (DimMap(1),), f"{module}.g_idx")
         decode: Decode = partial(_decode, self)
         if self.bits == 4 and not self.ordered:
             integers, of_groups = partial(_integers, self), partial(_scales, self)
             decode = Affine(decode, self.bits, self.group, "words", integers, of_groups, _words)
-        return bundle(f"{module}.weight", members, (rows, columns), scales.dtype, decode)
+        return bundle(f"{module}.weight", components, (rows, columns), scales.dtype, decode)
 
 
 def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import DimMap, Member, Parts
+from ...slices.bundle import Component, DimMap, Parts
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
-from .format import FP4, Format, Tensors, bundle, inconsistent, member, multiply_blocks, pair_table, unpack_pairs
+from .format import FP4, Format, Tensors, bundle, inconsistent, multiply_blocks, pair_table, stored_tensor, unpack_pairs
 
 _BLOCK, _BIAS = 32, 127
 _DOUBLED = pair_table(FP4 * 2)
@@ -44,17 +44,17 @@ class Mxfp4(Format):
             if not name.endswith("_blocks"):
                 continue
             param = name.removesuffix("_blocks")
-            blocks = member(tensors, name, 3 if tensors[name].ndim == 3 else 4, torch.uint8)
-            scales = member(tensors, f"{param}_scales", 3, torch.uint8)
+            blocks = stored_tensor(tensors, name, 3 if tensors[name].ndim == 3 else 4, torch.uint8)
+            scales = stored_tensor(tensors, f"{param}_scales", 3, torch.uint8)
             experts, rows, *width = blocks.shape
             if width[-1] * 2 % _BLOCK or (len(width) == 2 and width[-1] * 2 != _BLOCK):
                 raise inconsistent(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
             lead = (DimMap(0), DimMap(1))
-            members = {
-                "pairs": Member(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, DimMap(2, 2)), name),
-                "scales": Member(scales, (*lead, DimMap(2, _BLOCK)), f"{param}_scales"),
+            components = {
+                "pairs": Component(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, DimMap(2, 2)), name),
+                "scales": Component(scales, (*lead, DimMap(2, _BLOCK)), f"{param}_scales"),
             }
-            values = bundle(param, members, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
+            values = bundle(param, components, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
             del result[name], result[f"{param}_scales"]
             result[param] = Transpose(values, 1, 2)
         return result
