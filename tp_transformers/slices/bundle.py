@@ -50,10 +50,10 @@ class Component:
     """Name in the checkpoint."""
 
 
-Parts = Mapping[str, torch.Tensor]
+StoredValues = Mapping[str, torch.Tensor]
 """Values of the stored tensors, of complete groups, by name."""
 
-Decode = Callable[[Parts, Sequence[int]], torch.Tensor]
+Decode = Callable[[StoredValues, Sequence[int]], torch.Tensor]
 """Decode stored values to a tensor of the given shape. An element depends on its own group only."""
 
 
@@ -207,12 +207,12 @@ class Origin:
 class Decoded:
     """The stored tensors of a slice in memory, in complete groups, with their decoder."""
 
-    parts: Parts
+    stored: StoredValues
     dim_maps: Mapping[str, Sequence[DimMap | None]]
     dims: Sequence[Aligned]
     decode: Decode
     origins: Mapping[str, Origin]
-    """By name, as `parts`."""
+    """By name, as `stored`."""
     nbytes: int = 0
 
     def fill(self, destination: torch.Tensor) -> None:
@@ -231,7 +231,7 @@ class Decoded:
         """The slice at one position of a leading dim's buffer, as a dim of length 1."""
         dims = list(self.dims)
         dims[dim] = Aligned([(0, 1)], 1, 1)
-        return replace(self, parts=self._narrow(self.parts, dim, (position, position + 1)), dims=dims)
+        return replace(self, stored=self._narrow(self.stored, dim, (position, position + 1)), dims=dims)
 
     def tiles(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Decode a few rows at a time: (index of the first row in the slice, values of these rows of the slice).
@@ -250,11 +250,11 @@ class Decoded:
         """Decode rows [first, last) of the aligned buffers, complete groups; the values have all aligned columns."""
         *leading, _, columns = self.dims
         shape = (*(1 for _ in leading), last - first, columns.length)
-        return self.decode(self._narrow(self.parts, len(leading), (first, last)), shape)
+        return self.decode(self._narrow(self.stored, len(leading), (first, last)), shape)
 
-    def _narrow(self, parts: Parts, dim: int, tile: Range) -> Parts:
+    def _narrow(self, stored: StoredValues, dim: int, tile: Range) -> StoredValues:
         """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""
-        narrowed = dict(parts)
+        narrowed = dict(stored)
         for name, dim_maps in self.dim_maps.items():
             for at, dim_map in enumerate(dim_maps):
                 if dim_map is not None and dim_map.dim == dim:

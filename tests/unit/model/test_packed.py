@@ -117,9 +117,9 @@ def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor)
     assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
     assert relative(weight.decoded().float(), exact) < ROUNDING
     # What a save writes has the bits of the file.
-    assert before.decoded.parts.keys() == after.decoded.parts.keys()
-    for part, tensor in before.decoded.parts.items():
-        assert torch.equal(after.decoded.parts[part], tensor), part
+    assert before.decoded.stored.keys() == after.decoded.stored.keys()
+    for name, tensor in before.decoded.stored.items():
+        assert torch.equal(after.decoded.stored[name], tensor), name
 
 
 @pytest.mark.parametrize("name", FORMATS)

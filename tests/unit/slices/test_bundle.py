@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tests.unit.slices.test_lazy import ranges, select
 from tests.unit.slices.test_scaled import filled
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.slices.bundle import Bundle, Component, DimMap, Parts
+from tp_transformers.slices.bundle import Bundle, Component, DimMap, StoredValues
 from tp_transformers.slices.composed import Stack, Transpose
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
@@ -27,13 +27,13 @@ DIM_MAPS: dict[str, tuple[DimMap | None, ...]] = {
 }
 
 
-def decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+def decode(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     """The sum of what there is for an element, at its place in its unit."""
     *_, rows, columns = shape
-    pairs = torch.stack((parts["pairs"] // 100, parts["pairs"] % 100), -1).flatten(-2)[..., :columns]
-    groups = parts["groups"].repeat_interleave(12, -1)[..., :columns]
-    of_rows = parts["rows"].repeat_interleave(4, 0)[:rows].t().unsqueeze(-1)
-    return (pairs + groups + of_rows + parts["words"].repeat_interleave(4)[:columns] + parts["all"]).float()
+    pairs = torch.stack((stored["pairs"] // 100, stored["pairs"] % 100), -1).flatten(-2)[..., :columns]
+    groups = stored["groups"].repeat_interleave(12, -1)[..., :columns]
+    of_rows = stored["rows"].repeat_interleave(4, 0)[:rows].t().unsqueeze(-1)
+    return (pairs + groups + of_rows + stored["words"].repeat_interleave(4)[:columns] + stored["all"]).float()
 
 
 @pytest.fixture(scope="module")

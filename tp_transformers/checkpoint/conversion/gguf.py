@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UnsupportedError
-from ...slices.bundle import Bundle, Component, DimMap, Parts
+from ...slices.bundle import Bundle, Component, DimMap, StoredValues
 from ...slices.composed import concat
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import gguf_conversion, gguf_processor
@@ -60,7 +60,7 @@ def model_tensors(
     processor, changes = gguf_processor(architecture, model.config)
     changed = _PROCESSED.get(architecture, "" if changes else None)
     names = _names(architecture, processor, shapes, model.config.num_hidden_layers)
-    parts: dict[str, list[LazyTensor]] = {}
+    by_target: dict[str, list[LazyTensor]] = {}
     for name in sorted(tensors):  # gate before up
         experts = _EXPERTS.match(name)
         target = names.get(experts[1] if experts else name)
@@ -72,8 +72,8 @@ def model_tensors(
             elif changed is not None and not experts and re.search(changed, name):
                 process = partial(_processed, processor, name, tensor)
                 tensor = Deferred(process, shape=shapes[target], dtype=tensor.dtype)
-            parts.setdefault(target, []).append(tensor)
-    return {name: part[0] if len(part) == 1 else concat(part, 1) for name, part in parts.items()}, []
+            by_target.setdefault(target, []).append(tensor)
+    return {name: tensors[0] if len(tensors) == 1 else concat(tensors, 1) for name, tensors in by_target.items()}, []
 
 
 def _architecture(tensors: Mapping[str, LazyTensor]) -> str:
@@ -137,7 +137,7 @@ def _rotary_rows(name: str, tensor: LazyTensor, head: int) -> Bundle:
     order = partial(_by_halves, head)
     components = {key: Component(component.tensor, (DimMap(0, head, head), component.dim_maps[1]), name)}
     in_order = (
-        decode.with_rows(order) if isinstance(decode, Affine) else lambda parts, shape: order(decode(parts, shape))
+        decode.with_rows(order) if isinstance(decode, Affine) else lambda stored, shape: order(decode(stored, shape))
     )
     return Bundle(components, tensor.shape, tensor.dtype, in_order)
 
@@ -147,5 +147,5 @@ def _by_halves(head: int, values: torch.Tensor) -> torch.Tensor:
     return values.view(-1, head // 2, 2, values.shape[-1]).transpose(1, 2).reshape(values.shape)
 
 
-def _values(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return parts["values"]
+def _values(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return stored["values"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...slices.bundle import Decode, Parts
+from ...slices.bundle import Decode, StoredValues
 from .format import multiply_blocks, subtract_blocks
 
 
@@ -23,11 +23,11 @@ class Affine:
     bits: int
     group: int | None
     """Columns that share a scale, from column 0 on; None for one scale per row."""
-    part: str
+    integers_key: str
     """Name of the stored tensor that holds the integers."""
-    integers: Callable[[Parts, Sequence[int]], torch.Tensor]
+    integers: Callable[[StoredValues, Sequence[int]], torch.Tensor]
     """The integers, (rows, columns): int8 or uint8."""
-    scales: Callable[[Parts, Sequence[int]], tuple[torch.Tensor, torch.Tensor | int]]
+    scales: Callable[[StoredValues, Sequence[int]], tuple[torch.Tensor, torch.Tensor | int]]
     """Scales and zero points, (rows, groups); zero points are in the units of `integers`. See `adds`."""
     stored: Callable[[torch.Tensor], torch.Tensor] | None = None
     """The inverse of `integers`, for complete words; None if the integers are the stored tensor itself."""
@@ -39,14 +39,14 @@ class Affine:
     def with_rows(self, order: Callable[[torch.Tensor], torch.Tensor]) -> Affine:
         """The decoder of the weight with its rows in another `order`."""
 
-        def scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | int]:
-            scale, zero = self.scales(parts, shape)
+        def scales(stored: StoredValues, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | int]:
+            scale, zero = self.scales(stored, shape)
             return order(scale), order(zero) if isinstance(zero, torch.Tensor) else zero
 
         return replace(
             self,
-            decode=lambda parts, shape: order(self.decode(parts, shape)),
-            integers=lambda parts, shape: order(self.integers(parts, shape)),
+            decode=lambda stored, shape: order(self.decode(stored, shape)),
+            integers=lambda stored, shape: order(self.integers(stored, shape)),
             scales=scales,
         )
 
@@ -54,8 +54,8 @@ class Affine:
         """True if `stored` can make all words of a slice of `shape`; the last word of a tensor may be incomplete."""
         return self.stored is None or shape[self.packed_dim] % (32 // self.bits) == 0
 
-    def __call__(self, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-        return self.decode(parts, shape)
+    def __call__(self, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+        return self.decode(stored, shape)
 
 
 def by_groups(integers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, DimMap, Parts
+from ...slices.bundle import Bundle, Component, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
 from .affine import Affine, by_groups, pack_words
 from .format import (
@@ -80,16 +80,16 @@ class Awq(Format):
         return bundle(f"{module}.weight", components, (rows, columns), scales.dtype, decode)
 
 
-def _decode(group: int | None, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return by_groups(_integers(parts, shape), *_scales(parts, shape), group)
+def _decode(group: int | None, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return by_groups(_integers(stored, shape), *_scales(stored, shape), group)
 
 
-def _integers(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return _unpack(parts["words"], shape[0])
+def _integers(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return _unpack(stored["words"], shape[0])
 
 
-def _scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return parts["scales"].t(), _unpack(parts["zeros"], shape[0])
+def _scales(stored: StoredValues, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return stored["scales"].t(), _unpack(stored["zeros"], shape[0])
 
 
 def _unpack(words: torch.Tensor, rows: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, DimMap, Parts
+from ...slices.bundle import Bundle, Component, DimMap, StoredValues
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine
@@ -122,23 +122,23 @@ class BitsAndBytes(Format):
         return tensor.reshape(-1, 1) if name.endswith(".weight") and tensor.dtype == torch.uint8 else tensor
 
 
-def _decode_rows(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return parts["values"].to(torch.float32).mul_(parts["scales"].unsqueeze(1)).mul_(_SCALE)
+def _decode_rows(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return stored["values"].to(torch.float32).mul_(stored["scales"].unsqueeze(1)).mul_(_SCALE)
 
 
-def _integers(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return parts["values"]
+def _integers(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return stored["values"]
 
 
-def _scales(parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
-    return parts["scales"].unsqueeze(1) * _SCALE, 0
+def _scales(stored: StoredValues, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+    return stored["scales"].unsqueeze(1) * _SCALE, 0
 
 
 @dataclass(eq=False)
 class Blocks:
     """A `Decode` of 4 bits with a scale per block of columns, in float32.
 
-    The parts are `values` (rows, columns / 2), with the first of two columns in the high half, `scales`, and `map`.
+    `stored` has `values` (rows, columns / 2), with the first of two columns in the high half, `scales`, and `map`.
     """
 
     block: int
@@ -148,16 +148,16 @@ class Blocks:
     _table: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, init=False)
     """A `map`, and its `pair_table`."""
 
-    def __call__(self, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-        if self._table is None or self._table[0] is not parts["map"]:
-            self._table = parts["map"], pair_table(parts["map"], high_first=True)
-        return multiply_blocks(unpack_pairs(parts["values"], self._table[1]), self.scales(parts), (self.block,)).to(
+    def __call__(self, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+        if self._table is None or self._table[0] is not stored["map"]:
+            self._table = stored["map"], pair_table(stored["map"], high_first=True)
+        return multiply_blocks(unpack_pairs(stored["values"], self._table[1]), self.scales(stored), (self.block,)).to(
             self.dtype
         )
 
-    def scales(self, parts: Parts) -> torch.Tensor:
+    def scales(self, stored: StoredValues) -> torch.Tensor:
         """The scales (rows, blocks), which may be quantised in blocks themselves."""
-        scales = parts["scales"]
-        if "of" not in parts:
+        scales = stored["scales"]
+        if "of" not in stored:
             return scales
-        return parts["nested_quant_map"][scales.long()] * parts["nested_absmax"][parts["of"].long()] + self.offset
+        return stored["nested_quant_map"][scales.long()] * stored["nested_absmax"][stored["of"].long()] + self.offset

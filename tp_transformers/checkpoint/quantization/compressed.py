@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, Decode, DimMap, Parts
+from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
 from ..reading.memory import from_float8
 from .affine import Affine, pack_words
@@ -236,14 +236,14 @@ class Compressed(Format):
         return (named or defaults)[0]
 
 
-def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     """Decode in float32, rounded to `dtype`: the bits of the library, which computes in `dtype`."""
-    values = parts["values"]
+    values = stored["values"]
     if scheme.micro is not None and scheme.bits == 4:
         values = unpack_pairs(values, _PAIRS)
     else:
-        values = from_float8(values) if values.is_floating_point() else _integers(scheme, parts, shape).float()
-    scales, zeros = (_micro_scales(parts), 0) if scheme.micro else _scales_and_zeros(scheme, parts, shape)
+        values = from_float8(values) if values.is_floating_point() else _integers(scheme, stored, shape).float()
+    scales, zeros = (_micro_scales(stored), 0) if scheme.micro else _scales_and_zeros(scheme, stored, shape)
     if isinstance(zeros, torch.Tensor):
         subtract_blocks(values, zeros, scheme.scaled_block)
     elif zeros:
@@ -251,25 +251,27 @@ def _decode(scheme: Scheme, dtype: torch.dtype, parts: Parts, shape: Sequence[in
     return multiply_blocks(values, scales, scheme.scaled_block).to(dtype)
 
 
-def _micro_scales(parts: Parts) -> torch.Tensor:
+def _micro_scales(stored: StoredValues) -> torch.Tensor:
     """Scales of a micro-scaling format: exponents, or float8 with a divisor of all."""
-    scales = parts["scales"]
+    scales = stored["scales"]
     scales = 2.0 ** (scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
-    return scales / parts["divisor"] if "divisor" in parts else scales
+    return scales / stored["divisor"] if "divisor" in stored else scales
 
 
-def _integers(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+def _integers(scheme: Scheme, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     """Values as stored: float8, int8, or unsigned if they are packed."""
-    return unpack(parts["values"], scheme.bits, shape[-1]) if scheme.is_packed else parts["values"]
+    return unpack(stored["values"], scheme.bits, shape[-1]) if scheme.is_packed else stored["values"]
 
 
-def _scales_and_zeros(scheme: Scheme, parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | int]:
+def _scales_and_zeros(
+    scheme: Scheme, stored: StoredValues, shape: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor | int]:
     """Scales, and zero points in the units of `_integers`."""
     offset = 1 << (scheme.bits - 1)
-    if "zeros" not in parts:
-        return parts["scales"], offset if scheme.is_packed else 0
-    zeros = parts["zeros"]
+    if "zeros" not in stored:
+        return stored["scales"], offset if scheme.is_packed else 0
+    zeros = stored["zeros"]
     if zeros.dtype == torch.int32:
         zeros = unpack(zeros.mT, scheme.bits, shape[-2]).mT.to(torch.int16)
-        return parts["scales"], zeros if scheme.is_packed else zeros - offset
-    return parts["scales"], zeros.to(torch.int16) + offset if scheme.is_packed else zeros
+        return stored["scales"], zeros if scheme.is_packed else zeros - offset
+    return stored["scales"], zeros.to(torch.int16) + offset if scheme.is_packed else zeros

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, DimMap, Parts
+from ...slices.bundle import Bundle, Component, DimMap, StoredValues
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
@@ -93,5 +93,5 @@ def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
     return bundle(name, components, product.shape, torch.float32, partial(_decode, block))
 
 
-def _decode(block: Sequence[int | None], parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return multiply_blocks(from_float8(parts["values"]), parts["scales"], block)
+def _decode(block: Sequence[int | None], stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return multiply_blocks(from_float8(stored["values"]), stored["scales"], block)

@@ -68,13 +68,13 @@ class Quantization:
 
     format: Format
     settings: Mapping[str, Any]
-    part: str | None = None
+    sub_config: str | None = None
     """Name of the sub-config that has the settings; None for the model's config itself."""
 
     def put_into(self, config: Any) -> None:
         """Write the settings into `config`."""
-        of_part = config if self.part is None else getattr(config, self.part)
-        of_part.quantization_config = dict(self.settings)
+        target = config if self.sub_config is None else getattr(config, self.sub_config)
+        target.quantization_config = dict(self.settings)
 
 
 def stored_names(tensor: LazyTensor) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, Decode, DimMap, Parts
+from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
 from ..conversion.gguf import model_tensors
 from ..reading.gguf import Blocks
@@ -63,20 +63,20 @@ def _bundle(name: str, blocks: Blocks) -> Bundle:
     return Bundle({BLOCKS: Component(blocks, dim_maps, name)}, shape, torch.float32, decode)
 
 
-def _decode(kind: Any, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+def _decode(kind: Any, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     from gguf import dequantize
 
-    blocks = parts[BLOCKS]
+    blocks = stored[BLOCKS]
     values = torch.from_numpy(dequantize(blocks.cpu().contiguous().numpy(), kind))
     return values.view(*shape).to(blocks.device)
 
 
-def _integers(nbytes: int, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
+def _integers(nbytes: int, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     """(rows, columns) uint8: the last bytes of a block have the low halves of as many integers, then the high ones.
 
     Q4_0 and Q4_1 have 16 such bytes, Q4_K four times 32.
     """
-    blocks = parts[BLOCKS].reshape(-1, nbytes)
+    blocks = stored[BLOCKS].reshape(-1, nbytes)
     pairs = blocks[:, -16:] if nbytes < 32 else blocks[:, -128:].reshape(-1, 4, 32)
     return torch.stack((pairs & 0xF, pairs >> 4), -2).reshape(*shape)
 
@@ -84,10 +84,10 @@ def _integers(nbytes: int, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
 def _by_group(
     scales: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | int]],
     nbytes: int,
-    parts: Parts,
+    stored: StoredValues,
     shape: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor | int]:
-    scale, zero = scales(parts[BLOCKS].reshape(-1, nbytes))
+    scale, zero = scales(stored[BLOCKS].reshape(-1, nbytes))
     zero = zero.reshape(shape[0], -1) if isinstance(zero, torch.Tensor) else zero
     return scale.reshape(shape[0], -1), zero
 

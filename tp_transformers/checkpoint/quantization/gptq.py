@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, Decode, DimMap, Parts
+from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine, by_groups, pack_words
 from .format import (
@@ -124,24 +124,24 @@ class Gptq(Format):
         return bundle(f"{module}.weight", components, (rows, columns), scales.dtype, decode)
 
 
-def _decode(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    scales, offsets = _scales(form, parts, shape)
+def _decode(form: Gptq, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    scales, offsets = _scales(form, stored, shape)
     if form.ordered:  # every column names its group
-        group_of = parts["order"].long()
+        group_of = stored["order"].long()
         scales, offsets = scales[:, group_of], offsets[:, group_of]
-    return by_groups(_integers(form, parts, shape), scales, offsets, 1 if form.ordered else form.group)
+    return by_groups(_integers(form, stored, shape), scales, offsets, 1 if form.ordered else form.group)
 
 
-def _integers(form: Gptq, parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    return unpack(parts["words"].t(), form.bits, shape[1])
+def _integers(form: Gptq, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    return unpack(stored["words"].t(), form.bits, shape[1])
 
 
-def _scales(form: Gptq, parts: Parts, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    zeros = parts["zeros"]
+def _scales(form: Gptq, stored: StoredValues, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    zeros = stored["zeros"]
     if form.less_one and form.bits != 3:  # add 1 to all packed values; an overflow carries into the next value
         zeros = zeros + sum(1 << bit for bit in range(0, 31, form.bits))
     offsets = unpack(zeros, form.bits, shape[0]).t()
-    return parts["scales"].t(), (offsets + 1) & 7 if form.less_one and form.bits == 3 else offsets
+    return stored["scales"].t(), (offsets + 1) & 7 if form.less_one and form.bits == 3 else offsets
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 from ...errors import UnsupportedError
 from ...marks import Mark
 from ...ranks.group import TensorParallelGroup
-from ...slices.bundle import Origin, Parts, Place
+from ...slices.bundle import Origin, Place, StoredValues
 from ...slices.layout import Layout, Range, Split
 from ...strategies import SHARD, local_tensor
 from ...strategies.shards.shard import ParamShard
@@ -55,12 +55,12 @@ class Outline:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """The part of a stored tensor that belongs to one packed weight."""
+    """The slice of a stored tensor that belongs to one packed weight."""
 
     origin: Origin
     dim: int | None
     """The sharded dim; None if it is the full tensor."""
-    parts: Parts
+    stored: StoredValues
     key: str
 
     @property
@@ -70,7 +70,7 @@ class StoredShard:
 
     def values(self) -> torch.Tensor:
         """The stored values; integers in an operator's layout are converted back by this call."""
-        return self.parts[self.key].detach()
+        return self.stored[self.key].detach()
 
 
 STORED_VALUES: Mark[Callable[[], torch.Tensor]] = Mark("tp_stored_values")
@@ -99,7 +99,7 @@ class Members:
                     if len(sharded_dims) > 1:
                         raise _unsaved(f"{origin.name} sharded along {len(sharded_dims)} dims", "one")
                     dim = sharded_dims[0] if sharded_dims else None
-                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, decoded.parts, key))
+                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, decoded.stored, key))
 
     def outlines(self) -> dict[str, Outline]:
         """Return the outlines of the rank's stored tensors, by name."""

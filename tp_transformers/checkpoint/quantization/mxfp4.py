@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Component, DimMap, Parts
+from ...slices.bundle import Component, DimMap, StoredValues
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
 from .format import FP4, Format, Tensors, bundle, inconsistent, multiply_blocks, pair_table, stored_tensor, unpack_pairs
@@ -63,6 +63,6 @@ class Mxfp4(Format):
         return tensor.unflatten(-1, (-1, _BLOCK // 2)) if name.endswith("_blocks") else tensor
 
 
-def _decode(parts: Parts, shape: Sequence[int]) -> torch.Tensor:
-    powers = _HALVED_POWERS.to(parts["scales"].device)[parts["scales"].int()]
-    return multiply_blocks(unpack_pairs(parts["pairs"], _DOUBLED), powers, (_BLOCK,))
+def _decode(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    powers = _HALVED_POWERS.to(stored["scales"].device)[stored["scales"].int()]
+    return multiply_blocks(unpack_pairs(stored["pairs"], _DOUBLED), powers, (_BLOCK,))

@@ -83,7 +83,7 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self.product.nbytes if self.product else sum(part.nbytes for part in self.decoded.parts.values())
+        return self.product.nbytes if self.product else sum(tensor.nbytes for tensor in self.decoded.stored.values())
 
     @property
     def rows(self) -> int:
@@ -199,7 +199,7 @@ def pack(
     pieces, reads = [], []
     for source, view in shard.pieces(full):
         if isinstance(source, Decoded):
-            if all(part.is_floating_point() and part.itemsize > 1 for part in source.parts.values()):
+            if all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in source.stored.values()):
                 return None  # rows of a GGUF in another order
             pieces.append(Piece(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
         elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:

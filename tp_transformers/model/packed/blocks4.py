@@ -45,17 +45,17 @@ class Blocks4(Operator):
         block = decoded.decode
         if not isinstance(block, Blocks) or block.block not in _BLOCKS:
             return None
-        values = decoded.parts["map"]
+        values = decoded.stored["map"]
         kind = next((kind for kind, known in _maps().items() if values.is_meta or torch.equal(known, values)), None)
         if kind is None or not _is_exact(kind):
             return None
         missing = -decoded.dims[0].length % _ROWS
-        pairs = pad(decoded.parts["values"], (0, 0, 0, missing))
-        scales = pad(block.scales(decoded.parts), (0, 0, 0, missing)).t().to(torch.bfloat16).contiguous()
+        pairs = pad(decoded.stored["values"], (0, 0, 0, missing))
+        scales = pad(block.scales(decoded.stored), (0, 0, 0, missing)).t().to(torch.bfloat16).contiguous()
         rows, columns = decoded.dims
-        return cls(rows, columns, without(decoded.parts, cls.part), pack(pairs), scales, block, kind)
+        return cls(rows, columns, without(decoded.stored, cls.integers_key), pack(pairs), scales, block, kind)
 
-    part = "values"
+    integers_key = "values"
 
     @property
     def width(self) -> int:
@@ -78,7 +78,7 @@ class Blocks4(Operator):
     def decode(self, first: int, values: torch.Tensor) -> None:
         # By the package: several times as fast as `Blocks`, with the same bits.
         last = first + len(values)
-        kept = {name: part[first:last] if name in ("scales", "of") else part for name, part in self.kept.items()}
+        kept = {name: tensor[first:last] if name in ("scales", "of") else tensor for name, tensor in self.kept.items()}
         scales = pad(self.block.scales(kept), (0, 0, 0, last - first - len(kept["scales"]))).flatten()
         pairs, shape = unpack(self.packed[first:last]).flatten(), list(values.shape)
         values.copy_(_package().dequantize_4bit(pairs, scales, self.block.block, self.kind, shape, values.dtype))

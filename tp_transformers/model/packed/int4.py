@@ -42,22 +42,22 @@ class Int4(IntegerOperator):
     @classmethod
     def of_integers(cls, decoded: Decoded, affine: Affine) -> Int4 | None:
         rows, columns = decoded.dims
-        shape, device = (rows.length, columns.length), decoded.parts[affine.part].device
+        shape, device = (rows.length, columns.length), decoded.stored[affine.integers_key].device
         group = affine.group or next((group for group in GROUPS if shape[1] % group == 0), GROUPS[-1])
         units = cls.units(device)
         if affine.bits != 4 or group not in GROUPS or units is None:
             return None
         height, width = _rounded(shape[0], units[0]), _rounded(shape[1], math.lcm(group, units[1]))
-        integers = affine.integers(decoded.parts, shape)
+        integers = affine.integers(decoded.stored, shape)
         packed = torch.empty(height, width // 2, dtype=torch.uint8, device=device)
         # On the meta device, which has no memory to save, the layout is made at once.
         step = height if device.type == "meta" else max(_TILE // width // units[0], 1) * units[0]
         for low in range(0, height, step):
             tile = torch.zeros(min(step, height - low), width, dtype=torch.uint8, device=device)
-            part = integers[low : low + step]
-            tile[: len(part), : shape[1]] = part
+            chunk = integers[low : low + step]
+            tile[: len(chunk), : shape[1]] = chunk
             packed[low : low + step] = cls.pack(tile).view(torch.uint8).view(len(tile), -1)
-        scales, zeros = affine.scales(decoded.parts, shape)
+        scales, zeros = affine.scales(decoded.stored, shape)
         groups = -(-shape[1] // group)
         both = torch.zeros(width // group, height, 2, dtype=torch.bfloat16, device=device)
         both[:groups, : shape[0], 0] = scales.t()
@@ -67,7 +67,7 @@ class Int4(IntegerOperator):
         if isinstance(zeros, torch.Tensor) and not affine.adds:
             offsets = torch.full(both.shape[:2], 8, dtype=torch.uint8, device=device)
             offsets[:groups, : shape[0]] = zeros.t()
-        kept = without(decoded.parts, affine.part)
+        kept = without(decoded.stored, affine.integers_key)
         return cls(rows, columns, kept, affine, packed, both, offsets, group)
 
     @classmethod

@@ -35,8 +35,8 @@ class Int8(IntegerOperator):
     def of_integers(cls, decoded: Decoded, affine: Affine) -> Int8 | None:
         rows, columns = decoded.dims
         shape = (rows.length, columns.length)
-        integers = affine.integers(decoded.parts, shape)
-        scales, zeros = affine.scales(decoded.parts, shape)
+        integers = affine.integers(decoded.stored, shape)
+        scales, zeros = affine.scales(decoded.stored, shape)
         is_unsigned = integers.dtype == torch.uint8
         has_zeros = isinstance(zeros, torch.Tensor) or zeros != (128 if is_unsigned else 0)
         if not _has_operator(integers.device) or affine.bits != 8 or affine.group is not None or has_zeros:
@@ -44,7 +44,7 @@ class Int8(IntegerOperator):
         values = (integers ^ 128).view(torch.int8) if is_unsigned else integers
         values = pad(values, (0, -shape[1] % _UNIT)).contiguous()
         scales = scales.to(torch.bfloat16).expand(shape[0], 1).flatten().contiguous()
-        return cls(rows, columns, without(decoded.parts, affine.part), affine, values, scales, is_unsigned)
+        return cls(rows, columns, without(decoded.stored, affine.integers_key), affine, values, scales, is_unsigned)
 
     @property
     def width(self) -> int:

@@ -37,7 +37,7 @@ class Operator(Tiled):
 
     @property
     @abstractmethod
-    def part(self) -> str:
+    def integers_key(self) -> str:
         """Name of the stored tensor that has the integers."""
 
     @abstractmethod
@@ -89,14 +89,14 @@ class IntegerOperator(Operator):
         """The integers (rows, columns) of complete groups, as they were stored."""
 
     @property
-    def part(self) -> str:
-        return self.affine.part
+    def integers_key(self) -> str:
+        return self.affine.integers_key
 
     def stored(self) -> torch.Tensor:
         integers = self.integers()
         return integers if self.affine.stored is None else self.affine.stored(integers)
 
 
-def without(parts: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+def without(stored: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
     """The stored tensors without one."""
-    return {key: part for key, part in parts.items() if key != name}
+    return {key: tensor for key, tensor in stored.items() if key != name}

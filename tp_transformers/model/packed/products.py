@@ -42,20 +42,20 @@ def _with_product(piece: Piece, kinds: Sequence[type[Operator]]) -> Piece:
     product = next(filter(None, (kind.of(piece.decoded) for kind in kinds)), None)
     if product is None:
         return piece
-    return replace(piece, decoded=replace(piece.decoded, parts=_Parts(product)), product=product)
+    return replace(piece, decoded=replace(piece.decoded, stored=_StoredValues(product)), product=product)
 
 
-class _Parts(Mapping[str, torch.Tensor]):
+class _StoredValues(Mapping[str, torch.Tensor]):
     """The stored tensors of a matrix in an operator's layout; its integers are converted back when they are read."""
 
     def __init__(self, product: Operator) -> None:
         self._product = product
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._product.stored() if name == self._product.part else self._product.kept[name]
+        return self._product.stored() if name == self._product.integers_key else self._product.kept[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter((self._product.part, *self._product.kept))
+        return iter((self._product.integers_key, *self._product.kept))
 
     def __len__(self) -> int:
         return 1 + len(self._product.kept)
