@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..anatomy.names import owner_of, tied_parameters
-from ..checkpoint.quantization.members import PACKED_CHECKPOINT, PackedCheckpoint
 from ..checkpoint.quantization.packed import HeldWeight, pack
+from ..checkpoint.quantization.stored_shards import PACKED_CHECKPOINT, PackedCheckpoint
 from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.local_file import LocalFile

@@ -32,8 +32,8 @@ from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
 from ..quantization.format import Format
-from ..quantization.members import PACKED_CHECKPOINT, packed_state, values_of
 from ..quantization.packed import packed_weights
+from ..quantization.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, VARIANT
 from .writer import Writer, named, write_text

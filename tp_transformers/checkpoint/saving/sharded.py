@@ -25,7 +25,7 @@ from ...ranks.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity
-from ..quantization.members import values_of
+from ..quantization.stored_shards import values_of
 from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .save import config_last, names_in, saved_state, write_configs

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.quantization.members import Members, beside, place_stored, stored_layouts
+from ...checkpoint.quantization.stored_shards import StoredShards, beside, place_stored, stored_layouts
 from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest
 from ...loading.targets import Targets
@@ -30,7 +30,7 @@ def pack(
     if first.kept is None or not first.weights:
         return {}
     first.hold(model)
-    state = place_stored(stored_layouts([Members(rank.weights.values()).outlines() for rank in ranks]), group)
+    state = place_stored(stored_layouts([StoredShards(rank.weights.values()).specs() for rank in ranks]), group)
     return state | beside(first.kept, state)
 
 

@@ -41,7 +41,7 @@ PACKED_CHECKPOINT: Mark[PackedCheckpoint] = Mark("tp_packed_checkpoint")
 
 
 @dataclass(frozen=True)
-class Outline:
+class StoredSpec:
     """Shape and dtype of a stored tensor, and the ranges that a rank holds."""
 
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if make is None else make()
 
 
-class Members:
+class StoredShards:
     """The stored tensors of a rank's packed weights."""
 
     def __init__(self, weights: Iterable[HeldWeight]) -> None:
@@ -101,11 +101,11 @@ class Members:
                     dim = sharded_dims[0] if sharded_dims else None
                     self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, decoded.stored, key))
 
-    def outlines(self) -> dict[str, Outline]:
-        """Return the outlines of the rank's stored tensors, by name."""
-        return {name: self._outline(shards) for name, shards in self._shards.items()}
+    def specs(self) -> dict[str, StoredSpec]:
+        """Return the specs of the rank's stored tensors, by name."""
+        return {name: self._spec(shards) for name, shards in self._shards.items()}
 
-    def _outline(self, shards: Sequence[StoredShard]) -> Outline:
+    def _spec(self, shards: Sequence[StoredShard]) -> StoredSpec:
         origin = shards[0].origin
         dim = next((None for shard in shards if shard.dim is None), shards[0].dim)
         if len({shard.dim for shard in shards if shard.dim is not None}) > 1:
@@ -114,16 +114,16 @@ class Members:
             () if dim is None else tuple((start, start + count) for shard in shards for start, _, count in shard.places)
         )
         scalar = None if origin.shape else shards[0].values()
-        return Outline(
+        return StoredSpec(
             origin.shape, origin.dtype, dim, ranges, None if scalar is None or scalar.is_meta else scalar.cpu()
         )
 
-    def local(self, name: str, outline: Outline, layout: Layout | None, rank: int) -> torch.Tensor:
+    def local(self, name: str, spec: StoredSpec, layout: Layout | None, rank: int) -> torch.Tensor:
         """Return the shard of `rank` (this rank) in `layout`; a view if the indices are contiguous in memory."""
         shards = self._shards.get(name, [])
         complete = next((shard for shard in shards if shard.dim is None), None)
         if layout is None:
-            value = outline.scalar if complete is None else complete.values()
+            value = spec.scalar if complete is None else complete.values()
             assert value is not None
             return value
         ranges: list[tuple[StoredShard, int, int]] = []
@@ -142,14 +142,14 @@ class Members:
             else:
                 ranges.append((shard, position, stop - start))
         if not ranges:
-            return torch.empty(layout.local_shape(outline.shape, rank), dtype=outline.dtype)
+            return torch.empty(layout.local_shape(spec.shape, rank), dtype=spec.dtype)
         values = {id(shard): shard.values() for shard, _, _ in ranges}
         views = [values[id(shard)].narrow(layout.dim, position, count) for shard, position, count in ranges]
         return views[0] if len(views) == 1 else torch.cat(views, layout.dim)
 
 
-def stored_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Outline, Layout | None]]:
-    """Combine the outlines of all ranks into an outline and the layout of every tensor.
+def stored_layouts(ranks: Sequence[Mapping[str, StoredSpec]]) -> dict[str, tuple[StoredSpec, Layout | None]]:
+    """Combine the specs of all ranks into a spec and the layout of every tensor.
 
     Raises UnsupportedError if the ranks together do not hold a full tensor.
     """
@@ -157,16 +157,14 @@ def stored_layouts(ranks: Sequence[Mapping[str, Outline]]) -> dict[str, tuple[Ou
     return {name: _layout(name, [rank.get(name) for rank in ranks]) for name in names}
 
 
-def _layout(name: str, per_rank: Sequence[Outline | None]) -> tuple[Outline, Layout | None]:
-    present = [outline for outline in per_rank if outline is not None]
-    first = next((outline for outline in present if outline.dim is not None), present[0])
-    if not first.shape or all(outline is not None and outline.dim is None for outline in per_rank):
+def _layout(name: str, per_rank: Sequence[StoredSpec | None]) -> tuple[StoredSpec, Layout | None]:
+    present = [spec for spec in per_rank if spec is not None]
+    first = next((spec for spec in present if spec.dim is not None), present[0])
+    if not first.shape or all(spec is not None and spec.dim is None for spec in per_rank):
         return first, None
     dim = first.dim or 0
     length = first.shape[dim]
-    ranges = [
-        () if outline is None else outline.ranges if outline.dim is not None else ((0, length),) for outline in per_rank
-    ]
+    ranges = [() if spec is None else spec.ranges if spec.dim is not None else ((0, length),) for spec in per_rank]
     ends = sorted({0, length, *(end for rank in ranges for bounds in rank for end in bounds)})
     intervals = list(pairwise(ends))
     split = Split(
@@ -176,7 +174,7 @@ def _layout(name: str, per_rank: Sequence[Outline | None]) -> tuple[Outline, Lay
             for rank in ranges
         ),
     )
-    if any(outline.dim not in (None, dim) for outline in present) or not split.is_complete:
+    if any(spec.dim not in (None, dim) for spec in present) or not split.is_complete:
         raise _unsaved(f"{name}, of which the ranks do not hold all", "all")
     return first, Layout(dim, split)
 
@@ -194,26 +192,26 @@ def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torc
             raise _unsaved(f"one in {kept.quantization.format.title}, which is only read", "another format")
         if kept.unpacked:
             raise _unsaved(f"the quantised {kept.unpacked[0]} dequantised", "all of them packed")
-        members = Members(packed_weights(model).values())
-        outlines = members.outlines()
-    layouts = stored_layouts(group.gather(outlines))
-    state = place_stored(layouts, group, members)
+        stored = StoredShards(packed_weights(model).values())
+        specs = stored.specs()
+    layouts = stored_layouts(group.gather(specs))
+    state = place_stored(layouts, group, stored)
     return state | beside(kept, state)
 
 
 def place_stored(
-    layouts: Mapping[str, tuple[Outline, Layout | None]],
+    layouts: Mapping[str, tuple[StoredSpec, Layout | None]],
     group: TensorParallelGroup,
-    members: Members | None = None,
+    stored: StoredShards | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return placeholders on the meta device, marked with their `ParamShard`; the values are those of `members`."""
+    """Return placeholders on the meta device, marked with their `ParamShard`; the values are those of `stored`."""
     state = {}
-    for name, (outline, layout) in layouts.items():
-        shape = outline.shape if layout is None else layout.local_shape(outline.shape, group.rank)
-        state[name] = torch.empty(shape, dtype=outline.dtype, device="meta")
-        if members is not None:
-            STORED_VALUES.put(state[name], partial(members.local, name, outline, layout, group.rank))
-        shard = ParamShard(torch.Size(outline.shape), layout, group, use_dtensor=False)
+    for name, (spec, layout) in layouts.items():
+        shape = spec.shape if layout is None else layout.local_shape(spec.shape, group.rank)
+        state[name] = torch.empty(shape, dtype=spec.dtype, device="meta")
+        if stored is not None:
+            STORED_VALUES.put(state[name], partial(stored.local, name, spec, layout, group.rank))
+        shard = ParamShard(torch.Size(spec.shape), layout, group, use_dtensor=False)
         SHARD.put(state[name], shard)
     return state
 
