@@ -54,7 +54,7 @@ class Suggestion:
     """Modules with parameters that other modules compute with, so that they must be plain tensors."""
 
     @property
-    def whole(self) -> dict[str, str]:
+    def replicated(self) -> dict[str, str]:
         """The reasons for modules that no block shards."""
         sharded = {name for block in self.blocks for name in block.rules}
         return {name: why for name, why in self.reasons.items() if name not in sharded}
@@ -103,7 +103,7 @@ class Suggestion:
         )
         remarks = {name: why for block in self.blocks for name, why in block.remarks.items()}
         remarks = {name: f"inferred: {why}" for name, why in remarks.items()}
-        remarks |= {name: f"replicated: {why}" for name, why in self.whole.items()}
+        remarks |= {name: f"replicated: {why}" for name, why in self.replicated.items()}
         by_name = {self.relative(name) or name: why for name, why in remarks.items()}
         lines = [f"# {config.model_type}{page}", *_comment(header)]
         for section, value in self.data().items():
@@ -127,7 +127,7 @@ class Suggestion:
             names = [name.removeprefix(f"{block.name}.") for name in block.rules if name != block.name]
             lines.append(f"sharded     {block.kind:10} {block.name}{': ' * bool(block.name)}{', '.join(names)}")
         by_reason: dict[str, list[str]] = {}
-        for name, why in self.whole.items():
+        for name, why in self.replicated.items():
             by_reason.setdefault(why, []).append(name)
         lines += [f"replicated  {', '.join(names)}: {why}" for why, names in by_reason.items()]
         resolution = self.resolve(size)

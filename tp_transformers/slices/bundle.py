@@ -76,14 +76,14 @@ class Bundle(Expression):
             )
             if tuple(component.tensor.shape) != expected:
                 raise ValueError(f"{name} of shape {tuple(component.tensor.shape)}, not {expected}")
-        self.components, self.whole, self.decode = components, tuple(shape), decode
+        self.components, self.full_shape, self.decode = components, tuple(shape), decode
         self.selection = selection or tuple(((0, length),) for length in shape)
         self.shape, self.dtype = torch.Size(lengths(self.selection)), dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> Bundle:
         selection = list(self.selection)
         selection[dim] = compose(selection[dim], ranges)
-        return Bundle(self.components, self.whole, self.dtype, self.decode, tuple(selection))
+        return Bundle(self.components, self.full_shape, self.dtype, self.decode, tuple(selection))
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """Read the stored tensors into buffers, then decode them into `destination`."""
@@ -96,11 +96,11 @@ class Bundle(Expression):
                     if dim_map and dim_map.dim == dim
                 )
             )
-            for dim in range(len(self.whole))
+            for dim in range(len(self.full_shape))
         ]
         aligned = [
             Aligned(ranges, unit, length)
-            for ranges, unit, length in zip(self.selection, units, self.whole, strict=True)
+            for ranges, unit, length in zip(self.selection, units, self.full_shape, strict=True)
         ]
         buffers: dict[str, torch.Tensor] = {}
         origins: dict[str, Origin] = {}

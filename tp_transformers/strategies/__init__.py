@@ -11,7 +11,7 @@ from .local import GatherParallel
 from .loss.cross_entropy import vocab_parallel_cross_entropy
 from .mixers.reading import mix_locally
 from .regions.batch import BatchStates, batch_sharded, same_inputs
-from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchWhole
+from .regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchReplicated
 from .regions.sequence import SequenceParallel
 from .registry import STRATEGIES, ParallelInterface
 from .replicate import ReplicateParallel, ReplicateSumGradParallel

@@ -30,9 +30,9 @@ from .regions.sequence import (
     SequenceGatherParallel,
     SequenceParallel,
     SequenceParallelRep,
+    SequenceReplicatedParallel,
     SequenceScatterParallel,
     SequenceStatesParallel,
-    SequenceWholeParallel,
 )
 from .replicate import InnerReplicateParallel, ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .sharded_moments import ShardedMomentsParallel
@@ -61,7 +61,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "sequence_parallel": SequenceParallel(),
     "sequence_parallel_rep": SequenceParallelRep(),
     "sequence_gather": SequenceGatherParallel(),
-    "sequence_whole": SequenceWholeParallel(),
+    "sequence_whole": SequenceReplicatedParallel(),
     "sequence_states": SequenceStatesParallel(),
     "sharded_norm": ShardedNormParallel(),
     "sharded_moments": ShardedMomentsParallel(),

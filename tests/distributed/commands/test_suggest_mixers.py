@@ -65,7 +65,7 @@ def test_a_mixer_that_nobody_knows_is_cut(kind: str, size: int, pool: Pool, tmp_
     )
     suggestion = suggest(config, size=size, cls=cls)
     assert suggestion.data()["mixers"][mixer]["input"] == parts
-    assert not [name for name in suggestion.whole if f".{mixer.rpartition('.')[2]}." in name]
+    assert not [name for name in suggestion.replicated if f".{mixer.rpartition('.')[2]}." in name]
     plan, reference, folder = (str(tmp_path / file) for file in ("plan.yaml", "reference.pt", "checkpoint"))
     Path(plan).write_text(suggestion.text("Being proven."))
     model = probe.make(cls, config)

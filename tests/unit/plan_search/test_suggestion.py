@@ -44,7 +44,7 @@ def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
         resolution = suggestion.resolve(size)
         assert resolution.uncovered == ()
         ours = largest_fraction(suggestion.model, resolve(written, suggestion.model, size).layouts, size)
-        assert largest_fraction(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.whole
+        assert largest_fraction(suggestion.model, resolution.layouts, size) <= 1.01 * ours, suggestion.replicated
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
 def test_what_is_whole_has_a_reason(name: str, share: float, whole: dict[str, str]) -> None:
     suggestion = suggest(unplanned(name))
     assert largest_fraction(suggestion.model, suggestion.resolve(2).layouts, 2) < share
-    assert len(suggestion.whole) == len(whole)
+    assert len(suggestion.replicated) == len(whole)
     for child, reason in whole.items():
-        assert [reason in why for module, why in suggestion.whole.items() if module.endswith(child)] == [True]
+        assert [reason in why for module, why in suggestion.replicated.items() if module.endswith(child)] == [True]
         assert reason in suggestion.text("").replace("\n  # ", " ")
 
 
@@ -99,7 +99,7 @@ def test_mixers_that_no_part_describes_are_whole(name: str, reason: str) -> None
     model = MIXERS[name].make(8, 2)
     suggestion = suggest(model.config, cls=type(model))
     assert not [block for block in suggestion.blocks if block.kind == "mixer"]
-    assert any(reason in why for why in suggestion.whole.values())
+    assert any(reason in why for why in suggestion.replicated.values())
 
 
 def test_a_true_config_is_seen_in_small() -> None:
@@ -126,5 +126,5 @@ def test_features_that_are_split_by_numbers_of_its_own_stay_whole(tmp_path: Path
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     suggestion = suggest(config, size=2, cls=own_class(config, trust_remote_code=True))
     assert {block.kind for block in suggestion.blocks} == {"mlp", "vocabulary"}
-    assert set(suggestion.whole) == {"blocks.*.attend.qkv", "blocks.*.attend.back"}
-    assert all("shards of 2 fails in blocks.0.attend" in why for why in suggestion.whole.values())
+    assert set(suggestion.replicated) == {"blocks.*.attend.qkv", "blocks.*.attend.back"}
+    assert all("shards of 2 fails in blocks.0.attend" in why for why in suggestion.replicated.values())

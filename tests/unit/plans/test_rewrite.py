@@ -85,7 +85,7 @@ def test_a_dict_is_rewritten_by_what_its_rules_do() -> None:
 def test_attention_with_fewer_heads_than_ranks_computes_the_whole() -> None:
     plan = replace(Plan.for_model(llama(2, 1)), sequence_parallel=True)
     strategies = resolve(plan, llama(2, 1), 3).module_strategies
-    assert type(strategies["model.layers.0.self_attn"]).__name__ == "SequenceWholeParallel"
+    assert type(strategies["model.layers.0.self_attn"]).__name__ == "SequenceReplicatedParallel"
     assert type(strategies["model.layers.0.mlp"]).__name__ == "SequenceGatherParallel"
 
 
@@ -242,7 +242,7 @@ def test_rules_and_lists_choose_what_gathers_batches(tmp_path: Any) -> None:
 
 def test_attention_with_fewer_heads_than_ranks_gathers_batches_whole() -> None:
     strategies = resolve(replace(Plan.for_model(llama(2, 1)), batch_sharded=True), llama(2, 1), 3).module_strategies
-    assert type(strategies["model.layers.0.self_attn"]).__name__ == "BatchWhole"
+    assert type(strategies["model.layers.0.self_attn"]).__name__ == "BatchReplicated"
     assert type(strategies["model.layers.0.mlp"]).__name__ == "BatchGather"
 
 

@@ -46,7 +46,7 @@ def asked(tree: ast.Module) -> set[str]:
 
 def test_nobody_else_asks_for_the_class_of_a_strategy() -> None:
     known = classes()
-    assert {"ColwiseParallel", "SequenceGatherParallel", "BatchWhole", "StyleParallel", "RegionBlock"} <= known
+    assert {"ColwiseParallel", "SequenceGatherParallel", "BatchReplicated", "StyleParallel", "RegionBlock"} <= known
     outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "strategies"]
     faults = {str(path.relative_to(ROOT)): asked(ast.parse(path.read_text())) & known for path in outside}
     assert not {path: names for path, names in faults.items() if names}
@@ -93,7 +93,7 @@ def test_what_others_ask() -> None:
     assert ReplicateParallel().replicates
     assert not ColwiseParallel().replicates
     assert sequence.SequenceGatherParallel().signature.gathers_sequence
-    assert type(sequence.SequenceGatherParallel().around_replicated).__name__ == "SequenceWholeParallel"
+    assert type(sequence.SequenceGatherParallel().around_replicated).__name__ == "SequenceReplicatedParallel"
     assert RowwiseParallel().signature == Signature(FEATURES, REPLICATED, inside=(FEATURES, PARTIAL))
     assert ColwiseParallel().signature.leaves is FEATURES
     assert not ColwiseParallel().signature.sums

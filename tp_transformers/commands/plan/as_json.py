@@ -30,7 +30,7 @@ def as_json(planned: MemoryPlan, room: Room | None) -> dict[str, Any]:
             "missing": list(stock.missing),
             "unexpected": list(stock.unexpected),
             "tied_but_both_stored": [list(pair) for pair in stock.twice],
-            "read_whole": list(stock.read_whole),
+            "read_whole": list(stock.read_in_full),
         },
         "parameters": [_parameter(parameter, planned.size) for parameter in planned.parameters],
         "attention": [

@@ -32,7 +32,7 @@ def as_text(planned: MemoryPlan, room: Room | None) -> str:
         [*columns(table(planned, room), right=True, width=width), *_verdict(planned, room)],
         _caches(planned),
         columns([titles, *tree(planned)], width=width),
-        (f"{_REPLICATED}{line}" for line in (whole_lines(planned) if planned.size > 1 else ())),
+        (f"{_REPLICATED}{line}" for line in (replicated_lines(planned) if planned.size > 1 else ())),
     ]
     folded = [[row for line in lines for row in _fold(line, width)] for lines in sections]
     return "\n\n".join("\n".join(lines) for lines in folded if lines)
@@ -99,7 +99,7 @@ def _checkpoint(survey: Survey) -> Iterator[str]:
             "it holds both of a tied pair, counted once; a load keeps both if they differ",
             [" = ".join(pair) for pair in stock.twice],
         ),
-        ("every rank reads all of these to convert them", stock.read_whole),
+        ("every rank reads all of these to convert them", stock.read_in_full),
     ):
         if names:
             more = f", and {len(names) - 5} more" if len(names) > 5 else ""
@@ -209,7 +209,7 @@ def state_lines(planned: MemoryPlan) -> list[str]:
     ]
 
 
-def whole_lines(planned: MemoryPlan) -> list[str]:
+def replicated_lines(planned: MemoryPlan) -> list[str]:
     """Lines about replicated parameters: bytes, number and reason."""
     held: dict[str, list[int]] = {}
     for parameter in planned.parameters:

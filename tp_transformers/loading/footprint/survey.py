@@ -36,7 +36,7 @@ class Stock:
     """Tensors that the model does not have; a load would ignore them."""
     twice: tuple[tuple[str, str], ...] = ()
     """Pairs of tied parameters that are both stored; a load keeps both if they differ, otherwise one."""
-    read_whole: tuple[str, ...] = ()
+    read_in_full: tuple[str, ...] = ()
     """Parameters with a conversion that does not commute with slicing: every rank reads all of them."""
 
 
@@ -94,7 +94,7 @@ def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, se
             missing=tuple(sorted(keys.missing_keys)),
             unexpected=tuple(sorted(keys.unexpected_keys)),
             twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
-            read_whole=tuple(sorted(conversion.fallbacks)),
+            read_in_full=tuple(sorted(conversion.fallbacks)),
         )
         names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
         packed = {name: conversion.expressions[name] for name in names}

@@ -20,7 +20,7 @@ from torch import nn
 from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...errors import PlanError, describe, hint_for
-from ...strategies import BATCH_SHARDED, BatchGather, BatchStates, BatchWhole
+from ...strategies import BATCH_SHARDED, BatchGather, BatchReplicated, BatchStates
 from ..pattern import Pattern
 from ..rule import Rule
 from ..rules import Plan
@@ -53,7 +53,7 @@ class _BatchRewriter(Rewriter):
 
     form = "batch-sharded"
     gather = BatchGather()
-    full = BatchWhole()
+    full = BatchReplicated()
     unfit = f"no rules in it shard features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:

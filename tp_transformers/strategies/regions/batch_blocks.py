@@ -37,9 +37,9 @@ class BatchBlock(RegionBlock):
     remedy = "Leave it out of tp_batch_sharded."
 
     @property
-    def around_replicated(self) -> BatchWhole:
+    def around_replicated(self) -> BatchReplicated:
         """See `TensorParallelLayer.around_replicated`: the batch stays sharded."""
-        return BatchWhole()
+        return BatchReplicated()
 
     def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         forward.notes["batch"] = batch = batch_of(x, mesh, in_layers=True)
@@ -134,7 +134,7 @@ class BatchGather(BatchBlock, GatherMixin):
     signature = Signature(BATCH, BATCH, inside=(REPLICATED, PARTIAL))
 
 
-class BatchWhole(BatchBlock):
+class BatchReplicated(BatchBlock):
     """Around a block with replicated input and output: gather the input (all-gather; backward: own slice), keep this
     rank's samples of the output (backward: all-gather).
     """

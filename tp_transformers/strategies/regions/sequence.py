@@ -142,9 +142,9 @@ class SequenceBlock(RegionBlock):
     remedy = "Sequence parallelism does not fit this model; load it without."
 
     @property
-    def around_replicated(self) -> SequenceWholeParallel:
+    def around_replicated(self) -> SequenceReplicatedParallel:
         """See `TensorParallelLayer.around_replicated`: the sequence stays sharded."""
-        return SequenceWholeParallel()
+        return SequenceReplicatedParallel()
 
     def input_widths(self, x: Tensor, mesh: DeviceMesh, forward: Forward) -> Widths | None:
         """See `RegionBlock.input_widths`.
@@ -178,7 +178,7 @@ class SequenceGatherParallel(GatherMixin, SequenceBlock):
     signature = Signature(SEQUENCE, SEQUENCE, inside=(REPLICATED, PARTIAL))
 
 
-class SequenceWholeParallel(SequenceBlock):
+class SequenceReplicatedParallel(SequenceBlock):
     """Around a block with replicated input and output: gather the input (all-gather; backward: own slice), keep this
     rank's shard of the output (backward: all-gather).
 
