@@ -116,7 +116,7 @@ class Proof:
     release: str = ""
     """Release of transformers that it was looked at with."""
     plans: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Plan file -> digest of its rules, for the plans that cut the model and its parts."""
+    """Plan file -> digest of its rules, for the plans that shard the model and its inner models."""
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     """Ranks -> the bytes of the largest rank, as a fraction of the model in its default shape."""
     whole: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -193,9 +193,9 @@ def write(proofs: Mapping[str, Proof]) -> None:
 
 
 def plan_files(model: PreTrainedModel, plan: Plan) -> list[str]:
-    """The names of the files that cut a model: its own, and those of its parts."""
-    parts = [part.config.model_type for name, part in inner_models(model) if name in plan.parts]
-    named = [available_plans().get(model_type) for model_type in (model.config.model_type, *parts)]
+    """The names of the files that cut a model: its own, and those of its inner models."""
+    inner_types = [inner.config.model_type for name, inner in inner_models(model) if name in plan.inner_models]
+    named = [available_plans().get(model_type) for model_type in (model.config.model_type, *inner_types)]
     return list(dict.fromkeys(path.name for path in named if path is not None))
 
 

@@ -61,7 +61,7 @@ class Plan:
     rules are added. True: all attention, MLPs and experts. False: none, in spite of rules."""
     shares: tuple[float, ...] | str | None = None
     """The share of each rank in every split, "memory" or "speed" to find them at the load, or None for even splits."""
-    parts: tuple[str, ...] = ()
+    inner_models: tuple[str, ...] = ()
     """Full names of the inner models that have plans."""
     declared: bool = field(default=False, compare=False)
     """True for the plan that a transformers class declares, and for a plan of this package that extends it."""
@@ -204,7 +204,7 @@ class Plan:
             plan = Plan.for_model(inner_model) if is_planned and not is_ruled else None
             if plan is None:
                 continue
-            inner_names += [name, *(f"{name}.{inner}" for inner in plan.parts)]
+            inner_names += [name, *(f"{name}.{inner}" for inner in plan.inner_models)]
             rules += [_nested(name, rule, inner_model) for rule in plan.rules]
             attention += [_nested(name, entry, inner_model) for entry in plan.attention]
             mixers += [_nested(name, entry, inner_model) for entry in plan.mixers]
@@ -215,9 +215,11 @@ class Plan:
         written = {rule.full(prefix) for rule in explicit if self.declared}
         rules = [rule for rule in rules if rule.pattern not in written]
         added = {rule.pattern for rule in rules}
-        combined = replace(self, parts=tuple(inner_names))
+        combined = replace(self, inner_models=tuple(inner_names))
         remaining = (
-            rule for rule in self.rules if rule.full(prefix) in written or not combined.part_around(rule.full(prefix))
+            rule
+            for rule in self.rules
+            if rule.full(prefix) in written or not combined.inner_model_around(rule.full(prefix))
         )
         return replace(
             combined,
@@ -227,13 +229,15 @@ class Plan:
             mixers=(*self.mixers, *mixers),
         )
 
-    def part_around(self, name: str) -> str:
+    def inner_model_around(self, name: str) -> str:
         """The inner model around a module, parameter or pattern of that name; "" if there is none."""
-        return max((inner for inner in self.parts if is_inside(name, inner)), key=len, default="")
+        return max((inner for inner in self.inner_models if is_inside(name, inner)), key=len, default="")
 
     def names_attention(self, name: str, prefix: str) -> bool:
         """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
-        return any(self.part_around(entry.full(prefix)) == self.part_around(name) for entry in self.attention)
+        return any(
+            self.inner_model_around(entry.full(prefix)) == self.inner_model_around(name) for entry in self.attention
+        )
 
     @property
     def numbers(self) -> tuple[float, ...] | None:

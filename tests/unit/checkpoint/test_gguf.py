@@ -88,8 +88,8 @@ def test_integers_and_scales_are_those_of_the_decoded_tensor(path: Path, kind: s
                 view.copy_(leaf.materialize())
     affine = bundle.decode
     assert isinstance(affine, Affine)
-    integers = affine.integers(decoded.parts, values.shape).float().view(ROWS, -1, 32)
-    scales, zeros = affine.scales(decoded.parts, values.shape)
+    integers = affine.integers(decoded.stored, values.shape).float().view(ROWS, -1, 32)
+    scales, zeros = affine.scales(decoded.stored, values.shape)
     scales, zeros = scales[..., None], zeros[..., None] if isinstance(zeros, torch.Tensor) else zeros
     found = integers * scales + zeros if affine.adds else (integers - zeros) * scales
     decoded.fill(values)

@@ -50,7 +50,7 @@ def test_a_plan_covers_every_parameter_of_every_class_at_any_size(name: str) -> 
         assert not plan.declared
         for size in (1, 2, 3, 5, 8):
             resolution = resolve(plan, model, size)
-            assert not list(filterfalse(plan.part_around, resolution.uncovered)), type(model).__name__
+            assert not list(filterfalse(plan.inner_model_around, resolution.uncovered)), type(model).__name__
             assert size == 1 or check_layers_are_sharded(model, replace(plan, declared=True), resolution, size) is None
             assert resolution.notes == () or size > 4  # no attention is replicated; towers have 4 heads
     for size in (2, 16):  # more ranks than heads
