@@ -113,7 +113,7 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
         held = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        held = [tensor for tensor in held if not tensor.is_meta] + (_members(model) if job.packed else [])
+        held = [tensor for tensor in held if not tensor.is_meta] + (_packed_tensors(model) if job.packed else [])
         touch(held)
         _synchronize(job)
         loaded = time.perf_counter()
@@ -135,12 +135,12 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _members(model: Any) -> list[torch.Tensor]:
+def _packed_tensors(model: Any) -> list[torch.Tensor]:
     """The tensors of packed weights."""
     from tp_transformers.checkpoint.quantization.packed import PackedWeight, packed_weights
 
     weights = [weight for weight in packed_weights(model).values() if isinstance(weight, PackedWeight)]
-    return [part for weight in weights for decoded, *_ in weight.places for part in decoded.parts.values()]
+    return [tensor for weight in weights for block in weight.blocks for tensor in block.decoded.stored.values()]
 
 
 def _arguments(job: Job, mesh: Any) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def stay_packed(folder: str) -> dict[str, Any]:
         "operators": {
             name.split(".")[-2]
             for name, weight in packed_weights(model).items()
-            if any(piece.product for piece in weight.pieces)
+            if any(block.product for block in weight.blocks)
         },
     }
 

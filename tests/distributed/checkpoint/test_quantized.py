@@ -243,7 +243,7 @@ def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         "footprint": model.get_memory_footprint(return_buffers=False),
         "read": bytes_read(model) - headers(folder),
         "dense": dense.tp_report.share,
-        "operators": any(piece.product for weight in packed_weights(model).values() for piece in weight.pieces),
+        "operators": any(block.product for weight in packed_weights(model).values() for block in weight.blocks),
         "parameters": model.num_parameters() == dense.num_parameters(),
         "refused": refused,
     }

@@ -112,7 +112,7 @@ def packed(lazy: LazyTensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeigh
 def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor) -> None:
     """Compare the weight in the layout of the operator `kind` with the values of `lazy`."""
     exact, weight = lazy.materialize().float(), with_products(stored)
-    (before,), (after,) = stored.pieces, weight.pieces
+    (before,), (after,) = stored.blocks, weight.blocks
     assert isinstance(after.product, kind)
     assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
     assert relative(weight.decoded().float(), exact) < ROUNDING
@@ -145,17 +145,17 @@ def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
 
 def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = gptq()
-    assert with_products(packed(lazy, torch.float32)).pieces[0].product is None
+    assert with_products(packed(lazy, torch.float32)).blocks[0].product is None
     monkeypatch.setattr(int4_cpu, "_block_rows", lambda: None)  # as in a torch without the operator
-    assert with_products(packed(lazy)).pieces[0].product is None
+    assert with_products(packed(lazy)).blocks[0].product is None
     monkeypatch.undo()
     stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
     stored["weight_shape"] = torch.tensor([16, 30])  # the last word of a row is incomplete
     lazy = compressed(8, None, "pack-quantized").expressed(of_module(stored))["m.weight"]
-    assert with_products(packed(lazy)).pieces[0].product is None
+    assert with_products(packed(lazy)).blocks[0].product is None
     odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
     lazy = Gptq.of({"bits": 4, "group_size": 16}).expressed(of_module(odd), stays_packed=True)["m.weight"]
-    assert with_products(packed(lazy)).pieces[0].product is None
+    assert with_products(packed(lazy)).blocks[0].product is None
 
 
 def test_a_packed_tensor_computes_as_the_decoded_one() -> None:

@@ -96,20 +96,20 @@ def test_products_of_any_slice(package: str, nested: bool, data: st.DataObject) 
 
 def test_other_values_and_blocks_are_decoded(package: str) -> None:
     for lazy in (weight(VALUES + 1e-3), weight(block=16)):
-        assert with_products(packed(lazy)).pieces[0].product is None
+        assert with_products(packed(lazy)).blocks[0].product is None
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks4._is_exact.cache_clear()
     monkeypatch.setattr(blocks4, "_multiply", lambda x, packed, *_: x.new_zeros(len(x), len(packed)))
-    assert with_products(packed(weight())).pieces[0].product is None
+    assert with_products(packed(weight())).blocks[0].product is None
     blocks4._is_exact.cache_clear()
 
 
 def test_without_the_package_weights_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks4, "find_spec", lambda name: None)
     blocks4._maps.cache_clear()
-    assert with_products(packed(weight())).pieces[0].product is None
+    assert with_products(packed(weight())).blocks[0].product is None
     blocks4._maps.cache_clear()
 
 

@@ -107,4 +107,4 @@ def test_without_the_operators_weights_are_decoded(gpu: None, monkeypatch: pytes
         "hip": (torch.version, "hip", "6.4"),
     }
     monkeypatch.setattr(*changes.get(lacks, (int4_cuda, lacks, None)))
-    assert with_products(packed(FORMATS["gptq"][0]())).pieces[0].product is None
+    assert with_products(packed(FORMATS["gptq"][0]())).blocks[0].product is None

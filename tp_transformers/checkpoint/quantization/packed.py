@@ -70,7 +70,7 @@ class Product(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedBlock:
     """Stored tensors that decode to a strided view of a packed weight."""
 
     decoded: Decoded
@@ -112,8 +112,8 @@ class Piece:
         rows, columns = self.decoded.dims[-2:]
         return StoredRows(rows, columns, self.decoded)
 
-    def at(self, index: int, numel: int) -> Piece | None:
-        """The piece of the weight at `index` of dim 0, which has `numel` elements; None if it has no part in it."""
+    def at(self, index: int, numel: int) -> PackedBlock | None:
+        """The block of the weight at `index` of dim 0, which has `numel` elements; None if they do not overlap."""
         first = self.offset // numel
         if len(self.size) == 2:
             return replace(self, offset=self.offset - first * numel) if first == index else None
@@ -122,8 +122,8 @@ class Piece:
         decoded = self.decoded.at(0, self.decoded.dims[0].indices[index - first])
         return replace(self, decoded=decoded, size=(1, *self.size[1:]), offset=self.offset - first * numel)
 
-    def transposed(self, rows: int, columns: int) -> Piece:
-        """The piece of the transposed matrix (columns, rows)."""
+    def transposed(self, rows: int, columns: int) -> PackedBlock:
+        """The block of the transposed matrix (columns, rows)."""
 
         def moved(place: int) -> int:
             row, column = divmod(place, columns)
@@ -139,25 +139,25 @@ class PackedWeight:
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    pieces: Sequence[Piece]
+    blocks: Sequence[PackedBlock]
     _selected: dict[int, PackedWeight] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored tensors in memory."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(block.nbytes for block in self.blocks)
 
     @property
     def product(self) -> str:
         """See `HeldWeight.product`."""
-        titles = {DECODED if piece.product is None else piece.product.title for piece in self.pieces}
+        titles = {DECODED if block.product is None else block.product.title for block in self.blocks}
         return " and ".join(sorted(titles))
 
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
         weight = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        for piece in self.pieces:
-            piece.fill(weight)
+        for block in self.blocks:
+            block.fill(weight)
         return weight
 
     def select(self, index: int) -> PackedWeight:
@@ -165,23 +165,23 @@ class PackedWeight:
         index = range(self.shape[0])[index]
         if index not in self._selected:
             numel = math.prod(self.shape[1:])
-            pieces = [piece for each in self.pieces if (piece := each.at(index, numel)) is not None]
-            self._selected[index] = PackedWeight(self.shape[1:], self.dtype, self.device, pieces)
+            blocks = [block for each in self.blocks if (block := each.at(index, numel)) is not None]
+            self._selected[index] = PackedWeight(self.shape[1:], self.dtype, self.device, blocks)
         return self._selected[index]
 
     @cached_property
     def transposed(self) -> PackedWeight:
         """The transposed matrix."""
         rows, columns = self.shape
-        pieces = [piece.transposed(rows, columns) for piece in self.pieces]
-        return PackedWeight(torch.Size((columns, rows)), self.dtype, self.device, pieces)
+        blocks = [block.transposed(rows, columns) for block in self.blocks]
+        return PackedWeight(torch.Size((columns, rows)), self.dtype, self.device, blocks)
 
     @cached_property
-    def row_blocks(self) -> Sequence[Piece] | None:
-        """The pieces in the order of their rows, if each consists of complete rows of the matrix; else None."""
-        if not all(piece.has_rows(self.shape[-1]) for piece in self.pieces):
+    def row_blocks(self) -> Sequence[PackedBlock] | None:
+        """The blocks in the order of their rows, if each consists of complete rows of the matrix; else None."""
+        if not all(block.has_rows(self.shape[-1]) for block in self.blocks):
             return None
-        return sorted(self.pieces, key=lambda piece: piece.offset)
+        return sorted(self.blocks, key=lambda block: block.offset)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`torch.nn.functional.linear(x, weight)` for x (tokens, columns); decodes a few rows at a time."""
@@ -194,23 +194,23 @@ class PackedWeight:
 def pack(
     shard: LazyTensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
-    """Create a packed weight and the reads that fill it; None if a part of it, or all of it, is not quantised."""
+    """Create a packed weight and the reads that fill it; None unless all of it is quantised."""
     full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
-    pieces, reads = [], []
+    blocks, reads = [], []
     for source, view in shard.pieces(full):
         if isinstance(source, Decoded):
             if all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in source.stored.values()):
                 return None  # rows of a GGUF in another order
-            pieces.append(Piece(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
+            blocks.append(PackedBlock(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
         elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
         elif isinstance(source, Stored):
             reads.append((source, view))
         else:
             source.fill(view)
-    if not pieces or math.prod(shard.shape) == 0:
+    if not blocks or math.prod(shard.shape) == 0:
         return None
-    return PackedWeight(shard.shape, dtype, device, pieces), reads
+    return PackedWeight(shard.shape, dtype, device, blocks), reads
 
 
 PACKED: Mark[dict[str, HeldWeight]] = Mark("tp_packed")

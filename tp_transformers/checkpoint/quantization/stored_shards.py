@@ -89,7 +89,7 @@ class StoredShards:
     def __init__(self, weights: Iterable[HeldWeight]) -> None:
         self._shards: dict[str, list[StoredShard]] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
-            for decoded in (piece.decoded for piece in weight.pieces):
+            for decoded in (block.decoded for block in weight.blocks):
                 for key, origin in decoded.origins.items():
                     if not origin.name:  # made by the load
                         continue

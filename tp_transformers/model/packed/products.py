@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from ...checkpoint.quantization.packed import PackedWeight, Piece
+from ...checkpoint.quantization.packed import PackedBlock, PackedWeight
 from .blocks4 import Blocks4
 from .int4_cpu import Int4Cpu
 from .int4_cuda import Int4Cuda
@@ -29,20 +29,20 @@ def with_products(weight: PackedWeight) -> PackedWeight:
     kinds = _OPERATORS.get("cpu" if weight.device.type == "meta" else weight.device.type)
     if kinds is None or weight.dtype != torch.bfloat16:
         return weight
-    return replace(weight, pieces=[_with_product(piece, kinds) for piece in weight.pieces])
+    return replace(weight, blocks=[_with_product(block, kinds) for block in weight.blocks])
 
 
 _OPERATORS: Mapping[str, Sequence[type[Operator]]] = {"cpu": (Int4Cpu, Int8, Blocks4), "cuda": (Int4Cuda, Int8)}
 """Type of a device -> operators, the fastest first."""
 
 
-def _with_product(piece: Piece, kinds: Sequence[type[Operator]]) -> Piece:
-    if len(piece.size) != 2 or piece.stride[-1] != 1:
-        return piece
-    product = next(filter(None, (kind.of(piece.decoded) for kind in kinds)), None)
+def _with_product(block: PackedBlock, kinds: Sequence[type[Operator]]) -> PackedBlock:
+    if len(block.size) != 2 or block.stride[-1] != 1:
+        return block
+    product = next(filter(None, (kind.of(block.decoded) for kind in kinds)), None)
     if product is None:
-        return piece
-    return replace(piece, decoded=replace(piece.decoded, stored=_StoredValues(product)), product=product)
+        return block
+    return replace(block, decoded=replace(block.decoded, stored=_StoredValues(product)), product=product)
 
 
 class _StoredValues(Mapping[str, torch.Tensor]):
