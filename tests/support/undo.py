@@ -13,12 +13,12 @@ from tp_transformers.strategies import TensorParallelLayer
 def undo_partition(
     layer: TensorParallelLayer, shards: Sequence[Tensor], param_type: str, shape: Sequence[int]
 ) -> Tensor:
-    """The whole parameter of `shape`, from the shards that `layer` cuts it into."""
+    """The full parameter of `shape`, from the shards that `layer` splits it into."""
     layout = layer.layout(param_type, shape, len(shards))
     if layout is None:
         return shards[0]
-    whole = torch.empty(tuple(shape), dtype=shards[0].dtype)
-    for piece in layout.split.pieces:
-        part = shards[piece.rank].narrow(layout.dim, piece.local, piece.length)
-        whole.narrow(layout.dim, piece.start, piece.length).copy_(part)
-    return whole
+    full = torch.empty(tuple(shape), dtype=shards[0].dtype)
+    for entry in layout.split.shard_ranges:
+        shard = shards[entry.rank].narrow(layout.dim, entry.local, entry.length)
+        full.narrow(layout.dim, entry.start, entry.length).copy_(shard)
+    return full

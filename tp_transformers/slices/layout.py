@@ -30,7 +30,7 @@ Ranks = int | tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardRange:
     """A range of `length` indices: at `local` in the shard of `rank`, at `start` in the full tensor."""
 
     rank: int
@@ -110,36 +110,36 @@ class Split:
         return all(joined(own) == joined(expected) for own, expected in zip(self.ranges, chunks, strict=True))
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def shard_ranges(self) -> tuple[ShardRange, ...]:
         """A cover of the full length without overlap: the copies that undo the split."""
         return self.cover(0)
 
-    def cover(self, reader: int) -> tuple[Piece, ...]:
+    def cover(self, reader: int) -> tuple[ShardRange, ...]:
         """A cover of the full length without overlap, for one of several readers.
 
         A reader reads the ranges that it holds from itself. Other replicated ranges come from holder
         `reader % number of holders`, which spreads the readers.
         """
-        holders: dict[Range, list[Piece]] = {}
+        holders: dict[Range, list[ShardRange]] = {}
         for rank, ranges in enumerate(self.ranges):
             local = 0
             for start, stop in ranges:
                 if stop > start:
-                    holders.setdefault((start, stop), []).append(Piece(rank, local, start, stop - start))
+                    holders.setdefault((start, stop), []).append(ShardRange(rank, local, start, stop - start))
                 local += stop - start
         return tuple(
-            next((piece for piece in pieces if piece.rank == reader), pieces[reader % len(pieces)])
-            for _, pieces in sorted(holders.items())
+            next((entry for entry in ranges if entry.rank == reader), ranges[reader % len(ranges)])
+            for _, ranges in sorted(holders.items())
         )
 
     @property
     def is_complete(self) -> bool:
         """True if every index is held, and any two ranges are disjoint or equal: the invariant of `Split`."""
         position = 0
-        for piece in self.pieces:
-            if piece.start != position:
+        for entry in self.shard_ranges:
+            if entry.start != position:
                 return False
-            position += piece.length
+            position += entry.length
         return position == self.length
 
     def scaled(self, unit: int) -> Split:

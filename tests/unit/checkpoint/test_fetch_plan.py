@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tp_transformers.checkpoint.hub import fetch_plan as shares
 from tp_transformers.checkpoint.hub.fetch import _copy, _places
-from tp_transformers.checkpoint.hub.fetch_plan import Need, divide, pieces
+from tp_transformers.checkpoint.hub.fetch_plan import Need, divide, split_request
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.slices.layout import apportion
 from tp_transformers.slices.source import Source
@@ -49,9 +49,9 @@ def needs_of_ranks(draw: st.DrawFn) -> tuple[int, list[Need]]:
             dim = draw(st.integers(0, len(shape) - 1))
             for rank in range(size):
                 own = apportion(shape[dim], size).ranges[rank]
-                part = stored.select(dim, own) if how in ("cut", "twice") else stored
-                if how != "nobody" and (how != "one" or rank == dim % size) and part.nbytes:
-                    needs += [Need(rank, file, part)] * (2 if how == "twice" else 1)
+                fetch = stored.select(dim, own) if how in ("cut", "twice") else stored
+                if how != "nobody" and (how != "one" or rank == dim % size) and fetch.nbytes:
+                    needs += [Need(rank, file, fetch)] * (2 if how == "twice" else 1)
             offset += stored.nbytes + draw(st.sampled_from([0, 0, 0, 2, 100]))
     return size, needs
 
@@ -75,12 +75,12 @@ def test_each_needed_byte_is_fetched_once(drawn: tuple[int, list[Need]], direct:
     wanted = marked(needs)
     fetched = np.zeros_like(wanted)
     met: dict[int, int] = {}
-    for parts, longest in ((blocks, limit), *((own, 2 * limit) for own in ranges)):
-        for part in parts:
-            assert 0 < part.stop - part.start <= longest
-            fetched[part.file, part.start : part.stop] += 1
-            for need in part.needs:
-                met[id(need)] = met.get(id(need), 0) + int(need.within(part.start, part.stop)[1].sum())
+    for fetches, longest in ((blocks, limit), *((own, 2 * limit) for own in ranges)):
+        for fetch in fetches:
+            assert 0 < fetch.stop - fetch.start <= longest
+            fetched[fetch.file, fetch.start : fetch.stop] += 1
+            for need in fetch.needs:
+                met[id(need)] = met.get(id(need), 0) + int(need.within(fetch.start, fetch.stop)[1].sum())
     assert fetched.max(initial=0) <= 1
     assert (fetched[wanted > 0] == 1).all()
     wasted = fetched.sum() - (wanted > 0).sum()
@@ -88,7 +88,7 @@ def test_each_needed_byte_is_fetched_once(drawn: tuple[int, list[Need]], direct:
     for need in needs:
         assert met[id(need)] == need.stored.nbytes * needs.count(need)
     for rank, own in enumerate(ranges):
-        assert all(need.rank == rank and need.stored.shortest_run >= direct for part in own for need in part.needs)
+        assert all(need.rank == rank and need.stored.shortest_run >= direct for fetch in own for need in fetch.needs)
 
 
 @given(needs_of_ranks())
@@ -112,8 +112,8 @@ def test_long_runs_are_fetched_by_who_needs_them_unless_several_do(monkeypatch: 
         row = rows.select(1, [(8 * rank, 8 * rank + 8)])
         needs += [Need(rank, 0, stored) for stored in (column, row, norm)]
     blocks, ranges = divide(needs, 2)
-    assert [(part.start, part.stop) for part in blocks] == [(264, 648)]
-    assert [[(part.start, part.stop) for part in own] for own in ranges] == [[(8, 136)], [(136, 264)]]
+    assert [(fetch.start, fetch.stop) for fetch in blocks] == [(264, 648)]
+    assert [[(fetch.start, fetch.stop) for fetch in own] for own in ranges] == [[(8, 136)], [(136, 264)]]
 
 
 def test_a_part_goes_to_its_places_and_gaps_go_nowhere() -> None:
@@ -121,10 +121,10 @@ def test_a_part_goes_to_its_places_and_gaps_go_nowhere() -> None:
     destination = torch.zeros(4, 2, dtype=torch.uint8)
     need = Need(0, 0, stored.select(1, [(2, 4)]), destination)
     blocks, _ = divide([need], 1)
-    (part,) = blocks[:1]
-    data = np.arange(part.start, part.stop, dtype=np.uint8)
+    (fetch,) = blocks[:1]
+    data = np.arange(fetch.start, fetch.stop, dtype=np.uint8)
     at = 0
-    for place in _places(part):
+    for place in _places(fetch):
         place[:] = data[at : at + len(place)].tobytes()
         at += len(place)
     for other in blocks[1:]:
@@ -149,9 +149,9 @@ def test_runs_are_copied_regular_or_not(runs: list[tuple[int, int]], regular: bo
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
-def test_only_what_is_staged_goes_in_pieces(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_staged_goes_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "BLOCK_BYTES", 64)
     stored = Stored(FILES[0], offset=8, shape=(1, 7, 16), dtype=torch.int16)
-    parts = list(pieces(Request(stored, torch.empty(stored.shape, dtype=dtype))))
-    assert [part.tensor.shape[1] for part in parts] == ([7] if dtype == torch.int16 else [2, 2, 2, 1])
-    assert not list(pieces(Request(stored.select(1, [(0, 0)]), torch.empty(1, 0, 16))))
+    fetches = list(split_request(Request(stored, torch.empty(stored.shape, dtype=dtype))))
+    assert [fetch.tensor.shape[1] for fetch in fetches] == ([7] if dtype == torch.int16 else [2, 2, 2, 1])
+    assert not list(split_request(Request(stored.select(1, [(0, 0)]), torch.empty(1, 0, 16))))

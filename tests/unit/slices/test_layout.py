@@ -83,23 +83,23 @@ def test_pieces_undo_the_split(split: Split) -> None:
     whole = torch.arange(split.length)
     shards = [whole[indices(split, rank)] for rank in range(split.size)]
     rebuilt = torch.full((split.length,), -1)
-    for piece in split.pieces:
-        assert (rebuilt[piece.start : piece.start + piece.length] == -1).all()
-        rebuilt[piece.start : piece.start + piece.length] = shards[piece.rank][piece.local : piece.local + piece.length]
+    for entry in split.shard_ranges:
+        assert (rebuilt[entry.start : entry.start + entry.length] == -1).all()
+        rebuilt[entry.start : entry.start + entry.length] = shards[entry.rank][entry.local : entry.local + entry.length]
     assert torch.equal(rebuilt, whole)
 
 
 @given(splits(), st.integers(0, 20))
 def test_a_cover_takes_from_its_reader_what_that_holds(split: Split, reader: int) -> None:
     cover = split.cover(reader)
-    assert [index for piece in cover for index in range(piece.start, piece.start + piece.length)] == [
+    assert [index for entry in cover for index in range(entry.start, entry.start + entry.length)] == [
         *range(split.length)
     ]
     own = set(indices(split, reader)) if reader < split.size else set()
-    for piece in cover:
-        held = indices(split, piece.rank)[piece.local : piece.local + piece.length]
-        assert held == [*range(piece.start, piece.start + piece.length)]
-        assert (piece.rank == reader) == (piece.start in own)
+    for entry in cover:
+        held = indices(split, entry.rank)[entry.local : entry.local + entry.length]
+        assert held == [*range(entry.start, entry.start + entry.length)]
+        assert (entry.rank == reader) == (entry.start in own)
 
 
 @given(splits(), st.data())

@@ -28,7 +28,7 @@ from ...slices.source import Source
 from ...slices.stored import Stored
 from ...torch_api import world
 from ..reading.jobs import Request
-from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, pieces
+from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, split_request
 
 _NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
@@ -52,7 +52,7 @@ def fetch(
         own = [
             Need(group.rank, numbers[id(block.tensor.source)], block.tensor, block.destination)
             for request in requests
-            for block in pieces(request)
+            for block in split_request(request)
         ]
         slices = [(need.file, need.stored) for need in own]
         encoded = [

@@ -103,7 +103,7 @@ class FetchRange:
         return [need for need in self.needs if need.rank == rank]
 
 
-def pieces(request: Request) -> Iterator[Request]:
+def split_request(request: Request) -> Iterator[Request]:
     """Split the request into blocks of BLOCK_BYTES, unless its bytes go straight into place."""
     if request.tensor.nbytes:
         is_direct = is_same_memory(request.destination, request.tensor.dtype)

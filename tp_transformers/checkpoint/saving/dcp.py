@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ...slices.layout import Piece
+from ...slices.layout import ShardRange
 from ...strategies import ParamShard, local_tensor
 from ...strategies.parameters.sharded import as_shard, local_values
 from ...strategies.parameters.tensors import ShardTensor
@@ -50,17 +50,19 @@ class LocalShard(ShardTensor):
                     size=self.tp_shard.shape,
                 ),
             )
-            for chunk in map(self._chunk, self._clipped(piece for piece in layout.split.pieces if piece.rank == rank))
+            for chunk in map(
+                self._chunk, self._clipped(entry for entry in layout.split.shard_ranges if entry.rank == rank)
+            )
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self._local_pieces]
+        return [self._chunk(entry) for entry in self._local_ranges]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         dim = self._layout.dim
-        for piece in self._local_pieces:
-            if index.offset is None or piece.start == index.offset[dim]:
-                return self.plain().narrow(dim, piece.local, piece.length)
+        for entry in self._local_ranges:
+            if index.offset is None or entry.start == index.offset[dim]:
+                return self.plain().narrow(dim, entry.local, entry.length)
         raise ValueError(f"{index.fqn}: this rank holds nothing from {index.offset} on")
 
     @property
@@ -68,28 +70,28 @@ class LocalShard(ShardTensor):
         return self.tp_shard.layout
 
     @property
-    def _local_pieces(self) -> Iterator[Piece]:
+    def _local_ranges(self) -> Iterator[ShardRange]:
         """The ranges that this rank holds, including those that other ranks hold too."""
-        rank, local, pieces = self.tp_shard.group.rank, 0, []
+        rank, local, ranges = self.tp_shard.group.rank, 0, []
         for start, stop in self._layout.split.ranges[rank]:
-            pieces.append(Piece(rank, local, start, stop - start))
+            ranges.append(ShardRange(rank, local, start, stop - start))
             local += stop - start
-        return self._clipped(pieces)
+        return self._clipped(ranges)
 
-    def _clipped(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """Clip `pieces` to the rows that FSDP leaves on this rank, with offsets in its FSDP shard."""
+    def _clipped(self, ranges: Iterable[ShardRange]) -> Iterator[ShardRange]:
+        """Clip `ranges` to the rows that FSDP leaves on this rank, with offsets in its FSDP shard."""
         start, stop = self.tp_shard.rows if self._layout.dim == 0 else (0, self.tp_shard.local_shape[self._layout.dim])
-        for piece in pieces:
-            first, last = max(piece.local, start), min(piece.local + piece.length, stop)
+        for entry in ranges:
+            first, last = max(entry.local, start), min(entry.local + entry.length, stop)
             if first < last:
-                yield Piece(piece.rank, first - start, piece.start + first - piece.local, last - first)
+                yield ShardRange(entry.rank, first - start, entry.start + first - entry.local, last - first)
 
-    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+    def _chunk(self, entry: ShardRange) -> ChunkStorageMetadata:
         dim, sizes = self._layout.dim, list(self.tp_shard.shape)
         offsets = [0] * len(sizes)
         if dim != 0:
             offsets[0], sizes[0] = self.tp_shard.rows[0], self.tp_shard.rows[1] - self.tp_shard.rows[0]
-        offsets[dim], sizes[dim] = piece.start, piece.length
+        offsets[dim], sizes[dim] = entry.start, entry.length
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ...errors import CheckpointError, list_faults
 from ...slices.composed import Expression, concat
-from ...slices.layout import Layout, Piece, Range
+from ...slices.layout import Layout, Range, ShardRange
 from ...slices.lazy import LazyTensor, Leaf
 from ...slices.source import Source
 from ...slices.stored import Stored
@@ -62,7 +62,7 @@ class ShardedCheckpoint(Checkpoint):
         self.sources: list[Source] = []
         self._files: list[LocalFile | None] = [None] * len(manifest.files)
         self._shards: dict[int, dict[str, Stored]] = {}
-        covers: dict[Layout | None, tuple[Piece, ...]] = {None: ()}
+        covers: dict[Layout | None, tuple[ShardRange, ...]] = {None: ()}
         self.tensors = {}
         for name, tensor in manifest.tensors.items():
             if tensor.layout is not None and tensor.layout not in covers:
@@ -96,7 +96,13 @@ class _FullTensor(Expression):
     """A full tensor read from the rank files; a selection opens only the files that it needs."""
 
     def __init__(
-        self, checkpoint: ShardedCheckpoint, name: str, tensor: ManifestTensor, cover: tuple[Piece, ...], *, home: int
+        self,
+        checkpoint: ShardedCheckpoint,
+        name: str,
+        tensor: ManifestTensor,
+        cover: tuple[ShardRange, ...],
+        *,
+        home: int,
     ) -> None:
         """`cover` maps each range to a file; a replicated tensor is read from the file of rank `home`."""
         self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
@@ -111,10 +117,10 @@ class _FullTensor(Expression):
             return self._all().select(dim, ranges)
         selected: list[LazyTensor] = []
         for start, stop in ranges:
-            for piece in self.cover:
-                low, high = max(start - piece.start, 0), min(stop - piece.start, piece.length)
+            for entry in self.cover:
+                low, high = max(start - entry.start, 0), min(stop - entry.start, entry.length)
                 if low < high:
-                    selected.append(self._shard(piece.rank).select(dim, [(piece.local + low, piece.local + high)]))
+                    selected.append(self._shard(entry.rank).select(dim, [(entry.local + low, entry.local + high)]))
         return concat(selected, dim) if selected else self._shard(self.home).select(dim, [])
 
     def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:

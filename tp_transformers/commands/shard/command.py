@@ -7,7 +7,7 @@ import sys
 
 from ..shares import add_shares, count_ranks, parse_shares
 
-SUMMARY = "shard a checkpoint for N ranks, one file a rank, in this process alone and piece by piece"
+SUMMARY = "shard a checkpoint for N ranks, one file a rank, in this process alone, one parameter after the other"
 EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"
 
 

@@ -170,7 +170,7 @@ class _Work:
                     total=total, unit="B", unit_scale=True, desc="Sharding", disable=hidden
                 ) as bar:
                     for name in list(writers[0].pending):
-                        for writer, shard in zip(writers, kept[name].pieces(self.size), strict=True):
+                        for writer, shard in zip(writers, kept[name].shards(self.size), strict=True):
                             writer.write(name, shard)
                             bar.update(shard.nbytes)
                 checkpoint.check_unchanged()
@@ -206,7 +206,7 @@ class _Value:
     checkpoint: Checkpoint
     group: TensorParallelGroup
 
-    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+    def shards(self, size: int) -> Iterator[torch.Tensor]:
         """Yield the shard of each of `size` ranks, read one at a time."""
         is_read_once = self.layout is None or self.request.shared
         source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor

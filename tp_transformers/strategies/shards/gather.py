@@ -60,7 +60,7 @@ def on_first(
     full = torch.empty(tuple(shape), dtype=local.dtype) if group.rank == 0 and copy == 0 else None
     if not shape:
         return None if full is None else full.copy_(local)
-    for rank in [0] if layout is None else sorted({piece.rank for piece in layout.split.pieces}):
+    for rank in [0] if layout is None else sorted({entry.rank for entry in layout.split.shard_ranges}):
         rows = shape[0] if layout is None else layout.local_shape(shape, rank)[0]
         is_mine = rank == group.rank or is_one_way
         for holder, held in enumerate(ranges[0] for ranges in chunked(rows, count).ranges):
@@ -97,7 +97,7 @@ def split_blocks(
 
 def _ranges(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
     """(start in the shard, start in the full tensor, length) of every range that is read from `rank`."""
-    return [(piece.local, piece.start, piece.length) for piece in layout.split.pieces if piece.rank == rank]
+    return [(entry.local, entry.start, entry.length) for entry in layout.split.shard_ranges if entry.rank == rank]
 
 
 def _split(lengths: Sequence[int], limit: int) -> Iterator[tuple[Range, ...]]:
