@@ -26,7 +26,7 @@ from ..ranks.group import TensorParallelGroup
 from ..slices.bundle import Decoded
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
-from .request import Dependents, LoadRequest, Reads, leaves, read_together
+from .request import Dependents, LoadRequest, Reads, read_together, split_reads
 from .targets import Targets
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGrou
         values[name] = empty(shard.shape, targets.dtypes[name], group.device) if pages is None else pages
         if pages is not None:
             mapped[name] = shard
-    in_place, _ = leaves(mapped, values)
+    in_place, _ = split_reads(mapped, values)
     first, *later = _split_rounds(
         [name for name in dense if name not in mapped], targets, arriving, group.size, request
     )
-    stored, dependents = leaves({name: dense[name] for name in first}, values)
+    stored, dependents = split_reads({name: dense[name] for name in first}, values)
     meta_values = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
-    later_reads, _ = leaves({name: dense[name] for name in meta_values}, meta_values)
+    later_reads, _ = split_reads({name: dense[name] for name in meta_values}, meta_values)
     stored += packed.reads
     return Memory(
         group, request, dense, targets.dtypes, values, packed, in_place, stored, dependents, later, later_reads
@@ -109,14 +109,14 @@ def pack_weights(
         packed = pack(shard, targets.dtypes[name], device) if name in untied else None
         if packed is not None:
             packing.weights[name] = packed[0]
-            packing.reads += [Request(leaf, view) for leaf, view in packed[1]]
+            packing.reads += [Request(step, view) for step, view in packed[1]]
         elif _is_quantised(shard):
             unpacked.append(name)
     kept = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
-    reads, dependents = leaves(conversion.beside, kept)
+    reads, dependents = split_reads(conversion.beside, kept)
     packing.reads += reads
-    for leaf, destination in dependents:
-        leaf.fill(destination)
+    for step, destination in dependents:
+        step.fill(destination)
     packing.kept = PackedCheckpoint(request.quantization, kept, unpacked)
     return packing
 
@@ -139,7 +139,7 @@ def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     it is not contiguous.
     """
     meta = torch.empty(shard.shape, device="meta")
-    entries = list(shard.pieces(meta))
+    entries = list(shard.read_steps(meta))
     if len(entries) != 1 or not isinstance(entries[0][0], Stored) or not entries[0][1].is_contiguous():
         return None
     blocks = [block for block, _ in entries[0][0].boxes(entries[0][1])]
@@ -173,7 +173,7 @@ def _split_rounds(
 def _is_quantised(expression: LazyTensor) -> bool:
     """True if some of it is decoded from tensors that are read first."""
     meta = torch.empty(expression.shape, device="meta")
-    return any(isinstance(leaf, Decoded) for leaf, _ in expression.pieces(meta))
+    return any(isinstance(step, Decoded) for step, _ in expression.read_steps(meta))
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Memory:
     def nbytes_in_files(self) -> int:
         """Bytes of the shards in the checkpoint."""
         reads = sum(read.tensor.nbytes for read in (*self.mapped, *self.stored, *self.later_reads))
-        return reads + sum(leaf.nbytes for leaf, _ in self.dependents)
+        return reads + sum(step.nbytes for step, _ in self.dependents)
 
     @property
     def nbytes_mapped(self) -> int:
@@ -240,9 +240,9 @@ class Memory:
         statistics = read_together(stored, checkpoint, self.group, self.request, progress)
 
         def finish() -> None:
-            for leaf, destination in dependents:
-                leaf.fill(destination)
-                progress(leaf.nbytes)
+            for step, destination in dependents:
+                step.fill(destination)
+                progress(step.nbytes)
 
         self.group.together(finish)
         return statistics
@@ -254,7 +254,7 @@ class Memory:
         with self.group.agree():
             unplaced = [name for name in names if name not in self.values]
             arriving = {name: empty(self.shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
-            stored, dependents = leaves({name: self.shards[name] for name in names}, self.values | arriving)
+            stored, dependents = split_reads({name: self.shards[name] for name in names}, self.values | arriving)
         statistics = self._fill_round(stored, dependents, checkpoint, progress)
         if self.request.arriving is not None:
             quantise = self.request.arriving.quantised

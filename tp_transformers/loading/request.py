@@ -17,7 +17,7 @@ from ..checkpoint.reading.reader import read
 from ..checkpoint.saving.manifest import Manifest
 from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..ranks.group import TensorParallelGroup
-from ..slices.lazy import LazyTensor, Leaf, Resident
+from ..slices.lazy import LazyTensor, ReadStep, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
@@ -82,26 +82,26 @@ def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParal
     names = request.quantization.format.read_first(checkpoint.tensors)
     tensors = {name: checkpoint.tensors[name] for name in names}
     values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    stored, _ = leaves(tensors, values)
+    stored, _ = split_reads(tensors, values)
     read_together(stored, checkpoint, group, request)
     checkpoint.tensors.update({name: Resident(value) for name, value in values.items()})
 
 
 Reads = list[Request]
-Dependents = list[tuple[Leaf, torch.Tensor]]
+Dependents = list[tuple[ReadStep, torch.Tensor]]
 """Tensors that are computed after the reads that they depend on, each with its destination."""
 
 
-def leaves(shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]) -> tuple[Reads, Dependents]:
+def split_reads(shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]) -> tuple[Reads, Dependents]:
     """Split `shards` into tensors to read from files, and tensors computed from those; `values`: their destinations."""
     stored: Reads = []
     dependents: Dependents = []
     for name, shard in shards.items():
-        for leaf, destination in shard.pieces(values[name]):
-            if isinstance(leaf, Stored):
-                stored.append(Request(leaf, destination))
+        for step, destination in shard.read_steps(values[name]):
+            if isinstance(step, Stored):
+                stored.append(Request(step, destination))
             else:
-                dependents.append((leaf, destination))
+                dependents.append((step, destination))
     return stored, dependents
 
 

@@ -20,7 +20,7 @@ import torch
 
 from .composed import Expression
 from .layout import Range, union
-from .lazy import LazyTensor, Leaf
+from .lazy import LazyTensor, ReadStep
 from .stored import Selection, compose, lengths
 
 _TILE = 1 << 20
@@ -85,7 +85,7 @@ class Bundle(Expression):
         selection[dim] = compose(selection[dim], ranges)
         return Bundle(self.components, self.full_shape, self.dtype, self.decode, tuple(selection))
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         """Read the stored tensors into buffers, then decode them into `destination`."""
         units = [
             math.lcm(
@@ -121,7 +121,7 @@ class Bundle(Expression):
                     if length != source.shape[dim]:
                         source = source.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
-                yield from source.pieces(view)
+                yield from source.read_steps(view)
             origins[name] = Origin(component.name, tuple(component.tensor.shape), component.tensor.dtype, places)
         dim_maps = {name: component.dim_maps for name, component in self.components.items()}
         yield Decoded(buffers, dim_maps, tuple(aligned), self.decode, origins), destination

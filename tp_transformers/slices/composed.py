@@ -6,8 +6,8 @@
     Squeeze(A)         A without a dim of length 1
 
 A chunk is a slice of one range (`select`), a permutation along a dim is a slice of many (`permute`). A new kind is one
-subclass: `select` maps a slice of the result to slices of its sources, `pieces` yields the view of the destination that
-each source fills. So slices are read from the files straight into the destination.
+subclass: `select` maps a slice of the result to slices of its sources, `read_steps` yields the view of the destination
+that each source fills. So slices are read from the files straight into the destination.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .layout import Range, joined
-from .lazy import LazyTensor, Leaf, Resident
+from .lazy import LazyTensor, ReadStep, Resident
 from .stored import Stored
 
 
@@ -26,14 +26,14 @@ class Expression(LazyTensor):
     """A lazy tensor computed from other lazy tensors; only the leaves of the tree are read."""
 
     @abstractmethod
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """See `LazyTensor.pieces`."""
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
+        """See `LazyTensor.read_steps`."""
 
     def materialize(self) -> torch.Tensor:
-        """Let every leaf fill its view of the result."""
+        """Let every step fill its view of the result."""
         result = torch.empty(self.shape, dtype=self.dtype)
-        for leaf, view in self.pieces(result):
-            leaf.fill(view)
+        for step, view in self.read_steps(result):
+            step.fill(view)
         return result
 
 
@@ -56,10 +56,10 @@ class Stack(Expression):
         inner = dim - (dim > self.stack_dim)
         return Stack([tensor.select(inner, ranges) for tensor in self.parts], self.stack_dim)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         """Each part fills one index of the stacked dim."""
         for index, tensor in enumerate(self.parts):
-            yield from tensor.pieces(destination.select(self.stack_dim, index))
+            yield from tensor.read_steps(destination.select(self.stack_dim, index))
 
 
 class Concat(Expression):
@@ -92,11 +92,11 @@ class Concat(Expression):
         tensors = [tensor.select(dim, selected) for tensor, selected in slices]
         return concat(tensors, dim) if tensors else _nothing(self, dim)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         position = 0
         for tensor in self.parts:
             length = tensor.shape[self.concat_dim]
-            yield from tensor.pieces(destination.narrow(self.concat_dim, position, length))
+            yield from tensor.read_steps(destination.narrow(self.concat_dim, position, length))
             position += length
 
 
@@ -115,8 +115,8 @@ class Transpose(Expression):
         inner = {self.first: self.second, self.second: self.first}.get(dim, dim)
         return Transpose(self.source.select(inner, ranges), self.first, self.second)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        yield from self.source.pieces(destination.transpose(self.first, self.second))
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
+        yield from self.source.read_steps(destination.transpose(self.first, self.second))
 
 
 class Squeeze(Expression):
@@ -134,8 +134,8 @@ class Squeeze(Expression):
         inner = dim + (dim >= self.squeezed_dim)
         return Squeeze(self.source.select(inner, ranges), self.squeezed_dim)
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        yield from self.source.pieces(destination.unsqueeze(self.squeezed_dim))
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
+        yield from self.source.read_steps(destination.unsqueeze(self.squeezed_dim))
 
 
 def concat(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:

@@ -18,8 +18,8 @@ from ..torch_api import tree_map
 from .layout import Range
 
 
-class Leaf(Protocol):
-    """A step of a read: it writes values to a destination, or changes the values that earlier leaves wrote."""
+class ReadStep(Protocol):
+    """A step of a read: it writes values to a destination, or changes the values that earlier steps wrote."""
 
     @property
     def nbytes(self) -> int:
@@ -47,8 +47,8 @@ class LazyTensor(ABC):
     def materialize(self) -> torch.Tensor:
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        """Yield (leaf, view of `destination`) pairs, in the order to fill them. `destination` has `shape`."""
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
+        """Yield (step, view of `destination`) pairs, in the order to fill them. `destination` has `shape`."""
         yield self, destination
 
     def fill(self, destination: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from .composed import Expression
 from .layout import Range, joined
-from .lazy import LazyTensor, Leaf
+from .lazy import LazyTensor, ReadStep
 from .stored import Selection, compose, lengths
 
 _TILE = 1 << 18
@@ -54,12 +54,12 @@ class Scaled(Expression):
         selection[dim] = compose(selection[dim], ranges)
         return Scaled(self.values, self.scales, self.block, tuple(selection))
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         """Read the scales into a buffer and the values into `destination`, then multiply in place."""
         values, scales, repeats = self._selected()
         factors = torch.empty(scales.shape, dtype=torch.float32, device=destination.device)
-        yield from scales.pieces(factors)
-        yield from values.pieces(destination)
+        yield from scales.read_steps(factors)
+        yield from values.read_steps(destination)
         yield _Factors(factors, repeats), destination
 
     def _selected(self) -> tuple[LazyTensor, LazyTensor, tuple[tuple[Repeat, ...], ...]]:

@@ -139,9 +139,9 @@ def open_folder(folder: Path) -> Checkpoint:
 def fill(lazy: LazyTensor) -> torch.Tensor:
     """Read as the loader does."""
     destination = torch.full(lazy.shape, 77).to(lazy.dtype)
-    pieces = list(lazy.pieces(destination))
-    read([Request(leaf, view) for leaf, view in pieces if isinstance(leaf, Stored)])
-    assert all(isinstance(leaf, Stored) or not leaf.numel() for leaf, _ in pieces), "nothing is read whole"
+    steps = list(lazy.read_steps(destination))
+    read([Request(step, view) for step, view in steps if isinstance(step, Stored)])
+    assert all(isinstance(step, Stored) or not step.numel() for step, _ in steps), "nothing is read whole"
     return destination
 
 

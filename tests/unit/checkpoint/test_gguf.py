@@ -81,11 +81,11 @@ def test_integers_and_scales_are_those_of_the_decoded_tensor(path: Path, kind: s
         bundle = Gguf().expressed(checkpoint.tensors)[kind]
         assert isinstance(bundle, Bundle)
         values = torch.empty(ROWS, COLUMNS)
-        for leaf, view in bundle.pieces(values):
-            if isinstance(leaf, Decoded):
-                decoded = leaf
+        for step, view in bundle.read_steps(values):
+            if isinstance(step, Decoded):
+                decoded = step
             else:
-                view.copy_(leaf.materialize())
+                view.copy_(step.materialize())
     affine = bundle.decode
     assert isinstance(affine, Affine)
     integers = affine.integers(decoded.stored, values.shape).float().view(ROWS, -1, 32)

@@ -111,8 +111,8 @@ def check(data: st.DataObject, pool: Pool, expressed: dict[str, LazyTensor] | No
         assert torch.equal(lazy.materialize(), value)
         destination = torch.full(value.shape, torch.nan)
         before = pool.opened.bytes_read
-        pieces = list(lazy.pieces(destination))
-        read([Request(leaf, view) for leaf, view in pieces if isinstance(leaf, Stored)])
+        steps = list(lazy.read_steps(destination))
+        read([Request(step, view) for step, view in steps if isinstance(step, Stored)])
         assert torch.equal(destination, value)
         assert pool.opened.bytes_read - before == value.numel() * 4
 

@@ -338,8 +338,8 @@ def test_few_weights_are_packed_and_dequantised_at_once(
 
     def fill(self: Any, stored: Any, others: Any, *args: Any) -> Any:
         gc.collect()
-        seen.append((sum(isinstance(leaf, Decoded) for leaf, _ in others), sum(each() is not None for each in parts)))
-        parts.extend(weakref.ref(leaf) for leaf, _ in others if isinstance(leaf, Decoded))
+        seen.append((sum(isinstance(step, Decoded) for step, _ in others), sum(each() is not None for each in parts)))
+        parts.extend(weakref.ref(step) for step, _ in others if isinstance(step, Decoded))
         return original(self, stored, others, *args)
 
     parts: list[weakref.ref[Decoded]] = []

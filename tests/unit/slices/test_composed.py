@@ -77,14 +77,14 @@ def test_any_tree_reads_what_torch_computes(leaves, data: st.DataObject) -> None
     assert torch.equal(value, expected)
     # As the loader does: leaves of files by the reader, the others one by one; every element once.
     destination = torch.full(expected.shape, torch.nan)
-    pieces = list(lazy.pieces(destination))
-    assert sum(leaf.numel() for leaf, _ in pieces) == expected.numel()
+    steps = list(lazy.read_steps(destination))
+    assert sum(step.numel() for step, _ in steps) == expected.numel()
     before = opened.bytes_read
-    read([Request(leaf, view) for leaf, view in pieces if isinstance(leaf, Stored)])
-    assert opened.bytes_read - before == sum(leaf.nbytes for leaf, _ in pieces if isinstance(leaf, Stored))
-    for leaf, view in pieces:
-        if not isinstance(leaf, Stored):
-            view.copy_(leaf.materialize())
+    read([Request(step, view) for step, view in steps if isinstance(step, Stored)])
+    assert opened.bytes_read - before == sum(step.nbytes for step, _ in steps if isinstance(step, Stored))
+    for step, view in steps:
+        if not isinstance(step, Stored):
+            view.copy_(step.materialize())
     assert torch.equal(destination, expected)
 
 
@@ -94,10 +94,10 @@ def test_experts_are_read_straight_into_place(leaves) -> None:
     gates, ups = ([Squeeze(part, 0) for part in pair] for pair in (parts[:2], parts[2:]))
     merged = Concat([Stack(gates, 0), Stack(ups, 0)], 1)  # (2, 4 + 4, 5)
     for shard in (merged, merged.select(1, [(1, 3), (5, 7)]), merged.select(2, [(1, 4)]), merged.select(0, [(1, 2)])):
-        pieces = list(shard.pieces(torch.empty(shard.shape)))
-        assert len(pieces) == 2 * shard.shape[0]
-        for leaf, view in pieces:
-            assert isinstance(leaf, Stored)
+        steps = list(shard.read_steps(torch.empty(shard.shape)))
+        assert len(steps) == 2 * shard.shape[0]
+        for step, view in steps:
+            assert isinstance(step, Stored)
             assert view.is_contiguous()
 
 

@@ -79,7 +79,7 @@ def test_widths_count_what_is_held(split: Split) -> None:
 
 
 @given(splits())
-def test_pieces_undo_the_split(split: Split) -> None:
+def test_shard_ranges_undo_the_split(split: Split) -> None:
     whole = torch.arange(split.length)
     shards = [whole[indices(split, rank)] for rank in range(split.size)]
     rebuilt = torch.full((split.length,), -1)

@@ -87,8 +87,8 @@ def test_a_leaf_is_its_own_only_piece(checkpoint) -> None:
     opened, tensors = checkpoint
     for lazy in (opened.tensors["row"][2:5], Resident(tensors["row"][2:5])):
         destination = torch.empty(3)
-        ((leaf, view),) = lazy.pieces(destination)
-        assert leaf is lazy
+        ((step, view),) = lazy.read_steps(destination)
+        assert step is lazy
         assert view is destination
 
 

@@ -39,11 +39,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory):
 def filled(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
     """As the loader does: leaves of files by the reader, then the others."""
     destination = torch.full(lazy.shape, torch.nan, dtype=dtype)
-    pieces = list(lazy.pieces(destination))
-    read([Request(leaf, view) for leaf, view in pieces if isinstance(leaf, Stored)])
-    for leaf, view in pieces:
-        if not isinstance(leaf, Stored):
-            leaf.fill(view)
+    steps = list(lazy.read_steps(destination))
+    read([Request(step, view) for step, view in steps if isinstance(step, Stored)])
+    for step, view in steps:
+        if not isinstance(step, Stored):
+            step.fill(view)
     return destination
 
 

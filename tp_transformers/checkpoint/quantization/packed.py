@@ -197,7 +197,7 @@ def pack(
     """Create a packed weight and the reads that fill it; None unless all of it is quantised."""
     full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
     blocks, reads = [], []
-    for source, view in shard.pieces(full):
+    for source, view in shard.read_steps(full):
         if isinstance(source, Decoded):
             if all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in source.stored.values()):
                 return None  # rows of a GGUF in another order

@@ -18,7 +18,7 @@ import torch
 from ...errors import CheckpointError, list_faults
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Range, ShardRange
-from ...slices.lazy import LazyTensor, Leaf
+from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.source import Source
 from ...slices.stored import Stored
 from ..reading.header import Checkpoint, read_header
@@ -123,8 +123,8 @@ class _FullTensor(Expression):
                     selected.append(self._shard(entry.rank).select(dim, [(entry.local + low, entry.local + high)]))
         return concat(selected, dim) if selected else self._shard(self.home).select(dim, [])
 
-    def pieces(self, destination: torch.Tensor) -> Iterator[tuple[Leaf, torch.Tensor]]:
-        yield from self._all().pieces(destination)
+    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
+        yield from self._all().read_steps(destination)
 
     def _all(self) -> LazyTensor:
         if self.sharded_dim is None:

@@ -36,7 +36,7 @@ from ...errors import CheckpointError, TensorParallelError, UsageError, list_fau
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import LoadResult, place, restore_full, same_bytes, tie
-from ...loading.request import LoadRequest, leaves, open_together, read_together
+from ...loading.request import LoadRequest, open_together, read_together, split_reads
 from ...loading.targets import describe
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
@@ -219,7 +219,7 @@ class _Value:
     def read(self, tensor: LazyTensor) -> torch.Tensor:
         """Read `tensor`, this tensor or a slice of it."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
-        stored, computed = leaves({"": tensor}, {"": value})
+        stored, computed = split_reads({"": tensor}, {"": value})
         read_together(stored, self.checkpoint, self.group, self.request)
         for lazy, destination in computed:
             lazy.fill(destination)

@@ -92,7 +92,7 @@ def test_sharding_needs_no_download_and_every_byte_once(
     assert streamed == shard(mixtral, str(tmp_path / "local"), {})
 
 
-def test_casts_are_staged_in_pieces(hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path) -> None:
+def test_casts_are_staged_in_blocks(hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path) -> None:
     served.add("org/model", mixtral)
     results = run(hub_pool, 3, "org/model", mixtral, str(tmp_path), dtype=torch.bfloat16)
     assert all(result == {**result, "different": [], "dtype": torch.bfloat16} for result in results)
