@@ -38,50 +38,50 @@ class Expression(LazyTensor):
 
 
 class Stack(Expression):
-    """`torch.stack` of `parts`, all of one shape, along a new `dim`: n of (..., m) -> (..., n, ..., m)."""
+    """`torch.stack` of `tensors`, all of one shape, along a new `dim`: n of (..., m) -> (..., n, ..., m)."""
 
     def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
-        """Raises ValueError if there are no parts, or their shapes or dtypes differ."""
+        """Raises ValueError if there are no tensors, or their shapes or dtypes differ."""
         _check_same("Stack", [(tensor.shape, tensor.dtype) for tensor in tensors])
-        self.parts, self.stack_dim = tensors, dim
+        self.tensors, self.stack_dim = tensors, dim
         shape = tensors[0].shape
         self.shape = torch.Size((*shape[:dim], len(tensors), *shape[dim:]))
         self.dtype = tensors[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """Select parts along the stacked dim; slice every part along another dim."""
+        """Select tensors along the stacked dim; slice every tensor along another dim."""
         if dim == self.stack_dim:
-            tensors = [tensor for start, stop in ranges for tensor in self.parts[start:stop]]
+            tensors = [tensor for start, stop in ranges for tensor in self.tensors[start:stop]]
             return Stack(tensors, dim) if tensors else _nothing(self, dim)
         inner = dim - (dim > self.stack_dim)
-        return Stack([tensor.select(inner, ranges) for tensor in self.parts], self.stack_dim)
+        return Stack([tensor.select(inner, ranges) for tensor in self.tensors], self.stack_dim)
 
     def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
-        """Each part fills one index of the stacked dim."""
-        for index, tensor in enumerate(self.parts):
+        """Each tensor fills one index of the stacked dim."""
+        for index, tensor in enumerate(self.tensors):
             yield from tensor.read_steps(destination.select(self.stack_dim, index))
 
 
 class Concat(Expression):
-    """`torch.cat` of `parts` along `dim`; their shapes differ only in that dim."""
+    """`torch.cat` of `tensors` along `dim`; their shapes differ only in that dim."""
 
     def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
-        """Raises ValueError if there are no parts, or they differ in dtype or in the length of another dim."""
+        """Raises ValueError if there are no tensors, or they differ in dtype or in the length of another dim."""
         _check_same("Concat", [(tensor.shape[:dim], tensor.shape[dim + 1 :], tensor.dtype) for tensor in tensors])
-        self.parts, self.concat_dim = tensors, dim
+        self.tensors, self.concat_dim = tensors, dim
         shape = list(tensors[0].shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
         self.shape = torch.Size(shape)
         self.dtype = tensors[0].dtype
 
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
-        """Slice every part; along the concatenated dim, keep the overlap of each part with the ranges."""
+        """Slice every tensor; along the concatenated dim, keep the overlap of each tensor with the ranges."""
         if dim != self.concat_dim:
-            return Concat([tensor.select(dim, ranges) for tensor in self.parts], self.concat_dim)
+            return Concat([tensor.select(dim, ranges) for tensor in self.tensors], self.concat_dim)
         slices: list[tuple[LazyTensor, list[Range]]] = []
         for start, stop in ranges:
             position = 0
-            for tensor in self.parts:
+            for tensor in self.tensors:
                 length = tensor.shape[dim]
                 low, high = max(start - position, 0), min(stop - position, length)
                 if low < high:
@@ -94,7 +94,7 @@ class Concat(Expression):
 
     def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         position = 0
-        for tensor in self.parts:
+        for tensor in self.tensors:
             length = tensor.shape[self.concat_dim]
             yield from tensor.read_steps(destination.narrow(self.concat_dim, position, length))
             position += length
@@ -139,7 +139,7 @@ class Squeeze(Expression):
 
 
 def concat(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
-    """Concatenate `parts` along `dim`; neighbouring slices of one stored tensor are merged.
+    """Concatenate `tensors` along `dim`; neighbouring slices of one stored tensor are merged.
 
     Raises ValueError as `Concat` does.
     """
@@ -176,9 +176,9 @@ def permute(tensor: LazyTensor, dim: int, order: Sequence[int]) -> LazyTensor:
 
 def _check_same(kind: str, traits: Sequence[tuple[object, ...]]) -> None:
     if not traits:
-        raise ValueError(f"{kind} of no parts")
+        raise ValueError(f"{kind} of no tensors")
     if any(trait != traits[0] for trait in traits):
-        raise ValueError(f"{kind} of parts that differ: {', '.join(sorted(map(str, set(traits))))}")
+        raise ValueError(f"{kind} of tensors that differ: {', '.join(sorted(map(str, set(traits))))}")
 
 
 def _nothing(tensor: LazyTensor, dim: int) -> Resident:

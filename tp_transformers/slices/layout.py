@@ -26,7 +26,7 @@ Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
 
 Ranks = int | tuple[int, ...]
-"""The ranks that divide a length: their number, for even parts, or the share of each; see `ranks_of`."""
+"""The ranks that divide a length: their number, for even splits, or the share of each; see `ranks_of`."""
 
 
 @dataclass(frozen=True)
@@ -194,20 +194,20 @@ def union(ranges: Iterable[Range]) -> list[Range]:
 def ranks_of(shares: Sequence[float]) -> Ranks:
     """Bring the shares of ranks to lowest terms, as integers; their number if all are equal.
 
-    `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`, `(1, 1)` becomes 2. See MOST_PARTS for their precision.
+    `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`, `(1, 1)` becomes 2. See LARGEST_DENOMINATOR.
     Raises ValueError unless all are positive and finite.
     """
     if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
         raise ValueError(f"shares {list(shares)} are not positive numbers")
-    largest, least = max(map(Fraction, shares)), Fraction(1, MOST_PARTS)
-    parts = [max((Fraction(share) / largest).limit_denominator(MOST_PARTS), least) for share in shares]
-    common = math.lcm(*(part.denominator for part in parts))
-    counts = [int(part * common) for part in parts]
+    largest, least = max(map(Fraction, shares)), Fraction(1, LARGEST_DENOMINATOR)
+    fractions = [max((Fraction(share) / largest).limit_denominator(LARGEST_DENOMINATOR), least) for share in shares]
+    common = math.lcm(*(fraction.denominator for fraction in fractions))
+    counts = [int(fraction * common) for fraction in fractions]
     divisor = math.gcd(*counts)
     return len(shares) if len(set(counts)) == 1 else tuple(count // divisor for count in counts)
 
 
-MOST_PARTS = 10**6
+LARGEST_DENOMINATOR = 10**6
 """Shares are multiples of the largest one, divided by up to this number."""
 
 

@@ -79,7 +79,7 @@ class Scaled(Expression):
             repeats.append(
                 tuple(
                     (position[block], sum(length for _, length in group))
-                    for block, group in groupby(blocks, key=lambda part: part[0])
+                    for block, group in groupby(blocks, key=lambda entry: entry[0])
                 )
             )
         return values, scales, tuple(repeats)

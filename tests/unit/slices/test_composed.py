@@ -41,7 +41,7 @@ def expressions(draw: st.DrawFn, leaves: list[Pair]) -> Pair:
     lazy, real = draw(st.sampled_from(leaves))
     for _ in range(draw(st.integers(1, 4))):
         dim = draw(st.integers(0, real.ndim - 1))
-        # Parts of one shape: other leaves under the same steps are hard to draw, so vary by permuting.
+        # Tensors of one shape: other leaves under the same steps are hard to draw, so vary by permuting.
         order = draw(st.permutations(range(real.shape[dim])))
         other = (permute(lazy, dim, order), real.index_select(dim, torch.tensor(order, dtype=torch.long)))
         step = draw(st.sampled_from(["stack", "concat", "transpose", "squeeze", "permute", "select"]))
@@ -90,8 +90,8 @@ def test_any_tree_reads_what_torch_computes(leaves, data: st.DataObject) -> None
 
 def test_experts_are_read_straight_into_place(leaves) -> None:
     """In the usual layout no piece needs the staging buffer, however it is sliced."""
-    parts = [lazy.select(0, [(0, 1)]) for lazy, _ in leaves[1][:4]]
-    gates, ups = ([Squeeze(part, 0) for part in pair] for pair in (parts[:2], parts[2:]))
+    narrow = [lazy.select(0, [(0, 1)]) for lazy, _ in leaves[1][:4]]
+    gates, ups = ([Squeeze(tensor, 0) for tensor in pair] for pair in (narrow[:2], narrow[2:]))
     merged = Concat([Stack(gates, 0), Stack(ups, 0)], 1)  # (2, 4 + 4, 5)
     for shard in (merged, merged.select(1, [(1, 3), (5, 7)]), merged.select(2, [(1, 4)]), merged.select(0, [(1, 2)])):
         steps = list(shard.read_steps(torch.empty(shard.shape)))
@@ -109,12 +109,12 @@ def test_neighbours_of_one_stored_tensor_become_one(leaves) -> None:
     assert isinstance(merged, Stored)
     assert merged.selection == first.selection
     swapped = concat([rows[1], rows[0], other], 0)
-    assert [type(part) for part in swapped.parts] == [Stored, Stored]
-    assert torch.equal(swapped.parts[0].materialize(), real[[1, 0]])
+    assert [type(tensor) for tensor in swapped.tensors] == [Stored, Stored]
+    assert torch.equal(swapped.tensors[0].materialize(), real[[1, 0]])
     # Of different tensors, or of other selections of another dim, they stay apart.
-    assert len(concat([rows[0], other.select(0, [(1, 2)])], 0).parts) == 2
+    assert len(concat([rows[0], other.select(0, [(1, 2)])], 0).tensors) == 2
     narrow = [first[:, 1:3].select(0, [(0, 1)]), first[:, 2:4].select(0, [(1, 2)])]
-    assert len(concat(narrow, 0).parts) == 2
+    assert len(concat(narrow, 0).tensors) == 2
 
 
 def test_slicing_reads_nothing(leaves) -> None:
@@ -141,5 +141,5 @@ def test_parts_must_fit(leaves) -> None:
         lambda: Concat([lazy, other], 1),
         lambda: Squeeze(lazy, 0),
     ):
-        with pytest.raises(ValueError, match=r"parts|Squeeze"):
+        with pytest.raises(ValueError, match=r"tensors|Squeeze"):
             make()
