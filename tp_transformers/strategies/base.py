@@ -175,7 +175,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         # Grouped matmuls need blocks of the experts' features, not of the experts (dim 0).
         unit = self.unit or (EXPERT_UNIT if self.holds_experts and dim > 0 else 1)
         try:
-            return Layout(dim, self.cut(shape[dim], size, unit))
+            return Layout(dim, self.split_length(shape[dim], size, unit))
         except ValueError as error:
             raise ValueError(f"{param_type} along dim {dim}: {error}") from None
 
@@ -192,7 +192,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             param_type in self.added_once and is_replicated,
         )
 
-    def cut(self, length: int, size: int, unit: int = 1) -> Split:
+    def split_length(self, length: int, size: int, unit: int = 1) -> Split:
         """Split `length` over `size` ranks: by heads, by parts, by the bound shares or evenly in blocks of `unit`.
 
         Raises ValueError if it is not a number of complete heads or the sum of the parts, or if there are shares for
@@ -200,7 +200,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         """
         key = (length, size, unit)
         if key not in self._splits:
-            self._splits = {**self._splits, key: self._cut(length, self._bound_ranks(size), unit)}
+            self._splits = {**self._splits, key: self._split_length(length, self._bound_ranks(size), unit)}
         return self._splits[key]
 
     def _bound_ranks(self, size: int) -> Ranks:
@@ -209,7 +209,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             raise ValueError(f"its shares are for {self.size} ranks, not for {size}")
         return self.ranks if self.size == size else size
 
-    def _cut(self, length: int, ranks: Ranks, unit: int) -> Split:
+    def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
         return split_of(length, ranks, unit, self.split, self.parts)
 
     def partition_tensor(

@@ -49,14 +49,14 @@ class IsolatedParallel(TensorParallelLayer):
         """The dim of the experts, if the module holds any."""
         return 0 if self.holds_experts else None
 
-    def _cut(self, length: int, ranks: Ranks, unit: int) -> Split:
+    def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
         size = count_of(ranks)
         if self.holds_experts and length < size:
             raise ValueError(
                 f"{length} experts cannot be spread over {size} ranks, since each rank needs one; shard every expert "
                 f"(packed_colwise, rowwise), or use at most {length} ranks"
             )
-        return super()._cut(length, ranks, unit)
+        return super()._split_length(length, ranks, unit)
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Store the split of the experts (sharded along dim 0), and whether this rank holds any features."""

@@ -107,7 +107,7 @@ class ColwiseParallel(_WeightParallel):
     @property
     def output_split(self) -> Split:
         """Split of the output features over the ranks."""
-        return self.cut(self.out_features, self.size)
+        return self.split_length(self.out_features, self.size)
 
     @property
     def sharded_output(self) -> Split | None:
@@ -209,7 +209,7 @@ class RowwiseParallel(_WeightParallel):
     @property
     def input_split(self) -> Split:
         """Split of the input features, or of the rows of an embedding, over the ranks."""
-        return self.cut(self.in_features, self.size)
+        return self.split_length(self.in_features, self.size)
 
     @property
     def sharded_input(self) -> Split | None:

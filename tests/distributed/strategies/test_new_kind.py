@@ -34,7 +34,7 @@ TOLERANCE = 1e-4  # fp32 sums in another order
 class _Reversed(TensorParallelLayer):
     """Features in reversed order of the ranks."""
 
-    def _cut(self, length: int, size: int, unit: int) -> Split:
+    def _split_length(self, length: int, size: int, unit: int) -> Split:
         return Split(length, tuple(reversed(apportion(length, size, unit=unit).ranges)))
 
 
@@ -69,7 +69,7 @@ class MakesFeatures(_Reversed):
 
     @property
     def sharded_output(self) -> Split | None:
-        return self.cut(self.features, self.size)
+        return self.split_length(self.features, self.size)
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         bound: Any = super().bind(module, size, **options)
@@ -82,7 +82,7 @@ class MakesFeatures(_Reversed):
     def after(self, module: nn.Module, outputs: Any, mesh: Any) -> Any:
         if not module.training or not self.drops:
             return outputs
-        ((start, stop),) = self.cut(self.features, self.size).ranges[mesh.get_local_rank()]
+        ((start, stop),) = self.split_length(self.features, self.size).ranges[mesh.get_local_rank()]
         mask = torch.rand((*outputs.shape[:-1], self.features)) < 0.5
         return outputs * mask[..., start:stop]
 

@@ -159,7 +159,11 @@ def largest_difference(name: str, seed: int) -> float:
     strategy = STRATEGIES[name]
     module = shard_module(nn.Linear(of_in, of_out, bias=bool(seed % 2)), {"": name}, group)
     bound: Any = module.tp_strategy
-    width = bound.cut(of_in, group.size).widths[group.rank] if strategy.signature.takes is State.FEATURES else of_in
+    width = (
+        bound.split_length(of_in, group.size).widths[group.rank]
+        if strategy.signature.takes is State.FEATURES
+        else of_in
+    )
     x, found = torch.randn(rows, width, generator=draw), []
     for forward in (module, lambda x: long_way(module, x, group.device_mesh)):
         module.zero_grad()

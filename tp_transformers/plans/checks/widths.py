@@ -79,7 +79,7 @@ def misfits(
                         "and torch takes every rank's part to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
-                elif split != strategies[peer].cut(input_width(modules[peer]), size):
+                elif split != strategies[peer].split_length(input_width(modules[peer]), size):
                     yield (
                         f"{maker} and {taker}: the same features are split differently; fused parts are "
                         "packed_colwise, everything else colwise, and what follows rowwise; torch's styles split "
@@ -91,4 +91,7 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> di
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width, parts = output_width(module), strategy.parts
     lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
-    return {width: strategy.cut(width, count_of(ranks)), **{length: apportion(length, ranks) for length in lengths}}
+    return {
+        width: strategy.split_length(width, count_of(ranks)),
+        **{length: apportion(length, ranks) for length in lengths},
+    }

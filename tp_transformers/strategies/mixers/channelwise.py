@@ -38,7 +38,7 @@ class ChannelwiseParallel(TensorParallelLayer):
 
     def _layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
         dim = first_long_dim(shape)
-        return Layout(dim, self.cut(shape[dim], size))
+        return Layout(dim, self.split_length(shape[dim], size))
 
     def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
         """See `Communication.views_of`; the enclosing mixer has replaced the parameters that it reads."""
@@ -49,5 +49,5 @@ class ChannelwiseParallel(TensorParallelLayer):
         if not isinstance(module, CONVOLUTIONS):
             return {}
         return dict.fromkeys(
-            ("groups", "in_channels", "out_channels"), self.cut(module.out_channels, self.size).widths[rank]
+            ("groups", "in_channels", "out_channels"), self.split_length(module.out_channels, self.size).widths[rank]
         )

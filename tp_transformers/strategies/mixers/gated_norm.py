@@ -46,7 +46,7 @@ class GatedNormParallel(TensorParallelLayer):
         """Raise ValueError unless `module` is an RMS norm, and a rank has complete groups or a shard of one."""
         if not is_rms_norm(module, (self.length,)):
             raise ValueError(f"a {type(module).__name__} is no norm whose mean square could be summed")
-        for rank_ranges in self.cut(self.length, self.size).ranges:
+        for rank_ranges in self.split_length(self.length, self.size).ranges:
             start, stop = min(span[0] for span in rank_ranges), max(span[1] for span in rank_ranges)
             if not self.has_full_groups and start // self.group != (stop - 1) // self.group:
                 raise ValueError(f"a rank would have parts of several groups of {self.group} features")
@@ -58,12 +58,12 @@ class GatedNormParallel(TensorParallelLayer):
     @property
     def has_full_groups(self) -> bool:
         """True if every rank holds complete groups."""
-        ranges = self.cut(self.length, self.size).ranges
+        ranges = self.split_length(self.length, self.size).ranges
         return not any(bound % self.group for rank_ranges in ranges for span in rank_ranges for bound in span)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Number and size of the groups on this rank; a shard of a group counts as one."""
-        width = self.cut(self.length, self.size).widths[rank]
+        width = self.split_length(self.length, self.size).widths[rank]
         groups = width // self.group if self.has_full_groups else 1
         local = {"n_groups": groups, "group_size": width // groups, "normalized_shape": (width // groups,)}
         return {name: value for name, value in local.items() if name in module.__dict__}
@@ -77,7 +77,7 @@ class GatedNormParallel(TensorParallelLayer):
         is_gated_first = gate is not None and not getattr(module, "norm_before_gate", False)
         normed = wide * silu(gate.to(wide.dtype)) if is_gated_first and gate is not None else wide
         squares = normed.square().sum(LAST, keepdim=True)
-        index = self.cut(self.length, self.size).ranges[self.rank][0][0] // self.group
+        index = self.split_length(self.length, self.size).ranges[self.rank][0][0] // self.group
         slots = pad(squares / self.group, (index, self.length // self.group - 1 - index))
         mean = copy_to_region(reduce_from_region(slots, group), group)[..., index : index + 1]
         forward_of(module).notes["norm"] = (squares / x.shape[LAST], mean, x.dtype)

@@ -39,13 +39,13 @@ class StyleParallel(TensorParallelLayer):
         """See `TensorParallelLayer.shard`: a DTensor, also for a replicated parameter."""
         return replace(super().shard(param_type, shape, group), use_dtensor=self.use_dtensor)
 
-    def _cut(self, length: int, ranks: Ranks, unit: int) -> Split:
+    def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
         size = count_of(ranks)
         if ranks != size:
             raise ValueError(f"{self.shown} splits evenly, not by shares; use strategies by name, such as colwise")
         split = chunked(length, size)
         if self.split is not None:
-            heads = super()._cut(length, size, unit)
+            heads = super()._split_length(length, size, unit)
             if length % size or not heads.is_chunked:
                 raise ValueError(
                     f"{self.shown} does not know of its {self.split.length} heads, and cannot split them for {size} "
