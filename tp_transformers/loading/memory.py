@@ -142,7 +142,7 @@ def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     entries = list(shard.read_steps(meta))
     if len(entries) != 1 or not isinstance(entries[0][0], Stored) or not entries[0][1].is_contiguous():
         return None
-    blocks = [block for block, _ in entries[0][0].boxes(entries[0][1])]
+    blocks = [block for block, _ in entries[0][0].blocks(entries[0][1])]
     if len(blocks) != 1 or blocks[0].rows != 1 or blocks[0].dtype != dtype or blocks[0].start % dtype.itemsize:
         return None
     (block,) = blocks

@@ -69,7 +69,7 @@ class Stored(LazyTensor):
         return partial[-1] + 1 if partial else 0
 
     @cached_property
-    def shortest_run(self) -> int:
+    def shortest_range(self) -> int:
         """Length in bytes of the shortest byte range."""
         if not self._looped:
             return self.nbytes
@@ -79,7 +79,7 @@ class Stored(LazyTensor):
     @property
     def rows(self) -> int:
         """Number of byte ranges of a block, which all have the same length."""
-        return self.nbytes // self.shortest_run
+        return self.nbytes // self.shortest_range
 
     @cached_property
     def start(self) -> int:
@@ -101,7 +101,7 @@ class Stored(LazyTensor):
     def _distance(self, index: Iterable[int]) -> int:
         return sum(at * stride for at, stride in zip(index, self.strides, strict=True)) * self.dtype.itemsize
 
-    def runs(self) -> list[tuple[int, int]]:
+    def byte_ranges(self) -> list[tuple[int, int]]:
         """The byte ranges as (file offset, byte count), in the order of the selected elements.
 
         Adjacent ranges are joined: a slice of the first dim is one byte range, a slice of the last dim one per row.
@@ -118,10 +118,10 @@ class Stored(LazyTensor):
         for ranges, step in outer:
             indices = [index * step for start, stop in ranges for index in range(start, stop)]
             rows = [row + index for row in rows for index in indices]
-        byte_ranges = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
-        return [(row + start, length) for row in rows for start, length in byte_ranges]
+        of_row = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
+        return [(row + start, length) for row in rows for start, length in of_row]
 
-    def boxes(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
+    def blocks(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:
         """The slice as non-empty blocks (one range per dim), each with its view of `destination`."""
         if self.nbytes and all(len(ranges) == 1 for ranges in self.selection):
             yield self, destination
@@ -134,7 +134,7 @@ class Stored(LazyTensor):
                     view = view.narrow(dim, position, stop - start)
             yield self._selected(tuple(((start, stop),) for start, stop, _ in ranges)), view
 
-    def cut(
+    def chunks(
         self, destination: torch.Tensor, limit: int, *, by_span: bool = False
     ) -> Iterator[tuple[Stored, torch.Tensor]]:
         """Split into slices of at most `limit` bytes (values or span), each with its view of `destination`."""
@@ -148,12 +148,12 @@ class Stored(LazyTensor):
         for start in range(0, length, step):
             stop = min(start + step, length)
             selected = self.select(dim, [(start, stop)])
-            yield from selected.cut(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
+            yield from selected.chunks(destination.narrow(dim, start, stop - start), limit, by_span=by_span)
 
     def read(self, destination: torch.Tensor) -> int:
         """Read each byte range into contiguous CPU memory of `shape` and `dtype`; returns the number of bytes."""
         view, position = byte_view(destination), 0
-        for offset, length in self.runs():
+        for offset, length in self.byte_ranges():
             self.source.read(offset, [view[position : position + length]])
             position += length
         return position

@@ -160,7 +160,7 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
     # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
     if method != "map":
         monkeypatch.setattr("tp_transformers.checkpoint.reading.reader._mapped", lambda pieces: [])
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.cheapest", lambda box, may_map: method)
+    monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.cheapest", lambda block, may_map: method)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.BLOCK_BYTES", 100)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", staging)
     checkpoint, path = stored

@@ -60,7 +60,7 @@ def marked(needs: list[Need]) -> np.ndarray[Any, Any]:
     """How often each byte of the files is needed."""
     counts = np.zeros((len(FILES), 1 << 20), dtype=int)
     for need in needs:
-        for offset, length in need.stored.runs():
+        for offset, length in need.stored.byte_ranges():
             counts[need.file, offset : offset + length] += 1
     return counts
 
@@ -88,19 +88,19 @@ def test_each_needed_byte_is_fetched_once(drawn: tuple[int, list[Need]], direct:
     for need in needs:
         assert met[id(need)] == need.stored.nbytes * needs.count(need)
     for rank, own in enumerate(ranges):
-        assert all(need.rank == rank and need.stored.shortest_run >= direct for fetch in own for need in fetch.needs)
+        assert all(need.rank == rank and need.stored.shortest_range >= direct for fetch in own for need in fetch.needs)
 
 
 @given(needs_of_ranks())
-def test_span_and_run_are_those_of_the_runs(drawn: tuple[int, list[Need]]) -> None:
+def test_span_and_shortest_range_are_those_of_the_ranges(drawn: tuple[int, list[Need]]) -> None:
     for need in drawn[1]:
-        runs = sorted(need.stored.runs())
-        assert (need.start, need.stop) == (runs[0][0], max(offset + length for offset, length in runs))
-        assert need.stored.shortest_run <= min(length for _, length in runs)
-        assert need.spans() == [(offset, offset + length) for offset, length in runs]
+        ranges = sorted(need.stored.byte_ranges())
+        assert (need.start, need.stop) == (ranges[0][0], max(offset + length for offset, length in ranges))
+        assert need.stored.shortest_range <= min(length for _, length in ranges)
+        assert need.spans() == [(offset, offset + length) for offset, length in ranges]
 
 
-def test_long_runs_are_fetched_by_who_needs_them_unless_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_ranges_are_fetched_by_who_needs_them_unless_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "DIRECT_BYTES", 64)
     columns, rows, norm = (
         Stored(FILES[0], offset=offset, shape=shape, dtype=torch.int16)
@@ -135,12 +135,12 @@ def test_a_part_goes_to_its_places_and_gaps_go_nowhere() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=9), st.booleans())
-def test_runs_are_copied_regular_or_not(runs: list[tuple[int, int]], regular: bool) -> None:
+def test_ranges_are_copied_regular_or_not(ranges: list[tuple[int, int]], regular: bool) -> None:
     if regular:
-        runs = [runs[0]] * len(runs)
-    lengths = np.array([length for length, _ in runs])
-    ends = np.cumsum([length + gap for length, gap in runs])
-    offsets = ends - np.array([length + gap for length, gap in runs])
+        ranges = [ranges[0]] * len(ranges)
+    lengths = np.array([length for length, _ in ranges])
+    ends = np.cumsum([length + gap for length, gap in ranges])
+    offsets = ends - np.array([length + gap for length, gap in ranges])
     starts = np.cumsum(lengths) - lengths
     source = np.arange(ends[-1], dtype=np.uint8)
     target = np.full(lengths.sum(), 255, dtype=np.uint8)

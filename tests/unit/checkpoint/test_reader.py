@@ -30,7 +30,7 @@ def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
     checkpoint, _, _ = big
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 16)
     monkeypatch.setattr(reader, "_mapped", lambda pieces: [])
-    monkeypatch.setattr(jobs, "cheapest", lambda box, may_map: method)
+    monkeypatch.setattr(jobs, "cheapest", lambda block, may_map: method)
     preadv, calls = os.preadv, []
 
     def failing(fd: int, buffers: Any, offset: int, *flags: int) -> int:
@@ -130,14 +130,14 @@ def test_the_cost_model_gives_what_was_measured() -> None:
     rows = re.findall(r"^ +([\d,]+) of +([\d,]+)((?: +[\d.]+){3})$", costs.__doc__ or "", re.MULTILINE)
     assert len(rows) == 7
     for run, stride, rates in rows:
-        box = made_of(int(run.replace(",", "")), int(stride.replace(",", "")))
+        block = made_of(int(run.replace(",", "")), int(stride.replace(",", "")))
         measured = dict(zip(("reads", "blocks", "map"), map(float, rates.split()), strict=True))
-        estimates = {way: box.nbytes / 1e9 / seconds for way, seconds in costs.costs(box, may_map=True).items()}
+        estimates = {way: block.nbytes / 1e9 / seconds for way, seconds in costs.costs(block, may_map=True).items()}
         for way, rate in measured.items():
             assert rate / 1.45 < estimates[way] < rate * 1.45, (run, stride, way)
         assert max(estimates, key=estimates.__getitem__) == max(measured, key=measured.__getitem__) == "map"
         # Of two ways that take about as long, either will do.
-        cold = costs.cheapest(box, may_map=False)
+        cold = costs.cheapest(block, may_map=False)
         assert measured[cold] > 0.85 * max(measured["reads"], measured["blocks"])
 
 

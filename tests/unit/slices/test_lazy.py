@@ -54,16 +54,16 @@ def test_any_chain_of_selections_reads_what_torch_slices(checkpoint, data: st.Da
         value = lazy.materialize()
         assert value.is_contiguous()
         assert torch.equal(value, expected)
-    assert sum(length for _, length in lazies[0].runs()) == expected.numel() * expected.dtype.itemsize
+    assert sum(length for _, length in lazies[0].byte_ranges()) == expected.numel() * expected.dtype.itemsize
 
 
 def test_a_leading_slice_is_one_run_and_a_trailing_one_a_run_a_row(checkpoint) -> None:
     lazy = checkpoint[0].tensors[str(torch.float32)]
-    assert len(list(lazy.runs())) == 1
-    assert len(list(lazy[1:3].runs())) == 1
-    assert len(list(lazy[:, 1:3].runs())) == 5
-    assert len(list(lazy[..., 1:3].runs())) == 5 * 4
-    assert len(list(lazy[2:3, 1:3].runs())) == 1
+    assert len(list(lazy.byte_ranges())) == 1
+    assert len(list(lazy[1:3].byte_ranges())) == 1
+    assert len(list(lazy[:, 1:3].byte_ranges())) == 5
+    assert len(list(lazy[..., 1:3].byte_ranges())) == 5 * 4
+    assert len(list(lazy[2:3, 1:3].byte_ranges())) == 1
 
 
 @pytest.mark.parametrize(

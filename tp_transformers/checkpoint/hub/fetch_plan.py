@@ -45,7 +45,7 @@ class Need:
     @cached_property
     def _ranges(self) -> tuple[Positions, Positions, Positions]:
         """(offsets in the file, lengths, positions in the destination), in file order, in bytes."""
-        offsets, lengths = np.array(self.stored.runs(), dtype=np.int64).reshape(-1, 2).T
+        offsets, lengths = np.array(self.stored.byte_ranges(), dtype=np.int64).reshape(-1, 2).T
         positions = np.cumsum(lengths) - lengths
         order = np.argsort(offsets, kind="stable")
         return offsets[order], lengths[order], positions[order]
@@ -108,7 +108,7 @@ def split_request(request: Request) -> Iterator[Request]:
     if request.tensor.nbytes:
         is_direct = is_same_memory(request.destination, request.tensor.dtype)
         limit = request.tensor.nbytes if is_direct else BLOCK_BYTES
-        yield from (Request(*block) for block in request.tensor.cut(request.destination, limit))
+        yield from (Request(*block) for block in request.tensor.chunks(request.destination, limit))
 
 
 def divide(needs: Iterable[Need], size: int) -> tuple[list[FetchRange], list[list[FetchRange]]]:
@@ -122,7 +122,7 @@ def divide(needs: Iterable[Need], size: int) -> tuple[list[FetchRange], list[lis
     shared: list[Need] = []
     separate: list[list[Need]] = [[] for _ in range(size)]
     for tensor_needs in tensors.values():
-        is_long = min(need.stored.shortest_run for need in tensor_needs) >= DIRECT_BYTES
+        is_long = min(need.stored.shortest_range for need in tensor_needs) >= DIRECT_BYTES
         spans = sorted(span for need in tensor_needs for span in need.spans()) if is_long else []
         overlap = any(start < stop for (_, stop), (start, _) in pairwise(spans))
         for need in tensor_needs:

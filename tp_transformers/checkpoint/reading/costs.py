@@ -42,7 +42,7 @@ _SECONDS_A_BYTE_MAPPED = 1 / 200e9
 
 
 def costs(block: Stored, *, may_map: bool) -> dict[str, float]:
-    """Estimate the seconds of each method to read the block `box`; `map` only if its bytes are in the page cache."""
+    """Estimate the seconds of each method to read `block`; `map` only if its bytes are in the page cache."""
     range_seconds = block.rows * _SECONDS_A_RANGE
     blocks = max(block.span / BLOCK_BYTES, 1)
     estimates = {
@@ -58,6 +58,6 @@ def costs(block: Stored, *, may_map: bool) -> dict[str, float]:
 
 
 def cheapest(block: Stored, *, may_map: bool) -> str:
-    """Return the cheapest method to read the rows of the block `box`."""
+    """Return the cheapest method to read the rows of `block`."""
     estimates = costs(block, may_map=may_map)
     return min(estimates, key=estimates.__getitem__)

@@ -139,9 +139,9 @@ class Job:
 
 def _read_blocks(block: Stored, destination: torch.Tensor) -> int:
     """Read complete rows into a buffer, and copy the ranges out of it."""
-    buffer = torch.empty(max(min(BLOCK_BYTES, block.span), block.shortest_run), dtype=torch.uint8)
+    buffer = torch.empty(max(min(BLOCK_BYTES, block.span), block.shortest_range), dtype=torch.uint8)
     copied = 0
-    for rows, place in block.cut(destination, len(buffer), by_span=True):
+    for rows, place in block.chunks(destination, len(buffer), by_span=True):
         content = buffer[: rows.span]
         rows.source.read(rows.start, [byte_view(content)])
         copy(content.view(rows.dtype).as_strided(rows.shape, rows.strides), place)
@@ -167,8 +167,8 @@ _READERS: dict[str, Callable[[Stored, torch.Tensor], int]] = {
 
 def split(request: Request) -> Iterator[Request]:
     """Split `request` into blocks of at most JOB_BYTES."""
-    for block, destination in request.tensor.boxes(request.destination):
-        yield from (Request(*entry) for entry in block.cut(destination, JOB_BYTES))
+    for block, destination in request.tensor.blocks(request.destination):
+        yield from (Request(*entry) for entry in block.chunks(destination, JOB_BYTES))
 
 
 def order(requests: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job]:

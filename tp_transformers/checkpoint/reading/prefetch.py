@@ -83,7 +83,7 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
     """Compute the needed spans of every file, in file order; a span includes the bytes between its rows."""
     spans: dict[LocalFile, list[Range]] = {file: [] for file in files if file is not None}
     for request in requests:
-        for block, _ in request.tensor.boxes(request.destination):
+        for block, _ in request.tensor.blocks(request.destination):
             if isinstance(block.source, LocalFile):
                 spans[block.source].append((block.start, block.stop))
     return [union(spans[file]) if file is not None else [] for file in files]
