@@ -29,7 +29,7 @@ from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
 from ..strategies import TensorParallelLayer, block_of
-from ..strategies.regions.sequence import is_cut
+from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
 
 _STEP = 0x9E3779B97F4A7C15
@@ -105,7 +105,7 @@ class OwnRandomness:
 
     def enter_sequence_shard(self, *_: Any) -> None:
         """Switch to the own state if this rank has a shard of the sequence."""
-        if self.group is not None and is_cut(self.group):
+        if self.group is not None and is_sequence_sharded(self.group):
             self.enter()
 
     def enter(self) -> None:

@@ -30,19 +30,19 @@ class Partition:
     """The ranks of each copy of the model."""
     dp_groups: tuple[tuple[int, ...], ...]
     """The ranks that have different batches and average gradients of replicated parameters."""
-    part_groups: tuple[tuple[int, ...], ...]
+    shard_groups: tuple[tuple[int, ...], ...]
     """The ranks that hold the same shards."""
     modules: tuple[tuple[str, bool], ...]
     """(folded name, True if it is sharded), in the model's order."""
 
     def held(self, tp_rank: int) -> list[str]:
         """Return the entries of a rank of the `tp` axis."""
-        return [f"{name}:{tp_rank}" if is_cut else name for name, is_cut in self.modules]
+        return [f"{name}:{tp_rank}" if is_sharded else name for name, is_sharded in self.modules]
 
     def __str__(self) -> str:
         groups = [("TP_GROUP", self.tp_groups), ("DP_GROUP", self.dp_groups)]
-        if self.part_groups != self.dp_groups:
-            groups.append(("DP_GROUP of parts", self.part_groups))
+        if self.shard_groups != self.dp_groups:
+            groups.append(("DP_GROUP of shards", self.shard_groups))
         lines = [f"{title}: {', '.join(str(list(ranks)) for ranks in rank_lists)}" for title, rank_lists in groups]
         places = {rank: position for group in self.dp_groups for position, rank in enumerate(group)}
         for rank, tp_rank in sorted(
@@ -108,9 +108,9 @@ def _has_parameters(module: nn.Module) -> bool:
 def _folded(entries: list[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
     """Fold names of layers to `*`, or to lists of layer numbers if some are sharded and others not."""
     for pattern, by_state in folded(entries).items():
-        for is_cut, names in by_state.items():
+        for is_sharded, names in by_state.items():
             if len(by_state) == 1:
-                yield pattern, is_cut
+                yield pattern, is_sharded
                 continue
             numbers = [number for name in names if (number := layer_number(name)) is not None]
-            yield pattern.replace("*", spans(numbers), 1), is_cut
+            yield pattern.replace("*", spans(numbers), 1), is_sharded

@@ -344,7 +344,7 @@ def test_the_partition_is_printed(pool: Pool, cases: Any) -> None:
             for tp in range(2)
         ]
         assert usual.splitlines() == lines
-        lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 1, 2, 3]", "DP_GROUP of parts: [0, 2], [1, 3]"]
+        lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 1, 2, 3]", "DP_GROUP of shards: [0, 2], [1, 3]"]
         lines += [
             f"dp_rank {rank} (tp_rank {rank % 2}): model.embed_tokens, model.layers.*.self_attn, model.layers.0.mlp, "
             f"model.layers.1.mlp:{rank % 2}, {norms}, lm_head:{rank % 2}"

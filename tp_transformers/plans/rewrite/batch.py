@@ -92,7 +92,9 @@ class _BatchRewriter(Rewriter):
     def _all(self, stack: str) -> Iterator[str]:
         """Yield the blocks of every layer that rules shard."""
         for name in self.modules:
-            if name.rpartition(".")[0].rpartition(".")[0] == stack and (self.is_cut(name) or self.exchanging(name)):
+            if name.rpartition(".")[0].rpartition(".")[0] == stack and (
+                self.shards_features(name) or self.exchanging(name)
+            ):
                 yield name
 
     def _gathering(self, name: str) -> Iterator[str]:
@@ -102,7 +104,7 @@ class _BatchRewriter(Rewriter):
             return
         for child, _ in self.modules[name].named_children():
             path = f"{name}.{child}"
-            if self.is_cut(path) or self.exchanging(path):
+            if self.shards_features(path) or self.exchanging(path):
                 yield from self._gathering(path)
 
     def is_local(self, name: str, block: nn.Module, inner: Mapping[str, Rule]) -> bool:

@@ -93,7 +93,7 @@ class Rewriter(ABC):
         rules = ((path, rule.instance) for path, rule in self.rules.items() if path == name or is_inside(path, name))
         return [path for path, strategy in rules if strategy is not None and strategy.signature.exchanges_tokens]
 
-    def is_cut(self, name: str) -> bool:
+    def shards_features(self, name: str) -> bool:
         """True if a rule inside the module `name` shards features."""
         inner = (rule.instance for path, rule in self.rules.items() if is_inside(path, name))
         return any(strategy is not None and strategy.signature.leaves is FEATURES for strategy in inner)

@@ -80,7 +80,7 @@ class _SequenceRewriter(Rewriter):
             if self.exchanging(path):
                 if self.exchanging(path) != [path]:
                     self.faults.append(f"{fold_layers(path)}: experts in it exchange tokens; they have to be its own")
-            elif self.is_cut(path) or any(param.ndim > 2 for param in module.parameters()):
+            elif self.shards_features(path) or any(param.ndim > 2 for param in module.parameters()):
                 self.rewrite_block(path, module)
             else:  # a router, or another token-wise module
                 for inner, submodule in module.named_modules(prefix=path):

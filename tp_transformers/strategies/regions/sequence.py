@@ -267,7 +267,7 @@ def exchange_shards(name: str, group: Group) -> bool:
     return sharding.widths is not None
 
 
-def is_cut(group: Group) -> bool:
+def is_sequence_sharded(group: Group) -> bool:
     """True if a module between blocks takes this rank's shard of the sequence.
 
     In training the sequence is always sharded, also when a backward recomputes it after another forward.
