@@ -272,8 +272,8 @@ class _Resolver:
             pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
             sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
             block = name.rpartition(".")[0]
-            leaves_part = strategy.signature.leaves is FEATURES and self.size > 1
-            compared = sparse and name.endswith("mlp.gate_proj") and leaves_part
+            is_sharded = strategy.signature.leaves is FEATURES and self.size > 1
+            compared = sparse and name.endswith("mlp.gate_proj") and is_sharded
             if compared and not module_strategies.get(block, UNRULED).signature.computes_locally:
                 self.faults.append(
                     f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each other; "

@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from ..ranks import direct
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import SHARD, local_tensor
-from ..strategies.shards.replicas import Part, parts
+from ..strategies.shards.replicas import ReplicatedSlice, replicated_slices
 
 CHUNK = 1 << 20
 """Elements per step of a fingerprint."""
@@ -54,26 +54,26 @@ def check_replicas(
         return {}
     values = _values(model, optimizer)
     gathered: dict[str, Tensor] = {}
-    shared = {part: value for name in values for part, value in parts(name, *values[name], group.size, gathered)}
+    shared = {
+        entry: value for name in values for entry, value in replicated_slices(name, *values[name], group.size, gathered)
+    }
     # 1. Fingerprints of all shared tensors, to find those that differ.
     fingerprints = torch.stack([_fingerprint(value) for value in shared.values()]).tolist() if shared else []
     per_rank = group.gather(dict(zip(shared, fingerprints, strict=True)))
     different = [
-        part
-        for part in dict.fromkeys(part for shared_parts in per_rank for part in shared_parts)
-        if _differs(part, per_rank)
+        entry for entry in dict.fromkeys(entry for own in per_rank for entry in own) if _differs(entry, per_rank)
     ]
     if not different:
         return {}
     # 2. Differences to the first rank's values, which replace the others.
     local_differences: dict[str, float] = {}
-    for part in different:
-        first = _first(part, shared.get(part), group)
-        if group.rank in part.ranks:
-            difference = _difference(shared[part], first)
-            local_differences[part.name] = max(local_differences.get(part.name, 0.0), difference, key=_badness)
+    for entry in different:
+        first = _first(entry, shared.get(entry), group)
+        if group.rank in entry.ranks:
+            difference = _difference(shared[entry], first)
+            local_differences[entry.name] = max(local_differences.get(entry.name, 0.0), difference, key=_badness)
             if synchronize:
-                shared[part].copy_(first)
+                shared[entry].copy_(first)
     if synchronize:
         for name, full in gathered.items():
             param, value = values[name]
@@ -114,25 +114,25 @@ def _fingerprint(value: Tensor) -> Tensor:
     return sums
 
 
-def _differs(part: Part, per_rank: list[Mapping[Part, list[int]]]) -> bool:
-    """True if all ranks that should hold `part` have it, and their fingerprints differ."""
-    fingerprints = [per_rank[rank].get(part) for rank in part.ranks]
+def _differs(entry: ReplicatedSlice, per_rank: list[Mapping[ReplicatedSlice, list[int]]]) -> bool:
+    """True if all ranks that should hold `entry` have it, and their fingerprints differ."""
+    fingerprints = [per_rank[rank].get(entry) for rank in entry.ranks]
     return all(fingerprint is not None for fingerprint in fingerprints) and any(
         fingerprint != fingerprints[0] for fingerprint in fingerprints
     )
 
 
-def _first(part: Part, value: Tensor | None, group: TensorParallelGroup) -> Tensor:
-    """Broadcast the `value` of the first rank that holds `part` to all ranks of the axis.
+def _first(entry: ReplicatedSlice, value: Tensor | None, group: TensorParallelGroup) -> Tensor:
+    """Broadcast the `value` of the first rank that holds `entry` to all ranks of the axis.
 
     All ranks of the axis join the broadcast, so no process group of the holders is needed.
     """
     if value is not None:
         first = value.contiguous().clone()
     else:
-        first = torch.empty(part.shape, dtype=part.dtype, device=part.device_type)
+        first = torch.empty(entry.shape, dtype=entry.dtype, device=entry.device_type)
     is_short = first.ndim and first.element_size() == 1  # float8 and bool, which some backends cannot send
-    direct.broadcast(first.view(torch.uint8) if is_short else first, group.process_group, part.ranks[0])
+    direct.broadcast(first.view(torch.uint8) if is_short else first, group.process_group, entry.ranks[0])
     return first
 
 

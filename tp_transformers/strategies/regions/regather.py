@@ -68,7 +68,7 @@ class _Regathered:
         self._widths, self._group, self._dim = widths, group, dim
         made: _Made | None = getattr(shard, "_tp_made", None)
         self._made = made if made is not None and made.made == shard._version else None
-        self._part = shard.detach() if self._made is None else None
+        self._shard = shard.detach() if self._made is None else None
         self._address = full.untyped_storage().data_ptr()
         self._full: Tensor | None = None
         self._uses, self._left = 0, 0
@@ -85,7 +85,7 @@ class _Regathered:
         if isinstance(packed, Tensor):
             return packed
         if self._full is None:
-            self._full = all_gather_uneven(self._make_part(), self._widths, self._group, dim=self._dim)
+            self._full = all_gather_uneven(self._own_shard(), self._widths, self._group, dim=self._dim)
             self._left = self._uses
         view = self._full.as_strided(*packed)
         self._left -= 1
@@ -93,9 +93,9 @@ class _Regathered:
             self._full = None
         return view
 
-    def _make_part(self) -> Tensor:
-        if self._part is not None:
-            return self._part
+    def _own_shard(self) -> Tensor:
+        if self._shard is not None:
+            return self._shard
         assert self._made is not None
         made, now = self._made, dict(self._made.module._parameters)
         if made.x._version != made.version:

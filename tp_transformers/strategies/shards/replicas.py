@@ -25,7 +25,7 @@ TOLERANCE = 1e-3
 """Relative difference above which values have drifted; another order of summation in a kernel stays below."""
 
 
-class Part(NamedTuple):
+class ReplicatedSlice(NamedTuple):
     """The description of values that all of `ranks` hold; identical on every rank."""
 
     name: str
@@ -38,14 +38,14 @@ class Part(NamedTuple):
     device_type: str
 
     @staticmethod
-    def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> Part:
+    def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> ReplicatedSlice:
         """The description of `value`."""
-        return Part(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
+        return ReplicatedSlice(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
 
 
-def parts(
+def replicated_slices(
     name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
-) -> Iterator[tuple[Part, Tensor]]:
+) -> Iterator[tuple[ReplicatedSlice, Tensor]]:
     """Yield the slices of `value`, laid out like `param`, that other ranks hold too.
 
     A shard that is gathered from FSDP's shards is stored in `joined`, by name.
@@ -53,10 +53,10 @@ def parts(
     shard, local = shard_of(param), local_tensor(value)
     if shard is None:
         if not isinstance(param, DTensor):
-            yield Part.of(name, tuple(range(size)), 0, local), local
+            yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
     elif shard.layout is None:
         if shard.data_parallel is None or shard.is_fsdp_over_replicas:
-            yield Part.of(name, tuple(range(size)), 0, local), local
+            yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
     elif shared := shard.layout.split.shared(shard.group.rank):
         if shard.data_parallel is not None:
             local = joined[name] = shard.joined(local)
@@ -64,7 +64,7 @@ def parts(
         for indices in shared:
             number = numbers[indices.ranks] = numbers.get(indices.ranks, -1) + 1
             values = local.narrow(shard.layout.dim, indices.local, indices.length)
-            yield Part.of(name, indices.ranks, number, values), values
+            yield ReplicatedSlice.of(name, indices.ranks, number, values), values
 
 
 Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
@@ -78,9 +78,9 @@ def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
         shard = shard_of(param)
         if param.is_meta or not param.is_floating_point() or (shard is not None and shard.data_parallel is not None):
             continue
-        for part, value in parts(name, param, param, group.size, {}):
+        for entry, value in replicated_slices(name, param, param, group.size, {}):
             flat = value.reshape(-1) if value.is_contiguous() else value[:1].reshape(-1)
-            sampled[part.name, part.ranks, part.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
+            sampled[entry.name, entry.ranks, entry.number] = flat[:: max(len(flat) // SAMPLES, 1)][:SAMPLES].float()
     if not sampled:
         return {}
     values = iter(torch.cat(list(sampled.values())).tolist())
