@@ -72,7 +72,7 @@ def _write_expressions(
     stored, named = tensors, None
     if request.quantization is not None:
         form = request.quantization.format
-        tensors = form.expressed(tensors, stays_packed=request.stays_packed)
+        tensors = form.dequantized(tensors, stays_packed=request.stays_packed)
         named = form.named(model, tensors, shapes)
         tensors, entries = (tensors, entries) if named is None else named
     # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.

@@ -1,4 +1,4 @@
-"""Real models' checkpoints, expressed and sliced, against what transformers itself loads; and what is read of them."""
+"""Real models' checkpoints, converted lazily and sliced, against transformers' own loads; and what is read of them."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def save_model(folder: Path, model_type: str) -> type[PreTrainedModel]:
     return type(model)
 
 
-def express(folder: Path, kind: type[PreTrainedModel], checkpoint: Checkpoint) -> Conversion:
+def conversion_of(folder: Path, kind: type[PreTrainedModel], checkpoint: Checkpoint) -> Conversion:
     """What the checkpoint means to a model of this kind that has no memory."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -157,7 +157,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
             kind = save_model(folder, model_type)
             opened.append(open_folder(folder))
             reference = kind.from_pretrained(folder).state_dict()
-            made[model_type] = folder, kind, reference, express(folder, kind, opened[-1])
+            made[model_type] = folder, kind, reference, conversion_of(folder, kind, opened[-1])
         return made[model_type]
 
     yield make
@@ -197,7 +197,7 @@ def test_a_rank_reads_its_rows_and_columns_of_every_expert(checkpoints: Any) -> 
         assert headers == sum(
             8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors")
         )
-        expressions = express(folder, kind, checkpoint).expressions
+        expressions = conversion_of(folder, kind, checkpoint).expressions
         assert checkpoint.bytes_read == headers, "expressing reads nothing"
         gate_up = expressions["model.layers.0.mlp.experts.gate_up_proj"]  # (3, 24 + 24, 16)
         down = expressions["model.layers.0.mlp.experts.down_proj"]  # (3, 16, 24)
@@ -226,7 +226,7 @@ def test_a_rank_reads_its_columns_where_a_transposed_tensor_is_stored(checkpoint
     loaded = kind.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in reference.items()), "transformers takes both"
     with open_folder(tmp_path) as checkpoint:
-        expressions = express(tmp_path, kind, checkpoint).expressions
+        expressions = conversion_of(tmp_path, kind, checkpoint).expressions
         for name, dim in (("gate_up_proj", 1), ("down_proj", 2), ("down_proj", 0)):
             name = f"model.language_model.layers.0.mlp.experts.{name}"
             for held in halves(loaded[name].shape[dim]):

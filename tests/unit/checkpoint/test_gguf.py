@@ -63,7 +63,7 @@ def test_any_slice_is_that_of_the_decoded_tensor(path: Path) -> None:
     expected = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in stored}
     rng = random.Random(0)
     with Checkpoint([path]) as checkpoint:
-        tensors = Gguf().expressed(checkpoint.tensors)
+        tensors = Gguf().dequantized(checkpoint.tensors)
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
             full = torch.from_numpy(expected[name].copy())
@@ -78,7 +78,7 @@ def test_any_slice_is_that_of_the_decoded_tensor(path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 def test_integers_and_scales_are_those_of_the_decoded_tensor(path: Path, kind: str) -> None:
     with Checkpoint([path]) as checkpoint:
-        bundle = Gguf().expressed(checkpoint.tensors)[kind]
+        bundle = Gguf().dequantized(checkpoint.tensors)[kind]
         assert isinstance(bundle, Bundle)
         values = torch.empty(ROWS, COLUMNS)
         for step, view in bundle.read_steps(values):

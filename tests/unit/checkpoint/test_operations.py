@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter
 from tests.support.tiers import sampled
 from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.conversion.operations import _TABLE, express
+from tp_transformers.checkpoint.conversion.operations import _TABLE, convert_lazily
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
@@ -96,12 +96,12 @@ def transformers_own(
     return {name: value[0] if isinstance(value, list) else value for name, value in values.items()}
 
 
-def check(data: st.DataObject, pool: Pool, expressed: dict[str, LazyTensor] | None, expected: Any) -> None:
+def check(data: st.DataObject, pool: Pool, converted: dict[str, LazyTensor] | None, expected: Any) -> None:
     """The same tensors by the same names, and random slices of each that read no byte more than they are."""
-    assert expressed is not None
-    assert list(expressed) == list(expected)
+    assert converted is not None
+    assert list(converted) == list(expected)
     for name, value in expected.items():
-        lazy = expressed[name]
+        lazy = converted[name]
         assert torch.equal(lazy.materialize(), value)
         for _ in range(data.draw(st.integers(1, 2), "slices")):
             dim = data.draw(st.integers(0, value.ndim - 1), "dim")
@@ -275,7 +275,7 @@ def test_slices_are_slices_of_what_transformers_converts(pool: Pool, kind: str, 
             stored, real = pool.take(shape)
             lazies.append((f"{pattern}.{index}", pattern, stored))
             reals.append((f"{pattern}.{index}", pattern, real))
-    check(data, pool, express(converter, TARGET, lazies, model), transformers_own(converter, reals, model))
+    check(data, pool, convert_lazily(converter, TARGET, lazies, model), transformers_own(converter, reals, model))
 
 
 def registered() -> dict[str, WeightConverter]:
@@ -311,7 +311,7 @@ def test_every_converter_of_every_model_type_is_expressed(pool: Pool, name: str,
     kinds = [type(step).__name__ for step in converter.operations]
     converter = WeightConverter(sources, targets[: len(converter.target_patterns)], converter.operations)
     if not NOT_EXPRESSED.isdisjoint(kinds):
-        assert express(converter, "model.a", [], Model()) is None
+        assert convert_lazily(converter, "model.a", [], Model()) is None
         return
     lists = {"MergeModulelist", "ErnieFuseAndSplitTextVisionExperts"} & set(kinds)
     shape: tuple[int, ...] = (36, WIDTH)
@@ -330,7 +330,7 @@ def test_every_converter_of_every_model_type_is_expressed(pool: Pool, name: str,
             lazies.append((f"{pattern}.{index}", pattern, stored))
             reals.append((f"{pattern}.{index}", pattern, real))
     model = Model(parameters)
-    check(data, pool, express(converter, first, lazies, model), transformers_own(converter, reals, model, first))
+    check(data, pool, convert_lazily(converter, first, lazies, model), transformers_own(converter, reals, model, first))
 
 
 class Transpose(core_model_loading.Transpose):  # type: ignore[misc]
@@ -349,13 +349,13 @@ def test_what_the_table_cannot_tell_is_not_expressed(pool: Pool, operations: lis
     if None in operations:
         pytest.skip("not in this transformers")
     converter = WeightConverter(["x"], ["a"], operations)
-    assert express(converter, TARGET, [("x", "x", pool.take(shape)[0])], Model()) is None
+    assert convert_lazily(converter, TARGET, [("x", "x", pool.take(shape)[0])], Model()) is None
 
 
 def test_mixed_dtypes_are_not_expressed(pool: Pool) -> None:
     sources = [("x.0", "x", pool.take((2, 3))[0]), ("x.1", "x", Resident(torch.zeros(2, 3, dtype=torch.float64)))]
     converter = WeightConverter(["x"], ["a"], [operation("MergeModulelist", 0)])
-    assert express(converter, TARGET, sources, Model()) is None
+    assert convert_lazily(converter, TARGET, sources, Model()) is None
 
 
 def test_what_transformers_cannot_convert_is_one_clear_error(pool: Pool) -> None:
@@ -367,7 +367,7 @@ def test_what_transformers_cannot_convert_is_one_clear_error(pool: Pool) -> None
         ([*sources[:2], ("x.2", "x", pool.take((2, 4))[0])], "got 3 tensors of x, expected what MergeModulelist can"),
     ):
         with pytest.raises(CheckpointError, match=r"made of experts\.0\.x") as caught:
-            express(converter, TARGET, left, Model())
+            convert_lazily(converter, TARGET, left, Model())
         assert says in str(caught.value)
         with pytest.raises((type(caught.value.__cause__), RuntimeError)):  # whose class differs between releases
             transformers_own(converter, [(name, pattern, lazy.materialize()) for name, pattern, lazy in left], Model())

@@ -203,7 +203,7 @@ FLOAT8 = torch.zeros(20, 20, dtype=torch.float8_e4m3fn)
 )
 def test_scales_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
     with pytest.raises(CheckpointError, match=r"tensor a\.weight") as caught:
-        Float8((16, 16)).expressed({name: Resident(tensor) for name, tensor in tensors.items()})
+        Float8((16, 16)).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
     assert says in str(caught.value)
 
 
@@ -219,7 +219,7 @@ def test_scales_are_taken_with_their_weights_alone() -> None:
         "d.weight": torch.ones(3, 20, 20).to(torch.float8_e4m3fn),
         "d.weight_scale_inv": torch.full((1,), 3.0),
     }
-    made = Float8((16, 16)).expressed({name: Resident(tensor) for name, tensor in tensors.items()})
+    made = Float8((16, 16)).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
     assert list(made) == ["a.weight", "a.bias", "b.activation_scale", "c.weight_scale_inv", "d.weight"]
     value = made["a.weight"].materialize()
     assert torch.equal(made["d.weight"].select(0, [(1, 3)]).materialize(), torch.full((2, 20, 20), 3.0))
@@ -245,10 +245,10 @@ PACKED = torch.zeros(6, 8, dtype=torch.int32)  # 64 columns of 4 bits
 def test_members_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
     form = Compressed.of(compressed(group_size=16))
     with pytest.raises(CheckpointError) as caught:
-        form.expressed({f"a.{name}": Resident(tensor) for name, tensor in tensors.items()})
+        form.dequantized({f"a.{name}": Resident(tensor) for name, tensor in tensors.items()})
     assert says in str(caught.value)
     with pytest.raises(CheckpointError, match="no such tensor"):
-        Mxfp4().expressed({"a_blocks": Resident(torch.zeros(2, 4, 3, 16, dtype=torch.uint8))})
+        Mxfp4().dequantized({"a_blocks": Resident(torch.zeros(2, 4, 3, 16, dtype=torch.uint8))})
 
 
 WORDS = torch.zeros(8, 16, dtype=torch.int32)  # GPTQ: 64 features in, 16 out
@@ -287,7 +287,7 @@ AWQ = {
 def test_packed_linears_that_do_not_fit_are_refused(form: Format, whole: Any, changes: Any, says: str) -> None:
     tensors = {f"a.{name}": Resident(tensor) for name, tensor in (whole | changes).items() if tensor is not None}
     with pytest.raises(CheckpointError) as caught:
-        form.expressed(tensors)
+        form.dequantized(tensors)
     assert says in str(caught.value)
 
 
@@ -323,7 +323,7 @@ def test_every_module_has_its_group() -> None:
         "m.experts.0.weight_scale": torch.full((2, 2), 2.0),
         "m.norm.weight": torch.ones(7),
     }
-    made = Compressed.of(settings).expressed({name: Resident(tensor) for name, tensor in tensors.items()})
+    made = Compressed.of(settings).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
     assert list(made) == ["m.q.weight", "m.experts.0.weight", "m.norm.weight"]
     assert torch.equal(made["m.q.weight"].materialize(), torch.full((2, 7), 2.0 * (0x11 - 128)))
     assert torch.equal(made["m.experts.0.weight"].materialize(), torch.full((2, 16), 2.0 * (1 - 8)))

@@ -63,7 +63,7 @@ def check(
     form: str, weights: dict[str, Any], state: dict[str, torch.Tensor], expected: torch.Tensor, dtype: torch.dtype
 ) -> None:
     settings = {"format": form, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    found = Compressed.of(settings).expressed({f"a.{name}": Resident(value) for name, value in state.items()})
+    found = Compressed.of(settings).dequantized({f"a.{name}": Resident(value) for name, value in state.items()})
     assert found.keys() == {"a.weight"}
     assert found["a.weight"].dtype == dtype
     assert torch.equal(found["a.weight"].materialize(), expected)

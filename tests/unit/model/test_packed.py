@@ -53,41 +53,41 @@ def of_module(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
 def gptq() -> LazyTensor:
     tensors = {"qweight": words(COLUMNS // 8, ROWS), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
     stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
-    return Gptq.of({"bits": 4, "group_size": GROUP}).expressed(stored, stays_packed=True)["m.weight"]
+    return Gptq.of({"bits": 4, "group_size": GROUP}).dequantized(stored, stays_packed=True)["m.weight"]
 
 
 def awq() -> LazyTensor:
     tensors = {"qweight": words(COLUMNS, ROWS // 8), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
     stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
-    return Awq.of({"bits": 4, "group_size": GROUP}).expressed(stored)["m.weight"]
+    return Awq.of({"bits": 4, "group_size": GROUP}).dequantized(stored)["m.weight"]
 
 
 def int4_by_groups() -> LazyTensor:
     tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
-    return compressed(4, GROUP, "pack-quantized").expressed(of_module(tensors))["m.weight"]
+    return compressed(4, GROUP, "pack-quantized").dequantized(of_module(tensors))["m.weight"]
 
 
 def int4_with_zeros() -> LazyTensor:
     tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
     tensors["weight_zero_point"] = words(ROWS // 8, COLUMNS // GROUP)
-    return compressed(4, GROUP, "pack-quantized", symmetric=False).expressed(of_module(tensors))["m.weight"]
+    return compressed(4, GROUP, "pack-quantized", symmetric=False).dequantized(of_module(tensors))["m.weight"]
 
 
 def int8_packed() -> LazyTensor:
     tensors = {"weight_packed": words(ROWS, COLUMNS // 4), "weight_scale": scales(ROWS, 1).bfloat16()}
     tensors["weight_shape"] = torch.tensor([ROWS, COLUMNS])
-    return compressed(8, None, "pack-quantized").expressed(of_module(tensors))["m.weight"]
+    return compressed(8, None, "pack-quantized").dequantized(of_module(tensors))["m.weight"]
 
 
 def int8_plain() -> LazyTensor:
     values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
     tensors = of_module({"weight": values, "weight_scale": scales(ROWS, 1).bfloat16()})
-    return compressed(8, None, "int-quantized").expressed(tensors)["m.weight"]
+    return compressed(8, None, "int-quantized").dequantized(tensors)["m.weight"]
 
 
 def int8_of_bitsandbytes() -> LazyTensor:
     values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
-    return BitsAndBytes.of({}).expressed(of_module({"weight": values, "SCB": scales(ROWS)}))["m.weight"]
+    return BitsAndBytes.of({}).dequantized(of_module({"weight": values, "SCB": scales(ROWS)}))["m.weight"]
 
 
 FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
@@ -151,10 +151,10 @@ def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
     stored["weight_shape"] = torch.tensor([16, 30])  # the last word of a row is incomplete
-    lazy = compressed(8, None, "pack-quantized").expressed(of_module(stored))["m.weight"]
+    lazy = compressed(8, None, "pack-quantized").dequantized(of_module(stored))["m.weight"]
     assert with_products(packed(lazy)).blocks[0].product is None
     odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
-    lazy = Gptq.of({"bits": 4, "group_size": 16}).expressed(of_module(odd), stays_packed=True)["m.weight"]
+    lazy = Gptq.of({"bits": 4, "group_size": 16}).dequantized(of_module(odd), stays_packed=True)["m.weight"]
     assert with_products(packed(lazy)).blocks[0].product is None
 
 
@@ -186,7 +186,7 @@ def mxfp4_experts() -> LazyTensor:
     blocks = torch.randint(256, (3, 40, 2, 16), dtype=torch.uint8)
     stored = {"e_blocks": blocks, "e_scales": torch.randint(120, 130, blocks.shape[:-1], dtype=torch.uint8)}
     tensors = {name: Resident(tensor) for name, tensor in stored.items()}
-    return Mxfp4.of({}).expressed(tensors, stays_packed=True)["e"]
+    return Mxfp4.of({}).dequantized(tensors, stays_packed=True)["e"]
 
 
 @given(data=st.data())

@@ -76,7 +76,7 @@ def weight(values: Tensor = VALUES, *, nested: bool = False, block: int = BLOCK)
         stored |= {"weight.nested_absmax": scales(-(-count // 256)), "weight.nested_quant_map": scales(256)}
     stored["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     tensors = {f"m.{name}": Resident(tensor) for name, tensor in stored.items()}
-    return BitsAndBytes.of({}).expressed(tensors)["m.weight"]
+    return BitsAndBytes.of({}).dequantized(tensors)["m.weight"]
 
 
 @pytest.mark.parametrize("nested", [False, True])

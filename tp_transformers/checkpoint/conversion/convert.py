@@ -19,7 +19,7 @@ from ...errors import CheckpointError
 from ...marks import untyped
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import WeightRenaming, build_glob_alternation, dot_natural_key, rename_source_key
-from .operations import express
+from .operations import convert_lazily
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,15 +77,15 @@ def convert(
 
     for group in groups.values():
         targets = [target for target in _targets(group.first_target, group.converter) if target in names]
-        expressed = express(group.converter, group.first_target, group.sources, group.model)
-        if expressed is None:
+        converted = convert_lazily(group.converter, group.first_target, group.sources, group.model)
+        if converted is None:
             result.fallbacks.append(group.first_target)
             dtype = group.sources[0][2].dtype
             result.expressions.update(
                 {name: Deferred(partial(group.value, name), shape=shapes[name], dtype=dtype) for name in targets}
             )
         else:
-            result.expressions.update({target: group.take(expressed, target) for target in targets})
+            result.expressions.update({target: group.take(converted, target) for target in targets})
     # Transformers reverts these on save.
     untyped(model)._weight_conversions = [entry for entry in weight_mapping or () if entry.was_used()]
     return result

@@ -30,7 +30,9 @@ _SHORTEST_ROW = 64
 """Fewest bytes of a row to read by itself; tensors with shorter rows are read completely and then permuted."""
 
 
-def express(converter: WeightConverter, target: str, sources: Sources, model: Any) -> dict[str, LazyTensor] | None:
+def convert_lazily(
+    converter: WeightConverter, target: str, sources: Sources, model: Any
+) -> dict[str, LazyTensor] | None:
     """Apply `converter` lazily to `sources`: {parameter name: lazy tensor}; None if it has no lazy equivalent.
 
     `target` is the name of the first result; operations read config and full shapes from `model`. Raises

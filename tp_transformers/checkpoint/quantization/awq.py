@@ -55,7 +55,7 @@ class Awq(Format):
         group = settings.get("group_size", settings.get("q_group_size", 128))
         return cls(None if group < 1 else group)
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         kinds, modules = ("qzeros", "scales"), quantized_modules(tensors)
         for name in tensors:
             module, _, kind = name.rpartition(".")

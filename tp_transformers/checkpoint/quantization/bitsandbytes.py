@@ -51,7 +51,7 @@ class BitsAndBytes(Format):
     def read_first(self, tensors: Tensors) -> list[str]:
         return [name for name in tensors if _STATE in name]
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         states = {name.partition(_STATE)[0]: name for name in tensors if _STATE in name}
         result: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
@@ -116,7 +116,7 @@ class BitsAndBytes(Format):
         decode = Blocks(block, float(settings.get("nested_offset") or 0), dtype)
         return bundle(name, components, (rows, columns), dtype, decode)
 
-    def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name.endswith(".absmax"):
             return tensor.flatten()
         return tensor.reshape(-1, 1) if name.endswith(".weight") and tensor.dtype == torch.uint8 else tensor

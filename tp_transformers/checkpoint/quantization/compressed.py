@@ -213,7 +213,7 @@ class Compressed(Format):
         needs_shapes = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
         return [name for name in tensors if needs_shapes and name.endswith(".weight_shape")]
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
         scales = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
         for name, tensor in tensors.items():

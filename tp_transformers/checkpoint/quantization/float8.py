@@ -39,8 +39,8 @@ class Float8(Format):
         block = settings.get("weight_block_size")
         return cls(None if block is None else (int(block[0]), int(block[1])))
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
-        """See `Format.expressed`; tensors without a scale are unchanged.
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+        """See `Format.dequantized`; tensors without a scale are unchanged.
 
         Raises CheckpointError if a float8 weight has no scale, or the scales do not match their weight.
         """

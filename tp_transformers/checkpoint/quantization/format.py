@@ -38,7 +38,7 @@ class Format(ABC):
         """Parse a config's `settings`. Raises UnsupportedError on unknown settings."""
 
     @abstractmethod
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         """Map the checkpoint's tensors to lazy tensors in floating point; tensors that are not quantised are unchanged.
 
         With `stays_packed`, each quantised tensor must be a `Bundle`, since its stored tensors stay in memory.
@@ -57,7 +57,7 @@ class Format(ABC):
         """Name the tensors whose values determine how others are sliced; they are read first."""
         return []
 
-    def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Reshape the full `tensor` to the shape that checkpoints store."""
         return tensor
 

@@ -39,7 +39,7 @@ class Gguf(Format):
         """See `Format.of`; there are no settings, since each tensor has its type in the file."""
         return cls()
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         return {
             name: _bundle(name, tensor) if isinstance(tensor, Blocks) else tensor for name, tensor in tensors.items()
         }

@@ -82,7 +82,7 @@ class Gptq(Format):
         suffix = ".g_idx"
         return [name for name in tensors if name.endswith(suffix) and self.of_module(name.removesuffix(suffix)).ordered]
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         modules = quantized_modules(tensors)
         for name in tensors:
             module, _, kind = name.rpartition(".")

@@ -36,7 +36,7 @@ class Mxfp4(Format):
     def of(cls, settings: Mapping[str, Any]) -> Mxfp4:
         return cls()
 
-    def expressed(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         result = dict(tensors)
         for name in sorted(tensors):
             if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in tensors:
@@ -59,7 +59,7 @@ class Mxfp4(Format):
             result[param] = Transpose(values, 1, 2)
         return result
 
-    def published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(-1, (-1, _BLOCK // 2)) if name.endswith("_blocks") else tensor
 
 

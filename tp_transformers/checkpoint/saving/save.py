@@ -153,7 +153,7 @@ def _revert_dense(revert: Revert, packed: Container[str], form: Format, values: 
     """Apply `revert` to all values except those of `packed` weights, which have the checkpoint's names already."""
     dense = {name: value for name, value in values.items() if name not in packed}
     result = revert(dense) if dense else {}
-    return result | {name: form.published(name, value) for name, value in values.items() if name not in dense}
+    return result | {name: form.as_stored(name, value) for name, value in values.items() if name not in dense}
 
 
 class _Files:
