@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown and not hasattr(arguments, "options"):
         main_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.options = unknown  # for commands that pass them on
-    arguments.tell = partial(_log_step, arguments.command)
+    arguments.log = partial(_log_step, arguments.command)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()

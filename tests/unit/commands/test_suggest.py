@@ -25,12 +25,12 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
         cut = [rule.pattern for rule in plan.rules if rule.strategy_name == "packed_colwise"]
         return [Verdict(2, tuple(f"transformer.{name}: its output differs" for name in cut))]
 
-    told: list[str] = []
-    proven, verdict = prove(suggestion, config, 2, check=check, tell=told.append)
+    logged: list[str] = []
+    proven, verdict = prove(suggestion, config, 2, check=check, log=logged.append)
     assert verdict.ok
     assert [block.kind for block in proven.blocks] == ["mlp", "vocabulary"]
-    assert len(told) == 1
-    assert told[0].startswith(
+    assert len(logged) == 1
+    assert logged[0].startswith(
         "attention transformer.blocks.*.attn stays replicated: transformer.blocks.*.attn.Wqkv: its"
     )
     assert "replicated: verify found it wrong when sharded" in proven.text("")

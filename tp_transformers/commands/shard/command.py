@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         tp_shares=shares,
         plan=arguments.plan,
         show_progress=sys.stderr.isatty(),
-        tell=arguments.tell,
+        log=arguments.log,
         dtype=arguments.dtype,
         tp_stream=arguments.stream,
         tp_dequantize=not arguments.packed,

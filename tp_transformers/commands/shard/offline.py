@@ -77,7 +77,7 @@ def shard_checkpoint(
     size: int,
     plan: Plan | str = "auto",
     show_progress: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     **arguments: Any,
 ) -> Manifest:
     """Write the files of `save_sharded(folder)` on `size` ranks with the model `name`, and the tokenizer's files.
@@ -88,7 +88,7 @@ def shard_checkpoint(
         size: the number of ranks.
         plan: `tp_plan` of `from_pretrained`.
         show_progress: True for a progress bar on stderr.
-        tell: called with a line before the files are written.
+        log: called with a line before the files are written.
         **arguments: other arguments of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
 
     Raises:
@@ -104,7 +104,7 @@ def shard_checkpoint(
     kind = model_class(read_config(name, **where), **where)
     with SaveFolder(folder) as place:
         check_no_ordinary_weights(folder)
-        tell(f"sharding {name} for {size} rank{'s' * (size > 1)}, one parameter after the other")
+        log(f"sharding {name} for {size} rank{'s' * (size > 1)}, one parameter after the other")
         try:
             # 1. Every rank's file.
             with enable():

@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.model, **where)
     known = available_plans().get(config.model_type)
     if known is not None:
-        arguments.tell(f"{config.model_type} has a plan already, {known.name}, which auto takes")
-    arguments.tell(f"looking for what reaches what in a small {config.model_type}")
+        arguments.log(f"{config.model_type} has a plan already, {known.name}, which auto takes")
+    arguments.log(f"looking for what reaches what in a small {config.model_type}")
     suggestion, verdict = suggest(config, size=size, cls=own_class(config, **where)), None
     if not arguments.no_verify:
-        suggestion, verdict = prove(suggestion, config, size, tell=arguments.tell, **where)
+        suggestion, verdict = prove(suggestion, config, size, log=arguments.log, **where)
     out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
     Plan.from_yaml(out)
     print("\n".join(suggestion.report(size)))

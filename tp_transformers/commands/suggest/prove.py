@@ -21,7 +21,7 @@ def prove(
     size: int,
     *,
     check: Callable[..., list[Verdict]] = verify,
-    tell: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> tuple[Suggestion, Verdict]:
     """Verify a suggestion; returns the suggestion that passes, and its verdict.
@@ -30,12 +30,12 @@ def prove(
 
     Args:
         check: a function with the signature of `verify`.
-        tell: called with a line about each step, and about every failed try.
+        log: called with a line about each step, and about every failed try.
         options: other arguments of `check`.
     """
     for tried in range(TRIES + 1):
         try:
-            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True, tell=tell, **options)[0]
+            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True, log=log, **options)[0]
         except TensorParallelError as error:
             if not suggestion.blocks:
                 raise
@@ -44,6 +44,6 @@ def prove(
             break
         fault = verdict.faults[0].splitlines()[0]
         for suspect in suggestion.suspects("\n".join(verdict.faults))[: 1 if tried < TRIES - 1 else None]:
-            tell(f"{suspect.kind} {suspect.name} stays replicated: {fault}")
+            log(f"{suspect.kind} {suspect.name} stays replicated: {fault}")
             suggestion = suggestion.without(suspect, f"verify found it wrong when sharded: {fault}")
     return suggestion, verdict

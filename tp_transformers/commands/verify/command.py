@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         allow_replicated=arguments.allow_replicated,
         seed=arguments.seed,
         trust_remote_code=arguments.trust_remote_code,
-        tell=arguments.tell,
+        log=arguments.log,
     )
     for verdict in verdicts:
         print(json.dumps({**dataclasses.asdict(verdict), "ok": verdict.ok}) if arguments.json else summary(verdict))

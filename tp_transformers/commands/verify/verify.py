@@ -83,7 +83,7 @@ def verify(
     seed: int = 0,
     launch: Launch | None = None,
     trust_remote_code: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] = lambda line: None,
 ) -> list[Verdict]:
     """Compare tensor parallelism on `sizes` ranks with one process, on CPUs in fp64; returns a verdict for each size.
 
@@ -98,7 +98,7 @@ def verify(
         seed: of the small model's weights.
         launch: starts the ranks of a size, which call `run_rank`; None: torchrun.
         trust_remote_code: whether code of the repository may run.
-        tell: called with a line about each long step.
+        log: called with a line about each long step.
 
     Raises:
         UsageError: if there is no such config, or a size is not positive.
@@ -127,10 +127,10 @@ def verify(
     if resolutions:
         with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
             count = sum(param.numel() for param in model.parameters())
-            tell(f"one process computes with a small {config.model_type} of {count:,} parameters")
+            log(f"one process computes with a small {config.model_type} of {count:,} parameters")
             proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, seed, launch or with_torchrun)
             for size, resolution in resolutions.items():
-                tell(f"{size} ranks are to compute the same" if size > 1 else "1 rank is to compute the same")
+                log(f"{size} ranks are to compute the same" if size > 1 else "1 rank is to compute the same")
                 verdicts[size] = proof.run(model, resolution, verdicts[size])
     return [verdicts[size] for size in sizes]
 
