@@ -20,7 +20,7 @@ from ..ranks.group import TensorParallelGroup
 
 logger = get_logger(__name__)
 
-_told: set[str] = set()
+_logged: set[str] = set()
 """Model types with a logged use of their declared plan."""
 
 
@@ -99,8 +99,8 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
             fix='Pass tp_plan="infer", which finds one in a small model of it. Or let one be written and proven: '
             'tp-transformers suggest MODEL plan.yaml; then pass tp_plan="plan.yaml".',
         )
-    if model_type not in available_plans() and model_type not in _told and not quietly:
-        _told.add(model_type)
+    if model_type not in available_plans() and model_type not in _logged and not quietly:
+        _logged.add(model_type)
         logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
     return plan
 

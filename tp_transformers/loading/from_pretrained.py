@@ -43,7 +43,7 @@ from .initialized import partition_initialized
 from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
-from .shares import settle_shares
+from .shares import resolve_shares
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
 """Takes a model on the meta device, its plan, and the request of a load."""
@@ -283,7 +283,7 @@ def load_pretrained_model(
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:
-        plan, reason = settle_shares(plan, model, current.group, request)
+        plan, reason = resolve_shares(plan, model, current.group, request)
         replicated = bool(current.options.allow_replicated)
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         request = dataclasses.replace(request, shares_because=reason)

@@ -30,10 +30,10 @@ NOISE = 0.1
 """Times of products that differ by less do not make a device slower."""
 
 
-def settle_shares(
+def resolve_shares(
     plan: Plan, model: PreTrainedModel, group: TensorParallelGroup, request: LoadRequest
 ) -> tuple[Plan, str]:
-    """Settle the shares of the plan: numbers, the same on all ranks, or None; returns also their reason.
+    """Resolve the shares of the plan: numbers, the same on all ranks, or None; returns also their reason.
 
     The caller's or the plan's own come first, then the environment's, then those of a pre-sharded checkpoint on as many
     ranks. "memory" and "speed" become numbers; copies of a model take those of the first copy. Collective over the `tp`

@@ -31,7 +31,7 @@ def declared(folder: str, reference: str) -> dict[str, Any]:
     logging.getLogger("tp_transformers").addHandler(handler)
     from tp_transformers.loading import choose_plan
 
-    choose_plan._told.clear()  # a warm worker may have told already
+    choose_plan._logged.clear()  # a warm worker may have told already
     for _ in range(2):
         model = load(folder)
     seen, expected = observe(model), torch.load(reference)
