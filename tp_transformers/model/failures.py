@@ -132,7 +132,7 @@ def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, 
         for watch in POLLER.all():
             if isinstance(watch, Watch):
                 try:
-                    watch.tell(error)
+                    watch.report(error)
                 except RemoteRankError as remote:  # the reason why a user's own collective was aborted
                     if hasattr(error, "add_note"):  # Python 3.11
                         error.add_note(str(remote))

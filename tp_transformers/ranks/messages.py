@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import get_backend_config
 
-LETTER = 504
+FIRST_BYTES = 504
 """Longest message, in bytes, that one collective gathers; longer messages take a second collective."""
 
 
 def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
     """Gather the message of every rank of `group`.
 
-    `dist.all_gather_object` takes an extra collective for the lengths; here they are sent with the first LETTER bytes.
+    `dist.all_gather_object` takes an extra collective for the lengths; here they are sent with the first bytes.
     """
     on = torch.device("cpu") if "cpu:" in get_backend_config(group) else device
 
@@ -23,8 +23,8 @@ def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> 
         dist.all_gather(buffers, own, group=group)
         return [buffer.cpu().numpy().tobytes() for buffer in buffers]
 
-    heads = gather(len(message).to_bytes(8, "little") + message[:LETTER], 8 + LETTER)
+    heads = gather(len(message).to_bytes(8, "little") + message[:FIRST_BYTES], 8 + FIRST_BYTES)
     lengths = [int.from_bytes(head[:8], "little") for head in heads]
-    longer = max(lengths) - LETTER
-    tails = gather(message[LETTER:], longer) if longer > 0 else [b""] * len(heads)
+    longer = max(lengths) - FIRST_BYTES
+    tails = gather(message[FIRST_BYTES:], longer) if longer > 0 else [b""] * len(heads)
     return [(head[8:] + tail)[:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]

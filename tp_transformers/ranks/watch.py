@@ -88,7 +88,7 @@ class Watch:
         self.process_group = untyped(self.group.process_group)
         self._error: Exception | None = None
         self._began: tuple[float, list[int]] | None = None
-        self._round, self._settled = 0, threading.Event()
+        self._round, self._concluded = 0, threading.Event()
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
         self._waits = Waits(self.group, self._store)
@@ -122,7 +122,7 @@ class Watch:
             if error is None:
                 self.check()  # an aborted NCCL collective returns without an error
             elif isinstance(error, Exception):
-                self.tell(error)
+                self.report(error)
         except RemoteRankError as remote:
             error = remote
             raise
@@ -135,7 +135,7 @@ class Watch:
         if self.failure is not None:
             raise self.failure.to_error()
 
-    def tell(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         """Report `error` to all ranks, and wait for the verdict: did all ranks fail, or did another one fail first?
 
         Raises RemoteRankError from `error` if another rank failed first.
@@ -143,10 +143,10 @@ class Watch:
         if is_agreed(error) and not follows(error):
             return
         if self.failure is None:
-            self._settled.clear()
+            self._concluded.clear()
             self._error = error
             POLLER.soon()
-            self._settled.wait(max(self.limit, 3 * GRACE))
+            self._concluded.wait(max(self.limit, 3 * GRACE))
         if self._unreachable_at is not None and not follows(error):
             return  # the store is unreachable
         if self.failure is not None:
@@ -269,14 +269,14 @@ class Watch:
             bind_thread(self.group.device)
             for watch in watches(self.process_group):
                 watch.failure = failure
-                watch._settled.set()
+                watch._concluded.set()
             memory = memory_of(self.process_group)
             if memory is not None:
                 memory.end("the ranks' process group has ended")
             shut(self._links)
             with suppress(RuntimeError):
                 self.process_group.abort()
-        self._settled.set()
+        self._concluded.set()
 
 
 def watches(process_group: Any) -> list[Watch]:

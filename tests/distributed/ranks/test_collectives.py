@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.comparisons import relative
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.messages import LETTER
+from tp_transformers.ranks.messages import FIRST_BYTES
 
 pytestmark = pytest.mark.distributed
 
@@ -69,6 +69,6 @@ def gather_lengths(base: int) -> bool:
     return group.gather(values[group.rank]) == expected
 
 
-@pytest.mark.parametrize("base", [0, 350, LETTER, 5000])
+@pytest.mark.parametrize("base", [0, 350, FIRST_BYTES, 5000])
 def test_values_of_any_length_are_gathered(pool: Any, base: int) -> None:
     assert pool.run(3, gather_lengths, base) == [True] * 3

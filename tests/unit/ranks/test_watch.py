@@ -21,7 +21,7 @@ def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
         limit=10.0,
         _store=mock.Mock(**{"add.side_effect": RuntimeError("connection reset")}),
         _error=ValueError("of a forward, which waits to be told"),
-        _settled=threading.Event(),
+        _concluded=threading.Event(),
         _links={},
         _round=0,
         _began=None,
@@ -32,7 +32,7 @@ def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
     with mock.patch.object(POLLER, "all", return_value=[watch]):
         watch.poll()
     assert watch.failure is not None
-    assert watch._settled.is_set()
+    assert watch._concluded.is_set()
     assert not watch.is_urgent  # else the thread polls 200 times a second as long as the model lives
     watch.poll()
     assert watch._store.add.call_count == 1
