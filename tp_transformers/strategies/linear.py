@@ -18,7 +18,7 @@ from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_
 from ..slices.layout import Layout, Split, apportioned
 from .base import TensorParallelLayer
 from .forward.attach import forward_of
-from .forward.communication import Steps, as_sharded, only
+from .forward.communication import ShortForward, as_sharded, only
 from .replicate import ReplicateParallel
 from .shards.slicing import take
 from .signature import FEATURES, PARTIAL, REPLICATED, Signature
@@ -119,13 +119,13 @@ class ColwiseParallel(_WeightParallel):
             raise NotImplementedError
         return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
 
-    def short_steps(self) -> Steps | None:
+    def short_forward(self) -> ShortForward | None:
         if not self.is_built_in:
             return None
         cls = type(self)
         copies = self.signature.takes is not FEATURES and cls.before is ColwiseParallel.before
         keeps = self.use_local_output and self.signature.leaves is FEATURES and cls.after is ColwiseParallel.after
-        return Steps("copied" if copies else "before", "as it is" if keeps else "after")
+        return ShortForward("copied" if copies else "before", "as it is" if keeps else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The output width of a Conv1D."""
@@ -221,13 +221,13 @@ class RowwiseParallel(_WeightParallel):
             raise NotImplementedError
         return RowwiseParallel(input_layouts=only(self.input_layouts)), ReplicateParallel()
 
-    def short_steps(self) -> Steps | None:
+    def short_forward(self) -> ShortForward | None:
         if not self.is_built_in:
             return None
         cls = type(self)
         takes_shards = self.signature.takes is FEATURES and cls.before is RowwiseParallel.before
         sums = self.use_local_output and cls.after is RowwiseParallel.after
-        return Steps("as it is" if takes_shards else "before", "summed" if sums else "after")
+        return ShortForward("as it is" if takes_shards else "before", "summed" if sums else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, as an index of the local rows."""

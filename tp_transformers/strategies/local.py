@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .base import TensorParallelLayer
-from .forward.communication import Steps
+from .forward.communication import ShortForward
 from .linear import ColwiseParallel, RowwiseParallel
 from .replicate import ReplicateSumGradParallel
 from .signature import FEATURES, PARTIAL, REPLICATED, Signature
@@ -34,9 +34,9 @@ class _LocalMixin(TensorParallelLayer):
     def check(self, module: nn.Module) -> None:
         """Accept any module with parameters along the sharded features, such as a norm over heads."""
 
-    def short_steps(self) -> Steps | None:
+    def short_forward(self) -> ShortForward | None:
         is_inherited = (type(self).before, type(self).after) == (_LocalMixin.before, _LocalMixin.after)
-        return Steps("as it is", "as it is") if self.is_built_in and is_inherited else None
+        return ShortForward("as it is", "as it is") if self.is_built_in and is_inherited else None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return to_local(inputs)

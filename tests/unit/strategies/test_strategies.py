@@ -314,6 +314,6 @@ def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(n
     base: Any = type(STRATEGIES[name])
     body = {method: lambda self, module, values, mesh: values, "__module__": base.__module__}
     strategy = type("Other", (base,), body)()
-    steps = strategy.short_steps()
+    short = strategy.short_forward()
     assert strategy.is_built_in
-    assert steps is None or steps[("before", "after").index(method)] == method
+    assert short is None or short[("before", "after").index(method)] == method

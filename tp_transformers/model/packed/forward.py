@@ -18,7 +18,7 @@ from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
 from ...strategies import SHARD
 from ...strategies.forward.attach import LocalConfig, wrap_forward
-from ...strategies.forward.short_forwards import Forwarder, inference_steps
+from ...strategies.forward.short_forwards import Forwarder, inference_forward
 from ...strategies.parameters.tensors import HAS_LOCAL
 from .products import with_products
 from .tensor import PackedTensor
@@ -36,10 +36,10 @@ def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> HeldWeight:
     packed = PACKED.find(module)
     if packed is None:
         PACKED.put(module, packed := {})
-        steps = inference_steps(module)
+        short = inference_forward(module)
         wrap_forward(module, _with_weights)
-        if steps is not None:
-            wrap_forward(module, partial(_multiplied, shard.group if steps.left == "summed" else None))
+        if short is not None:
+            wrap_forward(module, partial(_multiplied, shard.group if short.output == "summed" else None))
     packed[name] = with_products(weight) if isinstance(weight, PackedWeight) else weight
     return packed[name]
 

@@ -54,9 +54,9 @@ def attach(
 
     wrap_forward(module, around)
     wrapped = untyped(module).forward.__func__
-    steps = strategy.short_steps() if is_plain and type(module) is nn.Linear else None
-    if steps is not None:
-        untyped(module).forward = MethodType(forward_of_linear(wrapped, steps, strategy, views, mesh), module)
+    short = strategy.short_forward() if is_plain and type(module) is nn.Linear else None
+    if short is not None:
+        untyped(module).forward = MethodType(forward_of_linear(wrapped, short, strategy, views, mesh), module)
         strategy.asks_block = True
 
 

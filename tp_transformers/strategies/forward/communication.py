@@ -21,12 +21,12 @@ from .block import Block
 Placements = Sequence[Placement] | Placement | None
 
 
-class Steps(NamedTuple):
+class ShortForward(NamedTuple):
     """The steps of a linear's short forward that replace a strategy's `before` and `after`."""
 
-    given: Literal["as it is", "copied", "before"]
+    input: Literal["as it is", "copied", "before"]
     """The input: unchanged; `copy` if it requires a gradient; `before`."""
-    left: Literal["as it is", "summed", "after"]
+    output: Literal["as it is", "summed", "after"]
     """The output: unchanged; summed in place, then the bias is added; `after`."""
 
 
@@ -57,7 +57,7 @@ class Communication:
     ranks: Ranks
     """Their number, or the share of each."""
     _splits: Mapping[tuple[int, int, int], Split] = _NONE
-    """Cache of `cut`, by length, ranks and unit."""
+    """Cache of `split_length`, by length, ranks and unit."""
     rank: int
     """Rank of this process, once the strategy is attached."""
     asks_block = False
@@ -124,7 +124,7 @@ class Communication:
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Called once strategies are attached to the modules inside of `module`, too."""
 
-    def short_steps(self) -> Steps | None:
+    def short_forward(self) -> ShortForward | None:
         """The short form of `before` and `after` for plain tensors; None if they need the state of the forward."""
         return None
 

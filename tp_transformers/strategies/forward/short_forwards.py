@@ -15,16 +15,16 @@ from ...ranks import direct
 from ..parameters.tensors import HAS_LOCAL
 from ..shards.shard import ParamShard
 from .block import Block
-from .communication import Communication, Steps
+from .communication import Communication, ShortForward
 
 Forwarder = Callable[..., Any]
 """The forward of a module, with the module as first argument."""
 
 
 def forward_of_linear(
-    otherwise: Forwarder, steps: Steps, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
+    general: Forwarder, short: ShortForward, strategy: Communication, views: Mapping[str, ParamShard], mesh: DeviceMesh
 ) -> Forwarder:
-    """The forward of an `nn.Linear`, which equals `after(linear(before(input)))`; `otherwise` is for DTensors.
+    """The forward of an `nn.Linear`, which equals `after(linear(before(input)))`; `general` is for DTensors.
 
     In inference it is `linear` on local tensors and, for a row-parallel one, an in-place all-reduce of its output. All
     other cases (gradients, a sum of gradients over ranks, a gather) call `longer`.
@@ -32,18 +32,18 @@ def forward_of_linear(
     of_bias, hides_bias = views.get("bias"), "bias" in strategy.hidden
     of_weight, joins = views.get("weight"), {name for name, shard in views.items() if not shard.routes_gradient}
     joins_weight, joins_bias = "weight" in joins, "bias" in joins
-    copies_input, prepares_input = steps.given == "copied", steps.given == "before"
-    keeps_output, sums = steps.left == "as it is", steps.left == "summed"
+    copies_input, prepares_input = short.input == "copied", short.input == "before"
+    keeps_output, sums = short.output == "as it is", short.output == "summed"
 
     def longer(module: Any, input: Tensor) -> Any:
         if type(input) is not Tensor:
-            return otherwise(module, input)
+            return general(module, input)
         strategy: Communication = module.tp_strategy
         parameters = module._parameters
         try:
             weight, bias = parameters["weight"], None if hides_bias else parameters["bias"]
         except KeyError:  # computed from others, as by torch.nn.utils.parametrize
-            return otherwise(module, input)
+            return general(module, input)
         block = strategy.block
         if prepares_input:
             (x,) = strategy.before(module, (input,), mesh)
@@ -91,14 +91,14 @@ def forward_of_linear(
     return forward
 
 
-def inference_steps(module: nn.Module) -> Steps | None:
-    """The steps of a linear that leaves its input as it is in inference, and at most sums its output; else None."""
+def inference_forward(module: nn.Module) -> ShortForward | None:
+    """The short forward of a linear that keeps its input in inference, and at most sums its output; else None."""
     strategy: Communication | None = vars(module).get("tp_strategy")
     if strategy is None:
         is_plain = type(module) is nn.Linear and "forward" not in vars(module)
-        return Steps("as it is", "as it is") if is_plain else None
-    steps = strategy.short_steps() if strategy.asks_block else None
-    return steps if steps is not None and steps.given != "before" and steps.left != "after" else None
+        return ShortForward("as it is", "as it is") if is_plain else None
+    short = strategy.short_forward() if strategy.asks_block else None
+    return short if short and short.input != "before" and short.output != "after" else None
 
 
 def _view(param: Tensor, shard: ParamShard | None, block: Block | None) -> Tensor:

@@ -21,7 +21,7 @@ from ...ranks.collectives import (
 )
 from ..base import TensorParallelLayer
 from ..forward.attach import Forward, forward_of
-from ..forward.communication import Steps
+from ..forward.communication import ShortForward
 from ..linear import LAST, ColwiseParallel, RowwiseParallel
 from ..local import to_local
 from ..signature import BATCH, FEATURES, PARTIAL, REPLICATED, Signature
@@ -151,7 +151,7 @@ class BatchColwise(ColwiseParallel):
 
     signature = Signature(BATCH, BATCH, inside=(REPLICATED, FEATURES))
 
-    def short_steps(self) -> Steps | None:
+    def short_forward(self) -> ShortForward | None:
         return None
 
     def __init__(self, name: str) -> None:

@@ -114,24 +114,24 @@ def is_transformers_style(value: Any) -> bool:
 
 def _placed(style: Any, module: nn.Module, size: int, name: str) -> dict[str, Placement]:
     """Run the style on meta tensors; return {parameter: placement}, without parameters that it leaves plain."""
-    mesh, outline = meta_mesh(0, size), copy.copy(module)
+    mesh, meta_module = meta_mesh(0, size), copy.copy(module)
     meta_params = {
         key: nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         for key, param in module._parameters.items()
         if param is not None
     }
     dicts = {key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, dict)}  # hooks, ...
-    vars(outline).update(dicts, _parameters={**module._parameters, **meta_params})
+    vars(meta_module).update(dicts, _parameters={**module._parameters, **meta_params})
     for key in meta_params:
         if hasattr(style, "validate_param"):
-            style.validate_param(outline, key, mesh, parameter_name=f"{name}.{key}")
-        style.shard_param(outline, key, mesh)
-    parameters: dict[str, Any] = dict(outline._parameters)
+            style.validate_param(meta_module, key, mesh, parameter_name=f"{name}.{key}")
+        style.shard_param(meta_module, key, mesh)
+    parameters: dict[str, Any] = dict(meta_module._parameters)
     placements: dict[str, Placement] = {
         key: param.placements[0] for key, param in parameters.items() if isinstance(param, DTensor)
     }
-    style.install_forward(outline, mesh)
-    if any(outline._parameters.get(key) is not param for key, param in parameters.items()):
+    style.install_forward(meta_module, mesh)
+    if any(meta_module._parameters.get(key) is not param for key, param in parameters.items()):
         raise ValueError("install_forward replaces parameters, which is for shard_param to do")
     for key, placement in placements.items():
         if type(placement) not in (Shard, Replicate):
