@@ -33,7 +33,7 @@ def ensure(model_type: str, gigabytes: float, parent: Path) -> Path:
 
     If the size is too small for one layer of the real widths, the widths are divided by 2, 4, 8 or 16.
     """
-    config, shapes = outline(model_type, gigabytes)
+    config, shapes = config_and_shapes(model_type, gigabytes)
     digest = hashlib.sha256(json.dumps([config, shapes]).encode()).hexdigest()[:8]
     folder = parent / f"{model_type}-{gigabytes:g}GB-{digest}"
     if folder.is_dir():
@@ -53,7 +53,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def outline(model_type: str, gigabytes: float) -> tuple[dict[str, Any], Shapes]:
+def config_and_shapes(model_type: str, gigabytes: float) -> tuple[dict[str, Any], Shapes]:
     """The config and all shapes of the largest checkpoint of at most `gigabytes`, with at least one layer."""
     for divisor in (1, 2, 4, 8, 16):
         sizes = [_nbytes(LAYOUTS[model_type](layers, divisor)[1]) for layers in (0, 1)]

@@ -267,7 +267,7 @@ class _Resolver:
                 and strategy.signature.leaves is FEATURES
                 and strategy.use_local_output
             ):
-                self.faults.append(f"{name}: each rank would return its own part of the output; use colwise_rep")
+                self.faults.append(f"{name}: each rank would return its own shard of the output; use colwise_rep")
             # Gemma 3n zeroes features below a threshold, which it computes from all features of a token.
             pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
             sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)

@@ -48,8 +48,8 @@ Group = dist.ProcessGroup
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_SUM, _PARTS, _SCATTER = AllreduceOptions(), AllgatherOptions(), ReduceScatterOptions()
-for _options in (_SUM, _PARTS, _SCATTER):
+_SUM, _GATHER, _SCATTER = AllreduceOptions(), AllgatherOptions(), ReduceScatterOptions()
+for _options in (_SUM, _GATHER, _SCATTER):
     _options.asyncOp = False
 
 _backends: dict[tuple[int, torch.device], Any] = {}
@@ -120,7 +120,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
         return out
     if (backend := _backend(group, x)) is None:
         _all_gather(out, x, group=group)
-    elif (work := backend._allgather_base(out, x, _PARTS)) is not None:
+    elif (work := backend._allgather_base(out, x, _GATHER)) is not None:
         work.wait()
     return out
 

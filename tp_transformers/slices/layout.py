@@ -282,7 +282,7 @@ def heads(query: int, kv: int, ranks: Ranks) -> tuple[Split, Split]:
         return kv_split.scaled(group), kv_split
     query_ranges: list[tuple[Range, ...]] = []
     kv_ranges: list[tuple[Range, ...]] = []
-    for head, (first, last) in enumerate(_runs(ranks, kv, group)):
+    for head, (first, last) in enumerate(_rank_ranges(ranks, kv, group)):
         for start, stop in _ranges(group, last - first if isinstance(ranks, int) else ranks[first:last]):
             query_ranges.append(((head * group + start, head * group + stop),))
             kv_ranges.append(((head, head + 1),))
@@ -335,20 +335,20 @@ def _ranges(count: int, ranks: Ranks) -> Iterator[Range]:
     return pairwise(accumulate(apportioned(count, ranks), initial=0))
 
 
-def _runs(ranks: Ranks, count: int, longest: int) -> Iterator[Range]:
-    """Divide the ranks into `count` runs of 1 to `longest` ranks, with shares as equal as possible (least squares)."""
+def _rank_ranges(ranks: Ranks, count: int, longest: int) -> Iterator[Range]:
+    """Divide the ranks into `count` ranges of 1 to `longest`, with shares as equal as possible (least squares)."""
     if isinstance(ranks, int):
         return _ranges(ranks, count)
     bounds = list(accumulate(ranks, initial=0))
 
     @cache
-    def best(first: int, runs: int) -> tuple[float, tuple[int, ...]]:
-        """(squared error, stops) of the best `runs` runs from the rank `first` on."""
-        if not runs:
+    def best(first: int, number: int) -> tuple[float, tuple[int, ...]]:
+        """(squared error, stops) of the best `number` ranges from the rank `first` on."""
+        if not number:
             return (0.0, ()) if first == len(ranks) else (math.inf, ())
         found = []
         for stop in range(first + 1, min(first + longest, len(ranks)) + 1):
-            error, stops = best(stop, runs - 1)
+            error, stops = best(stop, number - 1)
             excess = (bounds[stop] - bounds[first]) / bounds[-1] - 1 / count
             found.append((error + excess**2, (stop, *stops)))
         return min(found, default=(math.inf, ()))

@@ -53,7 +53,7 @@ class _WeightParallel(TensorParallelLayer):
             raise ValueError("an embedding has no packed parts")
         if self.signature.leaves is FEATURES and self.use_local_output and embeds_states(module, self.config):
             raise ValueError(
-                "it would leave each rank a part of the hidden features, of which what follows takes all; use "
+                "it would leave each rank a shard of the hidden features, of which what follows takes all; use "
                 "'embedding_rowwise' or 'embedding_colwise'"
             )
 

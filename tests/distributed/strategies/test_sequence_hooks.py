@@ -231,7 +231,7 @@ def hook_all_modules(folder: str) -> list[str]:
 
 def test_hooks_of_all_modules_are_told_of(pool: Pool, cases: Any) -> None:
     for (record,) in pool.run(2, hook_all_modules, cases(9, 3).folder):
-        assert "a hook of all modules, hook_all_modules.<locals>.<lambda>, sees this rank's part" in record
+        assert "a hook of all modules, hook_all_modules.<locals>.<lambda>, sees this rank's shard" in record
 
 
 def compile_with_hooks(folder: str) -> float:

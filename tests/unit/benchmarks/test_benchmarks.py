@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from benchmarks import machine, processes
 from benchmarks.check import WrongResultError, check
-from benchmarks.checkpoints import LAYOUTS, ensure, files, outline
+from benchmarks.checkpoints import LAYOUTS, config_and_shapes, ensure, files
 from benchmarks.forward import SCENARIOS
 from benchmarks.memory import shard_bytes, touch
 from benchmarks.report import fractions, summarise
@@ -60,7 +60,7 @@ def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, 
 
 @pytest.mark.parametrize(("model_type", "hidden", "layers"), [("llama", 4096, 7), ("mixtral", 4096, 1)])
 def test_four_gigabytes_have_the_real_widths(model_type: str, hidden: int, layers: int) -> None:
-    config, shapes = outline(model_type, 4)
+    config, shapes = config_and_shapes(model_type, 4)
     assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
     assert config["intermediate_size"] == 14336
     assert 3e9 < sum(2 * torch.Size(shape).numel() for shape in shapes.values()) <= 4e9
@@ -71,7 +71,7 @@ def test_files_end_at_their_size_and_are_safetensors(tmp_path: Path, monkeypatch
     folder = ensure("llama", 0.01, tmp_path)
     assert len(files(folder)) > 2
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    _, shapes = outline("llama", 0.01)
+    _, shapes = config_and_shapes("llama", 0.01)
     assert weight_map.keys() == shapes.keys()
     for file in files(folder):
         assert file.stat().st_size < 3_100_000

@@ -48,7 +48,7 @@ EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_p
     [
         (
             EXPERTS,
-            f"{MLP}experts: on every rank its output is a part of a sum that nothing adds up; add {MLP}experts: moe",
+            f"{MLP}experts: on every rank its output is a partial sum that nothing adds up; add {MLP}experts: moe",
         ),
         (
             {MLP + "experts": "moe_tp_experts", **EXPERTS, MLP + "experts.gate_up_proj": "colwise"},
@@ -92,7 +92,7 @@ def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) ->
     [
         (
             LOCAL,
-            f"{MLP}down_proj: on every rank its output is a part of a sum that nothing adds up; add gather around it",
+            f"{MLP}down_proj: on every rank its output is a partial sum that nothing adds up; add gather around it",
         ),
         ({LAYER + "mlp": "gather"}, f"{LAYER}mlp: its output is replicated, and would be added up 3 times"),
         (

@@ -184,7 +184,7 @@ WRONG: dict[str, tuple[Any, Any, int, str]] = {
         "the hidden features, of which what follows takes all",
     ),
     "embeddings of parts, by name": (llama, {"model.embed_tokens": "colwise"}, 2, "use 'embedding_rowwise' or 'emb"),
-    "a head of parts": (llama, {HEAD: COLWISE}, 2, "each rank would return its own part of the output"),
+    "a head of parts": (llama, {HEAD: COLWISE}, 2, "each rank would return its own shard of the output"),
     "half a pair": (llama, {f"{MLP}.up_proj": COLWISE}, 2, "down_proj, which takes as many, expects all of them"),
     "parts that torch loses track of": (llama, mlp, 3, "100 features do not divide by 3 ranks, and torch takes"),
     "parts cut in two ways": (

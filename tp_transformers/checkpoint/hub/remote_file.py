@@ -133,7 +133,7 @@ class RemoteFile(Source):
         if status == 206:
             return self._check_range(answer.headers, location, target)
         if status == 200:
-            raise self._misserved("the full file in answer to a Range request", "a part of it", location)
+            raise self._misserved("the full file in answer to a Range request", "a range of it", location)
         if status in _REDIRECTS:
             self._follow(answer.headers.get("Location"), status, location, target)
         if status in TRANSIENT:
@@ -144,7 +144,7 @@ class RemoteFile(Source):
         if status in (412, 416):
             raise self._changed(f"status {status}", "the range that was asked for", location)
         fix = f"Check the token, and that the file is there. URL: {shown(location)}"
-        raise self.fault(f"status {status}", "a part of the file", fix)
+        raise self.fault(f"status {status}", "a range of the file", fix)
 
     def _check_range(self, headers: Mapping[str, str], location: str, target: _Target) -> int:
         """Check the headers of a range response; return its end offset in the file. Raises as `_check`."""

@@ -148,7 +148,7 @@ class Differences:
         hint = f"What comes after it has the right gradients; see its rule, and those of what it feeds: {fed}."
         if len(gradients) == self.size and _close(sum(gradients[1:], gradients[0]), expected[name]):
             hint = (
-                "Each rank has only a part of it. If it computes on sharded features, it is "
+                "Each rank has a partial sum of it. If it computes on sharded features, it is "
                 f"replicated_with_grad_allreduce; if not, what it feeds does not sum its input's gradient: {fed}."
             )
         elif gradients and _close(gradients[0], expected[name] * self.size):
@@ -230,7 +230,7 @@ class Differences:
         values = list(outputs.values())
         if len(values) == self.size and all(value.shape == expected.shape for value in values):
             if _close(sum(values[1:], values[0]), expected):
-                return "Each rank has a part of a sum that nothing adds up."
+                return "Each rank has a partial sum that nothing adds up."
             if all(_close(value, expected * self.size) for value in values):
                 return f"It is {self.size} times too large: every rank's output was the full one, and was summed."
         if any(value.shape[:-1] == expected.shape[:-1] and _are_columns(value, expected) for value in values):

@@ -15,10 +15,10 @@ ROUNDS = 6
 """Largest number of shares that `fit_shares` tries."""
 
 MOVES = (80, 20, 5, 1)
-"""Parts that are moved between ranks at the end, to correct what complete heads and experts left uneven."""
+"""Units that are moved between ranks at the end, to correct what complete heads and experts left uneven."""
 
-PARTS = 1000
-"""`fit_shares` finds shares in units of 1 / PARTS."""
+RESOLUTION = 1000
+"""`fit_shares` finds shares in units of 1 / RESOLUTION."""
 
 
 def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
@@ -67,7 +67,7 @@ def fit_shares(
     best: MemoryPlan | None = None
     shares, tried_shares = [1.0] * len(memory), set[tuple[int, ...]]()
     for _ in range(ROUNDS):
-        rounded = tuple(max(1, round(PARTS * share / sum(shares))) for share in shares)
+        rounded = tuple(max(1, round(RESOLUTION * share / sum(shares))) for share in shares)
         if rounded in tried_shares:
             break
         tried_shares.add(rounded)

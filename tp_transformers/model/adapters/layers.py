@@ -30,7 +30,7 @@ class AdaptedLayer(_Layer):
         """Raise UnsupportedError: PEFT's conversion, which calls this first, would take the SVD of a rank's shard."""
         raise UnsupportedError(
             "convert_to_lora on a tensor-parallel model",
-            got=f"the adapter {adapter_name!r}, of which each rank holds a part",
+            got=f"the adapter {adapter_name!r}, of which each rank holds a shard",
             expected="complete matrices",
             fix="Call save_pretrained on all ranks, and convert that adapter in one process.",
         )

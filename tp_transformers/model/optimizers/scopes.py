@@ -108,7 +108,7 @@ def check_in_backward(name: str) -> None:
     if name.lower() in ("lomo", "adalomo") or name.endswith("_layerwise"):
         raise UnsupportedError(
             name,
-            got="an optimizer that updates parameters in the backward, of which each rank has another part",
+            got="an optimizer that updates parameters in the backward, of which each rank has another shard",
             expected="one whose step follows the backward",
             fix="Take the same optimizer without _layerwise, sgd for lomo, or adafactor for adalomo.",
         )

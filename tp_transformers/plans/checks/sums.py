@@ -113,7 +113,7 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
     for name in sorted(partial):
         if not sums.intersection(names_around(name)):
             fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
-            yield f"{fold_layers(name)}: on every rank its output is a part of a sum that nothing adds up; add {fix}"
+            yield f"{fold_layers(name)}: on every rank its output is a partial sum that nothing adds up; add {fix}"
     for block in sorted(sums):
         inside = [name for name in plan.modules if f"{name}.".startswith(f"{block}.")]
         if not partial.intersection(inside):

@@ -76,7 +76,7 @@ def misfits(
                 elif strategies[peer].shards_as_torch and input_width(modules[peer]) % size:
                     yield (
                         f"{maker} and {taker}: {input_width(modules[peer])} features do not divide by {size} ranks, "
-                        "and torch takes every rank's part to be as wide as its own; make what comes before it "
+                        "and torch takes every rank's shard to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
                 elif split != strategies[peer].split_length(input_width(modules[peer]), size):

@@ -264,7 +264,7 @@ def warn_of_global_hooks() -> None:
         if number not in _warned and not _takes_shards(hook):
             _warned.add(number)
             logger.warning(
-                "a hook of all modules, %s, sees this rank's part of a sequence between blocks (tp_sequence_parallel), "
+                "a hook of all modules, %s, sees this rank's shard of sequences between blocks (tp_sequence_parallel), "
                 "and what it changes there differs from one process. Put it on the modules that it is for, by their "
                 "register_forward_hook and the like, or load without tp_sequence_parallel.",
                 getattr(hook, "__qualname__", type(hook).__name__),

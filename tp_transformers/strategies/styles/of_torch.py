@@ -83,7 +83,7 @@ class TorchStyleParallel(StyleParallel):
             raise ValueError(f"{self.shown} is for a norm or a dropout, not for a {kind} with modules of its own")
         if self.signature.leaves is FEATURES and self.use_local_output and embeds_states(module, self.config):
             raise ValueError(
-                f"{self.shown} would leave each rank a part of the hidden features, of which what follows takes "
+                f"{self.shown} would leave each rank a shard of the hidden features, of which what follows takes "
                 "all; give it output_layouts=Replicate()"
             )
         if self.signature.sums and self.is_embedding and self.input_layouts == (Shard(-1),):
