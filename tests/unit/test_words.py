@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,11 @@ DIALECT = re.compile(
 
 MOST_DIALECT = 0.005
 """Share of sentences that may have one."""
+
+DIALECT_NAMES = re.compile(
+    r"(?:^|_)(?:cuts?|wholes?|pieces?|portions?|told|tells|settles?|mends?|outlines?|alike|hull|members?|express(?:ed)?)(?:_|$)"
+)
+"""The same words in names, and those that are vague there."""
 
 
 def check(is_fault: Callable[[str], bool], limit: float) -> None:
@@ -56,3 +62,14 @@ def test_sentences_name_a_thing_throughout() -> None:
 
 def test_sentences_have_the_words_of_the_field() -> None:
     check(is_dialect, MOST_DIALECT)
+
+
+def test_names_have_the_words_of_the_field() -> None:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node, "name", None) or getattr(node, "arg", None) or getattr(node, "attr", None)
+            name = node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else name
+            if isinstance(name, str) and DIALECT_NAMES.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()):
+                found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}")
+    assert not found

@@ -1,4 +1,4 @@
-"""Every strategy's slicing, held against an index list; undone, the cut is the original."""
+"""Every strategy's slicing, held against an index list; undone, the shards are the original."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ MODULES = {
     "dropout": nn.Dropout,
 }
 
-# kind of module -> parameter -> the dim that is cut; None where every rank holds the whole.
-Cut = dict[str, dict[str, int | None]]
+# kind of module -> parameter -> the sharded dim; None if it is replicated.
+ShardedDims = dict[str, dict[str, int | None]]
 
-OUTPUT_FEATURES: Cut = {
+OUTPUT_FEATURES: ShardedDims = {
     "linear": {"weight": 0, "bias": 0},
     "embedding": {"weight": 1},
     "conv1d": {"weight": 1, "bias": 0},
     "experts": {"gate_up_proj": 1, "gate_up_proj_bias": 1, "down_proj": 1, "down_proj_bias": 1},
 }
-INPUT_FEATURES: Cut = {
+INPUT_FEATURES: ShardedDims = {
     "linear": {"weight": 1, "bias": None},
     "embedding": {"weight": 0},
     "conv1d": {"weight": 0, "bias": None},
-    # A bias of experts goes with weights of (experts, in, out), whose output features `rowwise` cuts.
+    # A bias of experts goes with weights of (experts, in, out), whose output features `rowwise` shards.
     "experts": {"gate_up_proj": 2, "gate_up_proj_bias": 1, "down_proj": 2, "down_proj_bias": 1},
 }
-NOTHING: Cut = {kind: {name: None for name, _ in make().named_parameters()} for kind, make in MODULES.items()}
-WHOLE_EXPERTS: Cut = {**NOTHING, "experts": dict.fromkeys(NOTHING["experts"], 0)}
+NOTHING: ShardedDims = {kind: {name: None for name, _ in make().named_parameters()} for kind, make in MODULES.items()}
+COMPLETE_EXPERTS: ShardedDims = {**NOTHING, "experts": dict.fromkeys(NOTHING["experts"], 0)}
 
 
-def without(cut: Cut, *kinds: str) -> Cut:
-    return {kind: params for kind, params in cut.items() if kind not in kinds}
+def without(dims: ShardedDims, *kinds: str) -> ShardedDims:
+    return {kind: params for kind, params in dims.items() if kind not in kinds}
 
 
-CUTS: dict[str, Cut] = {
+SHARDED_DIMS: dict[str, ShardedDims] = {
     "colwise": OUTPUT_FEATURES,
     "colwise_rep": OUTPUT_FEATURES,
     "colwise_gather_output": OUTPUT_FEATURES,
@@ -92,9 +92,9 @@ CUTS: dict[str, Cut] = {
     "gated_norm": {"rms norm": {"weight": 0}},
     "channelwise": {kind: {"weight": 0, "bias": 0} for kind in ("linear", "depthwise convolution")},
     "rowwise_inner": INPUT_FEATURES,
-    "local": WHOLE_EXPERTS,
+    "local": COMPLETE_EXPERTS,
     "moe_tp_experts": NOTHING,
-    "moe_all_to_all": {"experts": WHOLE_EXPERTS["experts"]},
+    "moe_all_to_all": {"experts": COMPLETE_EXPERTS["experts"]},
     "moe_identity_expert": NOTHING,
     "local_params": NOTHING,
     "gather": NOTHING,
@@ -114,10 +114,10 @@ CUTS: dict[str, Cut] = {
     "replicate_once": NOTHING,
     "replicated_with_grad_allreduce": NOTHING,
 }
-"""What every strategy cuts of the modules that it fits."""
+"""The sharded dims of every strategy, for the modules that it fits."""
 
 PACKED = ("packed_colwise", "packed_rowwise", "local_packed_colwise", "local_packed_rowwise")
-"""Those that cut two equal parts, each by itself."""
+"""Strategies that shard two equal parts, each by itself."""
 
 
 def indices(length: int, size: int, rank: int, *, parts: int = 1, unit: int = 1) -> list[int]:
@@ -131,42 +131,47 @@ def indices(length: int, size: int, rank: int, *, parts: int = 1, unit: int = 1)
 
 
 def test_every_strategy_is_here_by_name() -> None:
-    assert sorted(CUTS) == sorted(STRATEGIES)
+    assert sorted(SHARDED_DIMS) == sorted(STRATEGIES)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, cut in CUTS.items() for kind in cut])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, dims in SHARDED_DIMS.items() for kind in dims])
 def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: str, size: int) -> None:
     torch.manual_seed(0)
     module = MODULES[kind]()
     layer = STRATEGIES[name].bind(module, size, config=SimpleNamespace(qk_rope_head_dim=2))
-    assert CUTS[name][kind].keys() == dict(module.named_parameters()).keys()
-    for param_type, dim in CUTS[name][kind].items():
-        whole = module.get_parameter(param_type).detach()
+    assert SHARDED_DIMS[name][kind].keys() == dict(module.named_parameters()).keys()
+    for param_type, dim in SHARDED_DIMS[name][kind].items():
+        full = module.get_parameter(param_type).detach()
         shards = []
         for rank in range(size):
-            lazy = layer.partition_tensor(Resident(whole), whole, param_type, None, True, rank, FakeMesh(size))
-            real = layer.partition_tensor(whole, whole, param_type, torch.float64, True, rank, FakeMesh(size))
-            expected = whole
+            lazy = layer.partition_tensor(Resident(full), full, param_type, None, True, rank, FakeMesh(size))
+            real = layer.partition_tensor(full, full, param_type, torch.float64, True, rank, FakeMesh(size))
+            expected = full
             if dim is not None:
                 unit = 8 if kind == "experts" and dim > 0 else 1
-                held = indices(whole.shape[dim], size, rank, parts=2 if name in PACKED else 1, unit=unit)
-                expected = whole.index_select(dim, torch.tensor(held, dtype=torch.int))
+                held = indices(full.shape[dim], size, rank, parts=2 if name in PACKED else 1, unit=unit)
+                expected = full.index_select(dim, torch.tensor(held, dtype=torch.int))
             assert isinstance(lazy, LazyTensor)
             assert torch.equal(lazy.materialize(), expected)
             assert torch.equal(real, expected.double())
             assert real.dtype == torch.float64
             assert real.is_contiguous()
             shards.append(lazy.materialize())
-        assert torch.equal(undo_partition(layer, shards, param_type, whole.shape), whole)
+        assert torch.equal(undo_partition(layer, shards, param_type, full.shape), full)
         if dim is not None:
-            assert sum(shard.numel() for shard in shards) == whole.numel()
+            assert sum(shard.numel() for shard in shards) == full.numel()
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     # A rule for the parameter of experts has no module to fit.
-    [(name, kind) for name, cut in CUTS.items() for kind in cut if kind != "experts" or name == "moe_tp_experts"],
+    [
+        (name, kind)
+        for name, dims in SHARDED_DIMS.items()
+        for kind in dims
+        if kind != "experts" or name == "moe_tp_experts"
+    ],
 )
 def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> None:
     module = MODULES[kind]()
@@ -209,15 +214,15 @@ def test_packed_parts_that_do_not_fit(parts: Any, says: str) -> None:
 )
 def test_what_rank_1_of_3_holds(name: str, kind: str, rows_of_rank_1: Any) -> None:
     module = MODULES[kind]()
-    whole = module.weight.detach()
-    got = STRATEGIES[name].bind(module, 3).partition_tensor(whole, whole, "weight", None, True, 1, FakeMesh(3))
-    assert torch.equal(got, whole[rows_of_rank_1])
+    full = module.weight.detach()
+    got = STRATEGIES[name].bind(module, 3).partition_tensor(full, full, "weight", None, True, 1, FakeMesh(3))
+    assert torch.equal(got, full[rows_of_rank_1])
 
 
 def test_what_rank_1_of_2_holds_of_packed_parts() -> None:
-    whole = torch.arange(14.0)[:, None]
+    full = torch.arange(14.0)[:, None]
     strategy = STRATEGIES["packed_colwise"].bind(nn.Linear(1, 14), 2, parts=(4, 10))
-    got = strategy.partition_tensor(whole, whole, "weight", None, True, 1, FakeMesh(2))
+    got = strategy.partition_tensor(full, full, "weight", None, True, 1, FakeMesh(2))
     assert got.flatten().tolist() == [2, 3, 9, 10, 11, 12, 13]
 
 
