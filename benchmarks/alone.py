@@ -1,4 +1,4 @@
-"""Run a recipe in one process of plain transformers: `python -m benchmarks.alone recipe.py ARGUMENTS`.
+"""Run an example in one process of plain transformers: `python -m benchmarks.alone example.py ARGUMENTS`.
 
 The reference for the ranks' results: arguments that request a plan are dropped, and `enable()` does nothing.
 """

@@ -1,7 +1,8 @@
 """Third-party clients on 2 and 3 ranks, compared with one process of plain transformers.
 
-Runs the recipes, lm_eval's own option, and the commands `serve` and `chat` on a model with 9 query and 3 KV heads.
-Prints a table: client, version, the output of one process, and the differences of the ranks' outputs.
+Runs the examples, lm_eval's own option, and the commands `serve` and `chat` on a model with 9 query and 3 KV heads.
+Prints a table: client, version, the output of one process, and by number of ranks the difference of the output and the
+seconds from the start to the end.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .demo import prepare
 from .tasks import TASKS, write_tasks
 
 ROOT = Path(__file__).parents[1]
-RECIPES = ROOT / "benchmarks" / "recipes"
+EXAMPLES = ROOT / "examples"
 TIMEOUT = 900
 """Timeout of one client in seconds."""
 
@@ -48,9 +49,9 @@ class Client:
     modules: tuple[str, ...]
     """Required packages; the table has the version of the first."""
     script: str
-    """A recipe, or `lm_eval`, `serve` or `chat` for that command line."""
+    """An example, or `lm_eval`, `serve` or `chat` for that command line."""
     arguments: tuple[str, ...] = ("MODEL",)
-    """Arguments of a recipe; MODEL, SIGHT and TASKS are replaced by folders."""
+    """Arguments of an example; MODEL, SIGHT and TASKS are replaced by folders."""
     tolerance: float = 1e-4
     """Largest relative difference of a number, due to a different order of fp32 sums over a few steps."""
     copies: int = 1
@@ -107,7 +108,7 @@ def outcome(client: Client, inputs: Inputs, ranks: int) -> str:
         "PICTURE": inputs.picture,
         "TASKS": inputs.tasks,
     }
-    program = [str(RECIPES / client.script), *(str(given.get(each, each)) for each in client.arguments)]
+    program = [str(EXAMPLES / client.script), *(str(given.get(each, each)) for each in client.arguments)]
     said = f"{QUESTION}\n\n" if client.script == "chat.py" else ""
     if not ranks:
         return run([*PYTHON, "benchmarks.alone", *program], said)
@@ -133,7 +134,7 @@ def _lm_eval(inputs: Inputs, ranks: int) -> str:
 def _serve(inputs: Inputs, ranks: int, requests: int = 32) -> str:
     """The answers that the openai client streams, sequentially and concurrently."""
     with _server(inputs.model, ranks) as url:
-        return run([sys.executable, str(RECIPES / "ask.py"), str(inputs.model), f"{url}/v1", str(requests)])
+        return run([sys.executable, str(EXAMPLES / "ask.py"), str(inputs.model), f"{url}/v1", str(requests)])
 
 
 def _chat(inputs: Inputs, ranks: int) -> str:
@@ -248,8 +249,10 @@ def main() -> int:
             try:
                 one = outcome(client, inputs, 0)
                 for ranks in arguments.ranks:
+                    started = time.perf_counter()
                     found = difference(one, outcome(client, inputs, ranks))
-                    cells.append("the same" if not found else f"{found:.0e}")
+                    seconds = time.perf_counter() - started
+                    cells.append(f"{f'{found:.0e}' if found else 'the same'}, {seconds:.0f} s")
                     wrong += found > client.tolerance
             except ClientError as error:
                 print(error, file=sys.stderr)

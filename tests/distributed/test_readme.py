@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import socket
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import GPTJConfig
 
+from tests.support import commands
 from tests.support.hub_server import HubServer
 from tests.support.readme import PAGES, ROOT, Block, blocks, called
 
@@ -58,10 +58,6 @@ def here(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     GPTJConfig().save_pretrained(models / "gpt-j-6b")
     book = (ROOT / "tests" / "data" / "alice.txt").read_text()
     (models / "text.txt").write_text(book[:2000])
-    program = here / "bin" / "tp-transformers"  # of this checkout, whatever is installed
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tp_transformers "$@"\n')
-    program.chmod(0o755)
     for page in PAGES:
         folder = folder_of(page, here)
         folder.mkdir()
@@ -84,14 +80,11 @@ def environment(here: Path, smollm2: Path) -> Iterator[dict[str, str]]:
         hub.add("org/model", smollm2)
         hub.add("HuggingFaceTB/SmolLM2-135M-Instruct", smollm2)
         yield {
-            **os.environ,
+            **commands.environment(here),
             "COLUMNS": "120",
             "HF_ENDPOINT": hub.endpoint,
             "HF_HOME": str(here / "home"),
             "HF_HUB_DISABLE_XET": "1",
-            "OMP_NUM_THREADS": "1",
-            "PATH": os.pathsep.join((str(here / "bin"), str(Path(sys.executable).parent), os.environ["PATH"])),
-            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         }
 
 
@@ -150,7 +143,7 @@ def test_the_python(here: Path, environment: dict[str, str]) -> None:
                 assert_printed(text, printed[f"{page}:{block.line}"])
 
 
-def commands() -> list[tuple[Block, Block | None]]:
+def shell_blocks() -> list[tuple[Block, Block | None]]:
     """The blocks of shell, each with the text that follows it."""
     return [
         (block, text if text and text.language == "text" else None)
@@ -160,7 +153,7 @@ def commands() -> list[tuple[Block, Block | None]]:
     ]
 
 
-@pytest.mark.parametrize(("block", "text"), commands(), ids=lambda block: block.place if block else "")
+@pytest.mark.parametrize(("block", "text"), shell_blocks(), ids=lambda block: block.place if block else "")
 def test_the_shell(block: Block, text: Block | None, here: Path, environment: dict[str, str]) -> None:
     printed, folder = "", folder_of(block.page, here)
     for line in block.code.splitlines():

@@ -34,7 +34,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(
         page
-        for folder in ("model_plans", "tp_transformers", "benchmarks", "tests")
+        for folder in ("model_plans", "tp_transformers", "examples", "benchmarks", "tests")
         for page in sorted((ROOT / folder).rglob("README.md"))
     ),
 ]

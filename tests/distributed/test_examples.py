@@ -1,23 +1,25 @@
-"""Every recipe, and every client that no recipe is needed for, prints on 2 ranks what one process prints."""
+"""Every example, and every client that needs none, prints on 2 ranks what one process prints."""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
-from benchmarks.clients import CLIENTS, RECIPES, ROOT, Client, ClientError, Inputs, difference, outcome, run
+from benchmarks.clients import CLIENTS, EXAMPLES, ROOT, Client, ClientError, Inputs, difference, outcome, run
 from benchmarks.tasks import write_tasks
-from tests.support import processors
+from tests.support import commands, processors
 from tests.support.pool import free_port
 
 slow = [pytest.mark.distributed, pytest.mark.slow]
@@ -32,7 +34,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def inputs(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    folder = tmp_path_factory.mktemp("recipes")
+    folder = tmp_path_factory.mktemp("examples")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(smollm2, **SIZES, initializer_range=0.2, tie_word_embeddings=False)
     LlamaForCausalLM(config).float().save_pretrained(folder / "model")
@@ -96,20 +98,40 @@ def test_two_nodes_by_slurm(inputs: Inputs, tmp_path: Path) -> None:
         "SLURM_JOB_ID": "7",
         "PORT": str(free_port()),
     }
-    command = ["sh", str(RECIPES / "slurm.sh"), str(RECIPES / "hooks.py"), str(inputs.model)]
+    command = ["sh", str(EXAMPLES / "slurm.sh"), str(EXAMPLES / "hooks.py"), str(inputs.model)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     hooks = next(client for client in CLIENTS if client.script == "hooks.py")
     assert difference(outcome(hooks, inputs, 0), done.stdout.strip()) <= hooks.tolerance
 
 
-def test_recipes_are_short_and_named() -> None:
-    page = (RECIPES / "README.md").read_text(encoding="utf-8")
-    for recipe in RECIPES.iterdir():
-        if recipe.suffix in (".py", ".sh"):
-            assert len(recipe.read_text(encoding="utf-8").splitlines()) <= 60, recipe.name
-            assert f"[{recipe.name}]({recipe.name})" in page, recipe.name
-    assert {client.script for client in CLIENTS} >= {each.name for each in RECIPES.glob("*.py")} - {"ask.py"}
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
+    """Its cells in order, in a fresh kernel; numbers may be others."""
+    client, notebooks = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = notebooks.read(EXAMPLES / "notebook.ipynb", 4)
+    shown = [printed(cell) for cell in notebook.cells]
+    assert any(shown)
+    runner = client.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    runner.execute(env=commands.environment(tmp_path))
+    assert [printed(cell) for cell in notebook.cells] == shown
+
+
+def printed(cell: dict[str, Any]) -> str:
+    """The stdout of a cell, with `0` for every number."""
+    outputs = [each for each in cell.get("outputs", []) if each.get("name") == "stdout"]
+    return re.sub(r"\d[\d.,]*", "0", "".join("".join(each["text"]) for each in outputs))
+
+
+def test_examples_are_short_and_named() -> None:
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    for example in EXAMPLES.iterdir():
+        if example.suffix in (".py", ".sh"):
+            assert len(example.read_text(encoding="utf-8").splitlines()) <= 60, example.name
+        if example.suffix in (".py", ".sh", ".ipynb"):
+            assert f"[{example.name}]({example.name})" in page, example.name
+    assert {client.script for client in CLIENTS} >= {each.name for each in EXAMPLES.glob("*.py")} - {"ask.py"}
 
 
 def test_texts_are_compared_by_their_numbers() -> None:
