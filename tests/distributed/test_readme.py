@@ -116,7 +116,7 @@ def assert_printed(expected: Block, printed: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=called)
 def test_blocks_have_a_language_and_scripts_are_run(page: Path) -> None:
     found = blocks(page)
-    assert {block.language for block in found} <= {"python", "sh", "yaml", "text", ""}
+    assert {block.language for block in found} <= {"python", "py", "sh", "yaml", "text", ""}
     shell = "".join(block.code for block in found if block.language == "sh")
     assert all(block.file in shell for block in found if block.file)
 

@@ -37,6 +37,7 @@ PAGES = [
         for folder in ("model_plans", "tp_transformers", "examples", "benchmarks", "tests")
         for page in sorted((ROOT / folder).rglob("README.md"))
     ),
+    *sorted((ROOT / "docs" / "coming-from").glob("*.md")),
 ]
 """Every page, README first."""
 
@@ -52,7 +53,8 @@ class Block:
     line: int
     """Line of its opening fence, counted from 1."""
     language: str
-    """"python", "sh", "yaml", "text" for the output of the block before it, or "" for a drawing."""
+    """"python", "sh", "yaml", "text" for the output of the block before it, "py" for Python that is only shown, such as
+    another library's, or "" for a drawing."""
     code: str
 
     @property
