@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import GPTJConfig
+from transformers import GPTJConfig, LlamaConfig
 
 from tests.support import commands
 from tests.support.hub_server import HubServer
@@ -24,6 +25,18 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 TIMEOUT = 240
 SESSION_TIMEOUT = 900
 """Seconds that all blocks of Python may take together."""
+LLAMA_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+"""The shapes of Llama 3 with 70 billion parameters."""
 HELPED: set[str] = set()
 """Benchmarks that have printed how they are called."""
 
@@ -56,6 +69,7 @@ def here(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     models.mkdir(parents=True)
     (models / "SmolLM2-135M-Instruct").symlink_to(smollm2)
     GPTJConfig().save_pretrained(models / "gpt-j-6b")
+    LlamaConfig(**LLAMA_70B).save_pretrained(models / "llama-70b")
     book = (ROOT / "tests" / "data" / "alice.txt").read_text()
     (models / "text.txt").write_text(book[:2000])
     for page in PAGES:
@@ -160,7 +174,9 @@ def test_the_shell(block: Block, text: Block | None, here: Path, environment: di
         command = line.split("    #")[0].strip()
         if command.startswith("#") or not command:
             continue
-        if "--nnodes 2" in command:
+        if command.startswith("git clone "):
+            run(re.sub(r"https://\S+", f"{ROOT} tp_transformers", command), folder, environment)
+        elif "--nnodes 2" in command:
             printed += run(two_nodes(command), folder, environment)
         elif command.startswith("make "):
             targets = [word for word in shlex.split(command)[1:] if "=" not in word]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,29 @@ def loading(page: Path) -> str:
     releases = [each["machine"]["versions"]["transformers"] for each in (mapped, presharded)]
     note = f"{mapped['setting']}, {mapped['pairs']} pairs; transformers {releases[0]}, pre-sharded {releases[1]}"
     return "\n".join([*rows, "", f"Medians; {note}."])
+
+
+def exactness(page: Path) -> str:
+    """Last loss and gradient norm of a short training by number of ranks, and the largest differences of all steps."""
+    found = result("exactness-cpu")
+    setting, one = found["setting"], found["one"]
+    rows = [
+        f"| ranks | loss after {setting['steps']} steps | gradient norm | largest difference of a loss | of a norm |",
+        "| --- | --- | --- | --- | --- |",
+        f"| one process of transformers | {one['losses'][-1]:.6f} | {one['norms'][-1]:.5f} | | |",
+    ]
+    for ranks, run in found["ranks"].items():
+        last = f"{run['losses'][-1]:.6f} | {run['norms'][-1]:.5f}"
+        rows.append(f"| {ranks} | {last} | {run['loss']:.0e} | {run['norm']:.0e} |")
+    tokens = f"{setting['batch']} x {setting['length']} tokens"
+    releases = ", ".join(f"{name} {found['machine']['versions'][name]}" for name in ("transformers", "torch"))
+    first, exact = one["norms"][0], found["first_norm_fp64"]
+    note = (
+        f"Steps of {tokens}; differences are relative, of all steps; {releases}. Norms differ by the sums of squares "
+        f"in fp32: the first is {first:.5f} in one process, {found['ranks']['4']['norms'][0]:.5f} on 4 ranks, and "
+        f"{exact:.5f} with sums in fp64."
+    )
+    return "\n".join([*rows, "", textwrap.fill(note, 120, break_on_hyphens=False)])
 
 
 def computing(page: Path) -> str:

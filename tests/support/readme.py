@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tp_transformers
 from tests.support.imports import ORDER, Imports
-from tests.support.measured import computing, loading
+from tests.support.measured import computing, exactness, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.listing import catalogue
@@ -296,6 +296,7 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "quantised": quantised,
     "loading": loading,
     "computing": computing,
+    "exactness": exactness,
     "contents": contents,
 }
 """Marker -> the text between it and its end, for a page."""
