@@ -34,12 +34,12 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *(
         page
-        for folder in ("model_plans", "tp_transformers", "examples", "benchmarks", "tests")
-        for page in sorted((ROOT / folder).rglob("README.md"))
+        for folder in ("docs", "model_plans", "tp_transformers", "examples", "benchmarks", "tests")
+        for page in sorted((ROOT / folder).rglob("*.md"))
+        if page.parent.name != "results"
     ),
-    *sorted((ROOT / "docs" / "coming-from").glob("*.md")),
 ]
-"""Every page, README first."""
+"""Every page, README first, except for results of benchmarks, which are written by them."""
 
 COMMON = {"colwise", "colwise_rep", "rowwise", "replicate", "embedding_rowwise"}
 """Strategies that nearly every plan uses, and that say nothing about one."""
@@ -118,12 +118,13 @@ def architectures(page: Path) -> str:
 
 
 def proofs(page: Path) -> str:
-    """A table for each kind of model with one row a type: what each rank holds, the errors, and what stays whole."""
+    """A count by kind of model, and a table a kind: what each rank holds, the errors, and what stays whole."""
     known = read()
     releases = sorted({proof.release for proof in known.values()})
     sizes = " and ".join(map(str, PROVEN_ON))
     seeds = min(proof.seeds for proof in known.values())
     models = "small models with other weights each" if seeds > 1 else "small model each"
+    counts = ["| models | types | load sharded | proven |", "| --- | --- | --- | --- |"]
     text = [f"Looked at with transformers {' and '.join(releases)}, proven on {sizes} ranks with {seeds} {models}."]
     seen: set[str] = set()
     for kind in KINDS:
@@ -132,24 +133,31 @@ def proofs(page: Path) -> str:
         made = {name: proof for name, proof in rows.items() if not proof.unmade}
         loads = [proof for proof in made.values() if proof.shares]
         count = sum(len(proof.proven) == len(PROVEN_ON) for proof in loads)
-        text += [
-            f"### {kind.capitalize()}",
-            f"{len(made)} types, of which {len(loads)} load sharded, and {count} are proven.",
-            "\n".join(
-                [
-                    "| `model_type` | plan | of 2, 3, 4 | output | gradient | replicated, and why not more |",
-                    "| --- | --- | --- | --- | --- | --- |",
-                    *(
-                        _row(name, proof, _around(name, known) if kind == "encoder" else "")
-                        for name, proof in made.items()
-                    ),
-                ]
-            ),
+        title = kind.capitalize()
+        counts.append(f"| [{title}](#{_anchor(title)}) | {len(made)} | {len(loads)} | {count} |")
+        table = [
+            "| `model_type` | plan | of 2, 3, 4 | output | gradient | replicated, and why not more |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *(_row(name, proof, _around(name, known) if kind == "encoder" else "") for name, proof in made.items()),
         ]
+        text += [f"## {title}", "\n".join(table)]
         if unmade := [f"`{name}`" for name in rows if name not in made]:
             told = f"Not made by transformers from default configs: {', '.join(unmade)}."
             text.append(textwrap.fill(told, 120, break_on_hyphens=False))
-    return "\n\n".join(text)
+    return "\n\n".join(["\n".join(counts), _wrapped(ABOUT_PROOFS), *text])
+
+
+ABOUT_PROOFS = """
+    The model types of transformers, each with its default config. `of 2, 3, 4`: the largest fraction of the model's
+    bytes on one of 2, 3 or 4 ranks. The errors are the largest relative errors of a small model on ranks, compared with
+    one process in fp64: of its logits or states, and of the gradient of any parameter. `make proofs` verifies changed
+    model types again, and writes these tables.
+"""
+"""The meaning of the columns of `proofs`."""
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False)
 
 
 def _row(name: str, proof: Proof, around: str) -> str:
