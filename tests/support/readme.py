@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import tp_transformers
+from tests.support import fits
 from tests.support.imports import ORDER, Imports
 from tests.support.measured import computing, exactness, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
@@ -289,6 +290,20 @@ def quantised(page: Path) -> str:
     return "\n".join(text)
 
 
+def fitting(page: Path) -> str:
+    """One row a model: gigabytes of the fullest of some GPUs, and the fewest GPUs that hold it."""
+    sizes = [f"{size} GPUs" for size in fits.SIZES]
+    count = "parameters"
+    head = ["model", count, *sizes, "generates on at least", "trains on at least"]
+    text = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    for name, fit in json.loads(fits.FILE.read_text(encoding="utf-8")).items():
+        held = [fit["bytes"][str(size)] / 1e9 for size in fits.SIZES]
+        cells = [f"{gigabytes:.1f} GB" if gigabytes <= fits.MEMORY else "-" for gigabytes in held]
+        least = [str(fit[task]) for task in ("generates on", "trains on")]
+        text.append(f"| {' | '.join([name, f'{fit[count] / 1e9:.1f} B', *cells, *least])} |")
+    return "\n".join(text)
+
+
 def contents(page: Path) -> str:
     """Links to the sections of a page, in one line."""
     titles = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
@@ -305,6 +320,7 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "loading": loading,
     "computing": computing,
     "exactness": exactness,
+    "fits": fitting,
     "contents": contents,
 }
 """Marker -> the text between it and its end, for a page."""

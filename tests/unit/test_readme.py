@@ -134,6 +134,7 @@ def test_every_error_is_named() -> None:
 
 def test_every_result_is_named() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
-    results = [path.name for path in (ROOT / "benchmarks" / "results").iterdir() if path.suffix in (".md", ".png")]
+    folder = ROOT / "benchmarks" / "results"
+    results = [path.name for path in folder.iterdir() if path.suffix in (".md", ".png", ".svg")]
     assert results
     assert all(f"results/{name}" in page for name in results)

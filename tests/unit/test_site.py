@@ -1,0 +1,59 @@
+"""The site: each page is in the navigation once, and each link within it leads to a page or a picture of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.readme import PAGES, ROOT, called, links
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that docs/collect.py has written to."""
+    spec = importlib.util.spec_from_file_location("collect", ROOT / "docs" / "collect.py")
+    assert spec is not None
+    assert spec.loader is not None
+    collect = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(collect)
+    collect.BUILD = tmp_path_factory.mktemp("build")
+    collect.main()
+    return collect.BUILD  # type: ignore[no-any-return]
+
+
+def paths(nav: Any) -> Iterator[str]:
+    for entry in nav.values() if isinstance(nav, dict) else nav:
+        yield from [entry] if isinstance(entry, str) else paths(entry)
+
+
+def test_each_page_is_in_the_navigation_once(build: Path) -> None:
+    nav = (build / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = {path.relative_to(build / "pages").as_posix() for path in build.rglob("*.md")}
+    assert Counter(paths(yaml.safe_load(nav))) == Counter(pages)
+    assert {called(page) for page in PAGES} <= pages
+    for kind, suffix in (("model_plans", ".yaml"), ("benchmarks/recipes", ".py"), ("benchmarks/recipes", ".sh")):
+        assert {f"{kind}/{path.stem}.md" for path in (ROOT / kind).glob(f"[a-z]*{suffix}")} <= pages
+
+
+def test_links_lead_to_pages_and_pictures(build: Path) -> None:
+    found = 0
+    for page in build.rglob("*.md"):
+        for link in links(page):
+            if "//" not in link:
+                path = link.partition("#")[0]
+                assert not path or (page.parent / path).is_file(), f"{page}: {link}"
+                found += 1
+    assert found > 1000
+
+
+def test_pipes_in_code_of_tables_have_no_backslash(build: Path) -> None:
+    text = (build / "pages" / "tp_transformers" / "strategies" / "README.md").read_text(encoding="utf-8")
+    assert "<code>x → [xA &#124; xB]</code>" in text
+    assert not re.search(r"`[^`\n]*\\\|", text)
