@@ -22,12 +22,13 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
-FOLDERS = ("docs", "model_plans", "tp_transformers", "benchmarks", "tests")
-EXAMPLES = "benchmarks/recipes"
+FOLDERS = ("docs", "model_plans", "tp_transformers", "examples", "benchmarks", "tests")
+EXAMPLES = "examples"
 PROOFS = "model_plans/PROOFS.md"
 BOOSTS = {
     "api/": 0.1,
     "benchmarks/": 0.1,
+    "examples/": 0.1,
     "model_plans/": 0.2,
     "tests/": 0.2,
     "CHANGELOG.md": 0.1,
@@ -136,6 +137,7 @@ def for_site(text: str, path: str, pages: set[str]) -> str:
     parts = re.split(r"^(```.*\n(?:.*\n)*?```)$", text, flags=re.MULTILINE)
     for place in range(0, len(parts), 2):
         prose = re.sub(r"^<!-- /?[\w ]+ -->$", "", parts[place], flags=re.MULTILINE)
+        prose = re.sub(r"\[?!\[[^]]*\]\(https://[^)]*\)(\]\([^)]*\))?", "", prose)  # badges are on other servers
         prose = re.sub(r"(?<=\.\d\d) (?=\.\d\d)", "\N{NO-BREAK SPACE}", prose)  # fractions of one cell
         prose = re.sub(r"`[^`\n]*\\\|[^`\n]*`", _code_with_pipe, prose)
         parts[place] = re.sub(r"\]\(([^()\s#]+)(#[^()\s]*)?\)", lambda link: _link(link, path, pages), prose)
