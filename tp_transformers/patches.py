@@ -128,16 +128,24 @@ _released: list[Patch] = []
 """Patches that lost a holder and may have to be undone."""
 
 
+def patched_names() -> dict[str, list[str]]:
+    """{library: names that `enable()` or tensor-parallel models replace}."""
+    found: dict[str, list[str]] = {}
+    for patch in _all:
+        found.setdefault(patch.owner, []).append(patch.name)
+    return found
+
+
 def missing_names() -> dict[str, str]:
-    """{library: names that it lacks and the consequence}, found by applying every patch that waits for no import."""
-    found = {}
+    """{library: names that it lacks and the consequences}, found by applying every patch that waits for no import."""
+    found: dict[str, list[str]] = {}
     for patch in _all:
         patch.hold()
         if patch.missing:
             then = "without the change" if patch._without is nothing else "refused"
-            found[patch.owner] = f"{patch.missing}: {patch.name} on a tensor-parallel model {then}"
+            found.setdefault(patch.owner, []).append(f"{patch.missing}: {patch.name} on a tensor-parallel model {then}")
         patch.release()
-    return found
+    return {owner: "; ".join(lines) for owner, lines in found.items()}
 
 
 def nothing() -> Undo:

@@ -56,6 +56,7 @@ def report() -> dict[str, Any]:
         "ranks": list(_ranks()),
         "variables": {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)},
         "not supported": _refusals(),
+        "patched": {owner: ", ".join(names) for owner, names in sorted(_patched().items())},
         "lacking": _lacking(),
     }
 
@@ -113,6 +114,14 @@ def _refusals() -> list[str]:
         except UnsupportedError as error:
             refusals.append(str(error))
     return refusals
+
+
+def _patched() -> dict[str, list[str]]:
+    """Changes to other libraries, by `enable()` and by tensor-parallel models."""
+    from ..loading import hook  # noqa: F401 - imports all patches
+    from ..patches import patched_names
+
+    return patched_names()
 
 
 def _lacking() -> dict[str, str]:

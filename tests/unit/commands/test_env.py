@@ -16,7 +16,7 @@ import transformers
 import tp_transformers
 from tests.support.commands import main
 from tp_transformers import patches, torch_api, transformers_api
-from tp_transformers.patches import Patch, replace_all
+from tp_transformers.patches import Patch, nothing, replace_all
 
 
 def env(*arguments: str, **variables: str) -> str:
@@ -37,6 +37,8 @@ def test_versions_devices_and_variables() -> None:
     assert found["variables"]["TP_TRANSFORMERS_SHARES"] == "2,1"
     assert f"{len(os.sched_getaffinity(0))} cores for this process" in found["devices"][-1]
     assert found["not supported"] == []
+    assert {"from_pretrained", "Trainer"} <= set(found["patched"]["transformers"].split(", "))
+    assert "GradScaler" in found["patched"]["torch"]
     assert found["lacking"] == {}
     assert "hidden" not in out
     out = env(**hidden)
@@ -49,13 +51,16 @@ def test_what_the_installed_releases_lack(capsys: pytest.CaptureFixture[str], mo
     library = SimpleNamespace(__name__="library.module")
     monkeypatch.setattr(patches, "_all", [])
     Patch("library", "doubling", lambda: replace_all([(library, "_double", lambda original: None)]))
+    Patch("library", "halving", lambda: replace_all([(library, "_halve", lambda original: None)]), without=nothing)
     monkeypatch.setattr(torch_api, "lacking", lambda: {"torch._gone": "it is not called"})
     monkeypatch.setattr(transformers_api, "OLDEST", (99, 0))
     assert main(["env", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["lacking"] == {
         "torch._gone": "it is not called",
-        "library": "no library.module._double: doubling on a tensor-parallel model refused",
+        "library": "no library.module._double: doubling on a tensor-parallel model refused; "
+        "no library.module._halve: halving on a tensor-parallel model without the change",
     }
+    assert found["patched"] == {"library": "doubling, halving"}
     (refusal,) = found["not supported"]
     assert f"transformers {transformers.__version__} with another version" in refusal
