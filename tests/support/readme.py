@@ -33,6 +33,7 @@ STRATEGIES_PAGE = PACKAGE / "strategies" / "README.md"
 PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *(
         page
         for folder in ("docs", "model_plans", "tp_transformers", "examples", "benchmarks", "tests")
