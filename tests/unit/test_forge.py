@@ -57,7 +57,7 @@ def claimed(library: str) -> SpecifierSet:
 
 
 def test_there_are_workflows() -> None:
-    assert {path.stem for path in WORKFLOWS} == {"test", "nightly", "release"}
+    assert {path.stem for path in WORKFLOWS} == {"test", "nightly", "docs", "release"}
 
 
 @each_workflow
