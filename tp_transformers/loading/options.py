@@ -37,6 +37,8 @@ class Options:
     tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
     """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
     None: as in the plan."""
+    tp_invariant: bool | None = None
+    """True: results have the bits of one process, on any number of ranks. None: as in the plan."""
     tp_shares: Sequence[float] | str | None = None
     """The share of each rank: positive numbers, "memory" or "speed". None: as in the plan, or as
     TP_TRANSFORMERS_SHARES is set."""
@@ -58,6 +60,7 @@ class Options:
             plan,
             sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
             loss_parallel=plan.loss_parallel if loss is None else loss,
+            invariant=plan.invariant if self.tp_invariant is None else self.tp_invariant,
             batch_sharded=tuple(batch) if isinstance(batch, list) else plan.batch_sharded if batch is None else batch,
             shares=plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares),
         )

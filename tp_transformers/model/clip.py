@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..patches import Patch, replace_all
 from ..ranks import direct
-from ..strategies import SHARD, finish_gradient, local_tensor, shard_of
+from ..strategies import SHARD, ParamShard, finish_gradient, full_tensor, local_tensor, shard_of
 from ..torch_api import foreach_norm
 from .grad_scaler import with_gradient
 
@@ -29,7 +29,8 @@ def clip_grad_norm_(
 
     Every element of a gradient counts once: values that several ranks hold (norms, replicated KV heads) on the lowest
     of them, tied parameters once, shards of FSDP on every rank. One all-reduce of one number over the `tp` axis, and
-    one over the copies if gradients are sharded over them. Norms are computed in fp32 at least.
+    one over the copies if gradients are sharded over them. Norms are computed in fp32 at least. With `tp_invariant`,
+    gradients are gathered one after another, and the norm has the bits of torch's in one process.
 
     Args:
         model_or_parameters: the model, or some of its parameters; those without a gradient are left out.
@@ -50,19 +51,35 @@ def clip_grad_norm_(
     if not shards:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm_type = float(norm_type)
+    if any(shard.keeps_order for shard in shards):
+        norm = _norm_of_full(params, norm_type, shards[0].group.device)
+    else:
+        norm = _norm_of_shards(params, norm_type, shards, foreach)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of all gradients is {norm.item()}, by which they cannot be clipped; with "
+            "error_if_nonfinite=False they would be scaled by it"
+        )
+    grads = (local_tensor(grad) for grad in map(finish_gradient, params) if grad is not None)
+    nn.utils.clip_grads_with_norm_(map(with_gradient, grads), max_norm, norm, foreach)
+    return norm
+
+
+def _norm_of_shards(
+    params: Sequence[Tensor], norm_type: float, shards: Sequence[ParamShard], foreach: bool | None
+) -> Tensor:
+    """The norm of all gradients from those of the shards, which are added up over the ranks."""
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
     copies = next((shard.data_parallel for shard in shards if shard.is_fsdp_over_replicas), None)
     # 1. Gradients that count on this rank: those that are also sharded over the copies, and those that are not.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
-    grads = []
     for param in params:
         grad = finish_gradient(param)
         if grad is not None:
-            grads.append(local_tensor(grad))
             shard = shard_of(param)
             over_copies = shard is not None and shard.is_fsdp_over_replicas
-            counted[over_copies].extend(_counted(param, grads[-1], rank))
+            counted[over_copies].extend(_counted(param, local_tensor(grad), rank))
     # 2. The p-th powers of their norms, which add up.
     is_max = norm_type == float("inf")
     reduction = direct.MAX if is_max else direct.SUM
@@ -70,15 +87,18 @@ def clip_grad_norm_(
     direct.all_reduce(sharded, copies, reduction)
     total = torch.maximum(unsharded, sharded) if is_max else unsharded + sharded
     direct.all_reduce(total, process_group, reduction)
-    norm = total if is_max else total ** (1 / norm_type)
-    if error_if_nonfinite and not torch.isfinite(norm):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of all gradients is {norm.item()}, by which they cannot be clipped; with "
-            "error_if_nonfinite=False they would be scaled by it"
-        )
-    # 3. Scale them with torch's function.
-    nn.utils.clip_grads_with_norm_(map(with_gradient, grads), max_norm, norm, foreach)
-    return norm
+    return total if is_max else total ** (1 / norm_type)
+
+
+def _norm_of_full(params: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm as torch computes it for a model in one process, bit by bit: of one gathered gradient after another."""
+    norms = []
+    for param in params:
+        full = full_tensor(param, finish_gradient(param))
+        if full is not None:
+            norms += [norm.to(device) for norm in foreach_norm([full], norm_type)]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _clip(

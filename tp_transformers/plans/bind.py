@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ from .checks.widths import misfits
 from .heads import split_attention
 from .mixers import MixerHeads, split_mixers
 from .rewrite.batch import shard_batch
+from .rewrite.invariant import make_invariant
 from .rewrite.loss import shard_loss
 from .rewrite.sequence import shard_sequence
 from .rule import UNRULED, Rule
@@ -85,6 +86,9 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
         plan = shard_sequence(plan, model)
     if plan.loss_parallel:
         plan = shard_loss(plan, model)
+    if plan.invariant:
+        usual = replace(plan, invariant=False)
+        plan = make_invariant(plan, model, _Resolver(usual, model, size).resolve().attention, size)
     return _Resolver(plan, model, size).resolve()
 
 

@@ -39,7 +39,7 @@ IMPLIED_GATHERED: Mapping[str, Any] = {role: "rowwise_rep" if role == "output" e
 DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
 
-OPTIONS = ("sequence_parallel", "loss_parallel")
+OPTIONS = ("sequence_parallel", "loss_parallel", "invariant")
 LARGEST = sys.float_info.max
 """The largest share."""
 MEASURED = ("memory", "speed")

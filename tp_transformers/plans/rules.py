@@ -56,6 +56,8 @@ class Plan:
     """True if activations between blocks are sharded along the sequence."""
     loss_parallel: bool = False
     """True if logits stay sharded along the vocabulary when the model is given labels."""
+    invariant: bool = False
+    """True if results have the same bits on any number of ranks."""
     batch_sharded: bool | tuple[str, ...] | None = None
     """Full names of modules that gather the samples of all ranks, if ranks have different batches; modules with such
     rules are added. True: all attention, MLPs and experts. False: none, in spite of rules."""

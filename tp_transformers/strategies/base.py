@@ -48,6 +48,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     added_once: tuple[str, ...] = ()
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
+    keeps_order = False
+    """True if sums over its parameters' gradients have to be computed in the order of one process."""
     shards_as_torch = False
     """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
     its module gets DTensors."""
@@ -190,6 +192,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             self.use_dtensor and not is_replicated,
             self.signature.gradient is PARTIAL and is_replicated,
             param_type in self.added_once and is_replicated,
+            keeps_order=self.keeps_order,
         )
 
     def split_length(self, length: int, size: int, unit: int = 1) -> Split:
@@ -210,7 +213,17 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return self.ranks if self.size == size else size
 
     def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
-        return split_of(length, ranks, unit, self.split, self.parts)
+        lengths = self.part_lengths(length) if self.split is None else []
+        return split_of(length, ranks, max(unit, *map(self.unit_of, lengths or [length])), self.split, self.parts)
+
+    def part_lengths(self, length: int) -> list[int]:
+        """Lengths of the parts of a fused projection of `length`; equal ones once, none without parts."""
+        parts = self.parts
+        return [length // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
+
+    def unit_of(self, length: int) -> int:
+        """Number of consecutive indices of a split `length` that stay on one rank."""
+        return 1
 
     def partition_tensor(
         self,

@@ -11,6 +11,15 @@ from ..errors import PlanError
 from .alibi import AlibiParallel
 from .base import TensorParallelLayer
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
+from .invariant.experts import InvariantExpertsParallel
+from .invariant.linear import (
+    InvariantColwiseParallel,
+    InvariantEmbedding,
+    InvariantPackedColwiseParallel,
+    InvariantPackedRowwiseParallel,
+    InvariantRowwiseParallel,
+)
+from .invariant.norms import InvariantNormParallel
 from .latent import MlaKvAProjParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import (
@@ -73,6 +82,15 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "replicate": ReplicateParallel(),
     "replicate_inner": InnerReplicateParallel(),
     "replicate_once": ReplicateOnceParallel(),
+    "invariant_colwise": InvariantColwiseParallel(),
+    "invariant_colwise_rep": InvariantColwiseParallel(output_layouts=Replicate()),
+    "invariant_packed_colwise": InvariantPackedColwiseParallel(),
+    "invariant_rowwise": InvariantRowwiseParallel(),
+    "invariant_rowwise_rep": InvariantRowwiseParallel(input_layouts=Replicate()),
+    "invariant_packed_rowwise": InvariantPackedRowwiseParallel(),
+    "invariant_embedding": InvariantEmbedding(),
+    "invariant_norm": InvariantNormParallel(),
+    "invariant_experts": InvariantExpertsParallel(),
     # Names in the plans that classes of transformers 5 declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),

@@ -66,6 +66,11 @@ class Signature:
         return self.takes is BATCH and self.inside == (REPLICATED, REPLICATED)
 
     @property
+    def gathers_features(self) -> bool:
+        """True for a module between sharded linears that every rank computes in full."""
+        return self.takes is LOCAL and self.inside == (REPLICATED, REPLICATED)
+
+    @property
     def computes_locally(self) -> bool:
         """True for a module with its own forward on sharded features or heads."""
         return self.inside == (LOCAL, LOCAL)

@@ -183,6 +183,7 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
             or projected
             or plan.layouts.get(name) is not None
             or strategy.signature.gradient is PARTIAL
+            or strategy.signature.gathers_features
         ):
             continue
         # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
@@ -218,13 +219,15 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
             name = _join(child, param_type)
             if plan.layouts.get(name) is not None or _gradient(plan, name) is PARTIAL:
                 continue
+            if plan.module_strategies.get(child, UNRULED).signature.gathers_features:
+                continue
             rule = "sharded_norm" if width in param.shape else "replicated_with_grad_allreduce"
             yield (
                 f"{fold_layers(name)}: it is between linears with sharded features, and is replicated; add "
                 f"{fold_layers(child)}: {rule}"
             )
     for name, strategy in plan.module_strategies.items():
-        if strategy.signature.takes is not LOCAL or name in between:
+        if strategy.signature.takes is not LOCAL or strategy.signature.gathers_features or name in between:
             continue
         if strategy.signature.gradient is not PARTIAL:
             if name not in plan.attention_splits.splits:

@@ -89,9 +89,8 @@ def misfits(
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> dict[int, Split]:
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
-    width, parts = output_width(module), strategy.parts
-    lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
+    width = output_width(module)
     return {
         width: strategy.split_length(width, count_of(ranks)),
-        **{length: apportion(length, ranks) for length in lengths},
+        **{length: apportion(length, ranks, unit=strategy.unit_of(length)) for length in strategy.part_lengths(width)},
     }

@@ -24,7 +24,7 @@ from ...strategies import BATCH_SHARDED, BatchGather, BatchReplicated, BatchStat
 from ..pattern import Pattern
 from ..rule import Rule
 from ..rules import Plan
-from .engine import Rewriter
+from .engine import StackRewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ def shard_batch(plan: Plan, model: PreTrainedModel) -> Plan:
     return _BatchRewriter(plan, model).rewrite()
 
 
-class _BatchRewriter(Rewriter):
+class _BatchRewriter(StackRewriter):
     """State of one `shard_batch`."""
 
     form = "batch-sharded"

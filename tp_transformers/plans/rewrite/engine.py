@@ -1,6 +1,6 @@
 """Base class for the options of a plan: it rewrites rules by the names that they match.
 
-`sequence.py` and `batch.py` have an option each; `loss.py` does not need it.
+`sequence.py`, `batch.py` and `invariant.py` have an option each; `loss.py` does not need it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,8 @@ class Rewriter(ABC):
     """State of one rewriting: the rules by the names that they match, and the faults."""
 
     form: str
-    gather: str | TensorParallelLayer
-    """Strategy around blocks that compute locally."""
-    full: str | TensorParallelLayer
-    """Strategy around other blocks."""
-    unfit: str
-    """Fault of a block without rules that shard and sum features."""
+    done: Mapping[str, object]
+    """Options of the plan once it is rewritten."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
         self.plan, self.model, self.prefix = plan, model, base_prefix(model)
@@ -60,20 +56,53 @@ class Rewriter(ABC):
     def rewrite(self) -> Plan:
         """Return the rewritten plan. Raises PlanError with all faults."""
         counts = Counter(name for rule in self.plan.rules for name in rule.match(self.names, self.prefix))
-        done = replace(self.plan, sequence_parallel=False, batch_sharded=None)
+        done = replace(self.plan, **self.done)  # type: ignore[arg-type]
         if any(rule.instance is None for rule in self.plan.rules) or any(count > 1 for count in counts.values()):
             return done  # `resolve` reports these faults
-        stack = self._stack()
-        if getattr(self.model.config, "is_encoder_decoder", False):
-            self.faults.append("it has an encoder and a decoder")
-        if stack is not None:
-            self.rewrite_around(stack)
+        self.rewrite_rules()
         if self.faults:
             title = f"plan {self.plan.source} cannot be made {self.form} for {type(self.model).__name__}"
             raise PlanError(list_faults(title, self.faults))
         matched = {id(rule) for rule in self.plan.rules if any(rule.match(self.names, self.prefix))}
         unmatched = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
         return replace(done, rules=(*self._folded(), *unmatched))
+
+    @abstractmethod
+    def rewrite_rules(self) -> None:
+        """Change the rules; add faults where they cannot be changed."""
+
+    def set(self, name: str, strategy: str | TensorParallelLayer) -> None:
+        self.rules[name] = Rule(name, strategy)
+
+    def _folded(self) -> Iterator[Rule]:
+        """Yield the rules, with one rule for all layers if their rules are equal."""
+        plain = ((name, replace(rule, pattern="", in_base_model=False)) for name, rule in self.rules.items())
+        for pattern, groups in folded(plain).items():
+            names = {name for group in groups.values() for name in group}
+            if len(groups) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
+                yield replace(next(iter(groups)), pattern=pattern)
+            else:
+                ordered = (name for name in self.rules if name in names)
+                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in ordered)
+
+
+class StackRewriter(Rewriter):
+    """Base class for the options that shard activations between the layers of a model."""
+
+    done: Mapping[str, object] = {"sequence_parallel": False, "batch_sharded": None}
+    gather: str | TensorParallelLayer
+    """Strategy around blocks that compute locally."""
+    full: str | TensorParallelLayer
+    """Strategy around other blocks."""
+    unfit: str
+    """Fault of a block without rules that shard and sum features."""
+
+    def rewrite_rules(self) -> None:
+        stack = self._stack()
+        if getattr(self.model.config, "is_encoder_decoder", False):
+            self.faults.append("it has an encoder and a decoder")
+        if stack is not None:
+            self.rewrite_around(stack)
 
     @abstractmethod
     def rewrite_around(self, stack: str) -> None:
@@ -127,17 +156,3 @@ class Rewriter(ABC):
         parameters = {f"{name}.{param}" for param, _ in block.named_parameters()}
         ruled = {param for param in parameters if param in inner or param.rpartition(".")[0] in inner}
         return ruled == parameters and all(rule.strategy in {*_LOCAL, *_LOCAL_ALREADY} for rule in inner.values())
-
-    def set(self, name: str, strategy: str | TensorParallelLayer) -> None:
-        self.rules[name] = Rule(name, strategy)
-
-    def _folded(self) -> Iterator[Rule]:
-        """Yield the rules, with one rule for all layers if their rules are equal."""
-        plain = ((name, replace(rule, pattern="", in_base_model=False)) for name, rule in self.rules.items())
-        for pattern, groups in folded(plain).items():
-            names = {name for group in groups.values() for name in group}
-            if len(groups) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
-                yield replace(next(iter(groups)), pattern=pattern)
-            else:
-                ordered = (name for name in self.rules if name in names)
-                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in ordered)

@@ -24,7 +24,7 @@ from ...anatomy.linears import DROPOUTS
 from ...anatomy.names import fold_layers, is_inside
 from ...anatomy.norms import is_norm_of_tokens
 from ..rules import Plan
-from .engine import Rewriter
+from .engine import StackRewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ def shard_sequence(plan: Plan, model: PreTrainedModel) -> Plan:
     return _SequenceRewriter(plan, model).rewrite()
 
 
-class _SequenceRewriter(Rewriter):
+class _SequenceRewriter(StackRewriter):
     """State of one `shard_sequence`."""
 
     form = "sequence-parallel"

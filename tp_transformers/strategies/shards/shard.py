@@ -36,6 +36,8 @@ class ParamShard:
     """True if the gradient of a replicated parameter is a partial sum on each rank."""
     added_once: bool = False
     """True if only rank 0 computes with it, since outputs are summed over the ranks; other ranks see zeros."""
+    keeps_order: bool = False
+    """True if the norm of its gradient has to be computed in the order of one process."""
     data_parallel: dist.ProcessGroup | None = None
     """Process group over which FSDP shards dim 0 of this rank's shard again, in torch.chunk's sizes; None without FSDP.
     It may be the tensor-parallel group, if each rank has its own batch; the parameter is then replicated in it."""

@@ -1,0 +1,127 @@
+"""Invariant plans: rewrites a plan so that results have the bits of one process, on any number of ranks.
+
+No sum is split over the ranks; products gather their input, and each rank computes some of the output features:
+
+    colwise, colwise_rep, packed_colwise    -> invariant_ and the name: the gradient of the input is computed by columns
+    rowwise, rowwise_rep, packed_rowwise    -> invariant_ and the name: shards of output features
+    embedding_rowwise                       -> invariant_embedding
+    sharded_norm                            -> invariant_norm: computed from all features
+    replicated_with_grad_allreduce          -> InvariantHeadNormParallel, for a norm within heads
+    experts                                 -> invariant_experts: complete experts on each rank
+
+Attention with fewer KV heads than ranks, or with latents, computes with all heads on every rank: its projections stay
+sharded, and their outputs are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...anatomy.linears import features, holds_experts
+from ...anatomy.names import fold_layers, is_inside
+from ...errors import PlanError, describe
+from ...strategies import TensorParallelLayer
+from ...strategies.invariant.norms import InvariantHeadNormParallel
+from ..attention_heads import AttentionHeads
+from ..rules import Plan
+from .engine import Rewriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_INVARIANT = {
+    "colwise": "invariant_colwise",
+    "colwise_rep": "invariant_colwise_rep",
+    "colwise_gather_output": "invariant_colwise_rep",
+    "packed_colwise": "invariant_packed_colwise",
+    "rowwise": "invariant_rowwise",
+    "rowwise_rep": "invariant_rowwise_rep",
+    "rowwise_split_input": "invariant_rowwise_rep",
+    "packed_rowwise": "invariant_packed_rowwise",
+    "embedding_rowwise": "invariant_embedding",
+    "embedding_colwise": "embedding_colwise",
+    "sharded_norm": "invariant_norm",
+    "replicate": "replicate",
+    "moe_tp_experts": "invariant_experts",
+}
+"""Strategy of a rule -> its strategy in an invariant plan."""
+_OF_ALL_HEADS = {
+    **dict.fromkeys(("colwise", "colwise_rep", "packed_colwise"), "invariant_colwise_rep"),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "packed_rowwise"), "invariant_rowwise_rep"),
+    **dict.fromkeys(("sharded_norm", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_colwise"), "replicate"),
+    "replicate": "replicate",
+}
+"""The same in attention that computes with all heads on every rank."""
+
+
+def make_invariant(plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int) -> Plan:
+    """Rewrite `plan` so that its results do not depend on the number of ranks.
+
+    Args:
+        attention: the heads of each attention module, by `plan` as it is.
+        size: number of ranks.
+
+    Raises PlanError with every rule that has no invariant form, or if another option is set.
+    """
+    options = {"sequence_parallel": plan.sequence_parallel, "loss_parallel": plan.loss_parallel}
+    options |= {"batch_sharded": plan.batch_sharded not in (None, False)}
+    conflicts = " and ".join(name for name, is_set in options.items() if is_set)
+    if conflicts:
+        fix = f"Leave out {conflicts}: it sums over the ranks, in an order of their number."
+        got = f"invariant and {conflicts}"
+        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
+    return _InvariantRewriter(plan, model, attention, size).rewrite()
+
+
+class _InvariantRewriter(Rewriter):
+    """State of one `make_invariant`."""
+
+    form = "invariant"
+    done: Mapping[str, object] = {"invariant": False}
+
+    def __init__(self, plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int) -> None:
+        super().__init__(plan, model)
+        self.size = size
+        self.attention = attention
+        self.gathered = [name for name, heads in attention.items() if heads.kv.length < size or heads.is_latent]
+
+    def rewrite_rules(self) -> None:
+        for name, rule in list(self.rules.items()):
+            owner = name.rpartition(".")[0]
+            attends = any(is_inside(name, attention) for attention in self.gathered)
+            strategy: str | TensorParallelLayer | None = (_OF_ALL_HEADS if attends else _INVARIANT).get(
+                rule.strategy_name
+            )
+            if strategy is None and rule.strategy_name == "replicated_with_grad_allreduce":
+                strategy = self._head_norm(name)
+            if name not in self.modules and holds_experts(self.modules[owner]):
+                self.rules[name] = replace(rule, strategy="local", parts=None, unit=None)
+            elif strategy is not None:
+                self.rules[name] = replace(rule, strategy=strategy, parts=None if attends else rule.parts)
+            elif not self._is_of_own_heads(name, rule.strategy_name):
+                self.faults.append(f"{fold_layers(name)}: {rule.strategy_name} has no invariant form")
+        for name, module in self.modules.items():
+            if holds_experts(module) and any(is_inside(rule, name) for rule in self.rules):
+                self._check_experts(name)
+
+    def _head_norm(self, name: str) -> TensorParallelLayer | None:
+        """The strategy of a norm within the heads of the attention around it; None if there is none."""
+        for attention, heads in self.attention.items():
+            if is_inside(name, attention):
+                return InvariantHeadNormParallel((heads.query.widths, heads.kv.widths))
+        return None
+
+    def _is_of_own_heads(self, name: str, strategy: str) -> bool:
+        """True for a parameter, no matrix, with an entry for each head of this rank."""
+        module = self.modules.get(name)
+        return strategy == "local_colwise" and (module is None or features(module) is None)
+
+    def _check_experts(self, name: str) -> None:
+        count = next((param.shape[0] for param in self.modules[name].parameters() if param.ndim == 3), 0)
+        if count < self.size:
+            self.faults.append(f"{fold_layers(name)}: {count} experts are fewer than {self.size} ranks")
+        own = self.rules.get(name)
+        if own is None or own.strategy_name != "invariant_experts":
+            self.faults.append(f"{fold_layers(name)}: its experts have no rule moe_tp_experts")

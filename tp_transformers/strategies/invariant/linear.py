@@ -1,0 +1,144 @@
+"""Linears and embeddings that have the bits of one process on any number of ranks; see `products`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...slices.layout import Layout, Split, apportion
+from ..base import TensorParallelLayer
+from ..forward.attach import forward_of
+from ..forward.communication import Steps
+from ..linear import ColwiseParallel, RowwiseParallel, _WeightParallel
+from ..local import to_local
+from ..shards.shard import local_tensor
+from ..signature import FEATURES, REPLICATED, Signature
+from .products import block_of, gather_features, with_input_gradient
+
+
+class _InBlocks(_WeightParallel):
+    """Base: features are split in blocks of one kernel; the gradient of the input is computed by columns."""
+
+    keeps_order = True
+
+    def unit_of(self, length: int) -> int:
+        """See `TensorParallelLayer.unit_of`: a block of columns."""
+        return block_of(length, self.ranks)
+
+    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
+        """See `TensorParallelLayer.adapter`: not supported."""
+        raise NotImplementedError
+
+    def short_steps(self) -> Steps | None:
+        return None
+
+    def detached(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The input for the product, which records no gradient of it; `recorded` adds that."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        forward_of(module).notes["input"] = x
+        return x.detach()
+
+    def recorded(self, module: Any, y: Tensor, split: Split, mesh: DeviceMesh) -> Tensor:
+        """The product, with the gradient of its input; `split` is that of the output features."""
+        x = forward_of(module).notes.get("input")
+        if x is None:
+            return y
+        weight, group = local_tensor(module.weight).detach(), mesh.get_group()
+        return with_input_gradient(y, x, weight, split, self.ranks, group, is_transposed=self.is_transposed)
+
+
+class InvariantColwiseParallel(_InBlocks, ColwiseParallel):
+    """`colwise` and `colwise_rep` with the bits of one process.
+
+    The forward is the same. The backward gathers the gradient of the output and computes a block of columns of the
+    gradient of the input on every rank, from all rows of the weight (all-to-all), instead of a sum.
+
+        x ── [A | B] ── [xA | xB]
+    """
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x = to_local(inputs)[0]
+        self.check_width(x, self.in_features)
+        return (self.detached(module, x), *inputs[1:])
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        y = self.recorded(module, outputs, self.output_split, mesh)
+        return y if self.signature.leaves is FEATURES else gather_features(y, self.output_split, mesh.get_group())
+
+
+class InvariantPackedColwiseParallel(InvariantColwiseParallel):
+    """`packed_colwise` with the bits of one process: each part of a fused projection is split in blocks."""
+
+    parts = 2
+
+
+class InvariantRowwiseParallel(_InBlocks, RowwiseParallel):
+    """In place of `rowwise` and `rowwise_rep`: shard the output features, and gather the input.
+
+    A linear's `weight: (out/size, in)` and `bias: (out/size)`. Every rank computes some output features from all input
+    features (all-gather before and after; backward: as of `invariant_colwise`).
+
+        [x | y] ── xy ── [A | B] ── [xyA | xyB] ── xyAB
+    """
+
+    signature = Signature(inside=(REPLICATED, FEATURES))
+    hidden: tuple[str, ...] = ()
+
+    @property
+    def output_split(self) -> Split:
+        """Split of the output features over the ranks."""
+        return apportion(self.out_features, self.ranks, unit=block_of(self.out_features, self.ranks))
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        """The output features: dim -2 of a weight, the last dim of a bias."""
+        return -1 if self.is_transposed or ndim == 1 else -2
+
+    def _layout(self, param_type: str, shape: Any, size: int) -> Layout | None:
+        dim = self.split_dim(param_type, len(shape))
+        assert dim is not None
+        return Layout(dim % len(shape), self.output_split)
+
+    def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
+        """The output width of a Conv1D."""
+        return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
+
+    def check(self, module: nn.Module) -> None:
+        """Accept linears."""
+        super().check(module)
+        if self.is_embedding:
+            raise ValueError("it is an embedding; use invariant_embedding")
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x = to_local(inputs)[0]
+        if self.signature.takes is FEATURES:
+            self.check_width(x, self.input_split.widths[self.rank])
+            x = gather_features(x, self.input_split, mesh.get_group())
+        self.check_width(x, self.in_features)
+        return (self.detached(module, x), *inputs[1:])
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        y = self.recorded(module, outputs, self.output_split, mesh)
+        return gather_features(y, self.output_split, mesh.get_group())
+
+
+class InvariantPackedRowwiseParallel(InvariantRowwiseParallel):
+    """In place of `packed_rowwise`: as `invariant_rowwise`, for the input that a packed projection leaves."""
+
+    parts = 2
+
+
+class InvariantEmbedding(RowwiseParallel):
+    """`embedding_rowwise`, split in the blocks of the output embedding, which may be tied to it.
+
+    A row comes from the rank that holds it; the others add zeros.
+    """
+
+    keeps_order = True
+
+    def unit_of(self, length: int) -> int:
+        """See `TensorParallelLayer.unit_of`: a block of columns of the output embedding."""
+        return block_of(length, self.ranks)

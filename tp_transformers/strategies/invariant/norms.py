@@ -1,0 +1,129 @@
+"""Norms between sharded linears that have the bits of one process: they compute with all features, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...ranks.collectives import Group, all_gather_uneven, apply_directly, scatter_to_region
+from ..base import TensorParallelLayer
+from ..forward.attach import forward_of
+from ..signature import LOCAL, REPLICATED, Signature
+from .products import LAST, block_of, gather_features
+
+
+class InvariantNormParallel(TensorParallelLayer):
+    """In place of `sharded_norm`: gather the features, norm all of them, keep this rank's.
+
+    Every rank holds the full weight (forward: all-gather; backward: all-gather).
+
+        [x | y] ── n(xy) ── [x' | y']
+    """
+
+    signature = Signature(LOCAL, LOCAL, inside=(REPLICATED, REPLICATED))
+    features = 0
+    """Features of the unsharded module."""
+
+    def unit_of(self, length: int) -> int:
+        """See `TensorParallelLayer.unit_of`: as the linear before it."""
+        return block_of(length, self.ranks)
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        bound = super().bind(module, size, **options)
+        assert isinstance(bound, InvariantNormParallel)
+        bound.features = next((param.shape[LAST] for param in module.parameters(recurse=False)), 0)
+        return bound
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        return (gather_features(inputs[0], self.cut(self.features, self.size), mesh.get_group()), *inputs[1:])
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return scatter_to_region(outputs, self.cut(self.features, self.size).widths, mesh.get_group())
+
+
+class InvariantHeadNormParallel(TensorParallelLayer):
+    """In place of `replicated_with_grad_allreduce` in attention: a norm within heads.
+
+    Inference norms this rank's heads. With gradients, all heads are gathered, and this rank's are kept (forward:
+    all-gather; backward: all-gather), so that the gradient of the weight adds up all heads as one process does.
+
+        [x | y] ── n(xy) ── [x' | y']
+    """
+
+    signature = Signature(LOCAL, LOCAL, inside=(REPLICATED, REPLICATED))
+
+    def __init__(self, counts: Sequence[tuple[int, ...]]) -> None:
+        """`counts`: heads of each rank, of queries and of keys."""
+        super().__init__()
+        self.counts = tuple(counts)
+
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        x: Tensor = inputs[0]
+        if not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))):
+            return inputs
+        forward_of(module).notes["heads"] = heads = self._heads(x)
+        return (_apply(_GatherHeads, x, *heads, mesh.get_group()), *inputs[1:])
+
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        heads = forward_of(module).notes.get("heads")
+        return outputs if heads is None else _apply(_KeepHeads, outputs, *heads, mesh.get_group())
+
+    def _heads(self, x: Tensor) -> tuple[tuple[int, ...], int]:
+        """(heads of each rank, the dim of the heads): (batch, sequence, heads, features), or heads before sequence.
+
+        The features of a token are (heads, features) in memory, so the strides tell a dim of heads from a sequence of
+        the same length.
+        """
+        fitting = [(counts, dim) for dim in (-2, -3) for counts in self.counts if counts[self.rank] == x.shape[dim]]
+        by_stride = [(counts, dim) for counts, dim in fitting if x.stride(dim) == x.shape[LAST]]
+        if not fitting:
+            raise ValueError(f"{self.name}: none of {self.counts} are the heads of an input of shape {tuple(x.shape)}")
+        return (by_stride or fitting)[0]
+
+
+def _gathered(x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
+    """All-gather `dim`; the result has its dims in the order of those of `x` in memory, in which sums visit them.
+
+    A single head has the stride of the dim before it in memory.
+    """
+    strides: tuple[int, ...] = x.stride()
+    order = sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis == dim % x.ndim))
+    gathered = all_gather_uneven(x, counts, group, dim=dim)
+    return gathered.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
+
+
+class _GatherHeads(torch.autograd.Function):
+    """All-gather; backward keeps this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
+        ctx.settings = (counts, dim, group)
+        return _gathered(x, counts, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_KeepHeads, grads[0], *ctx.settings), None, None, None
+
+
+class _KeepHeads(torch.autograd.Function):
+    """Keep this rank's shard; backward all-gathers the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
+        ctx.settings = (counts, dim, group)
+        rank = dist.get_rank(group)
+        return x.narrow(dim, sum(counts[:rank]), counts[rank]).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _apply(_GatherHeads, grads[0], *ctx.settings), None, None, None
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    output: Tensor = apply_directly(function)(*args)
+    return output
