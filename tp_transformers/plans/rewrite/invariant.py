@@ -10,7 +10,7 @@ No sum is split over the ranks; products gather their input, and each rank compu
     experts                                 -> invariant_experts: complete experts on each rank
 
 Attention with fewer KV heads than ranks, or with latents, computes with all heads on every rank: its projections stay
-sharded, and their outputs are gathered.
+sharded, and their outputs are gathered. See `_needs_all` for eager attention.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, is_inside
@@ -44,6 +46,7 @@ _INVARIANT = {
     "embedding_colwise": "embedding_colwise",
     "sharded_norm": "invariant_norm",
     "replicate": "replicate",
+    "alibi": "alibi",
     "moe_tp_experts": "invariant_experts",
 }
 """Strategy of a rule -> its strategy in an invariant plan."""
@@ -51,7 +54,7 @@ _OF_ALL_HEADS = {
     **dict.fromkeys(("colwise", "colwise_rep", "packed_colwise"), "invariant_colwise_rep"),
     **dict.fromkeys(("rowwise", "rowwise_rep", "packed_rowwise"), "invariant_rowwise_rep"),
     **dict.fromkeys(("sharded_norm", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_colwise"), "replicate"),
-    "replicate": "replicate",
+    **dict.fromkeys(("alibi", "replicate"), "replicate"),
 }
 """The same in attention that computes with all heads on every rank."""
 
@@ -85,7 +88,7 @@ class _InvariantRewriter(Rewriter):
         super().__init__(plan, model)
         self.size = size
         self.attention = attention
-        self.gathered = [name for name, heads in attention.items() if heads.kv.length < size or heads.is_latent]
+        self.gathered = [name for name, heads in attention.items() if self._needs_all(heads)]
 
     def rewrite_rules(self) -> None:
         for name, rule in list(self.rules.items()):
@@ -106,6 +109,15 @@ class _InvariantRewriter(Rewriter):
             if holds_experts(module) and any(is_inside(rule, name) for rule in self.rules):
                 self._check_experts(name)
 
+    def _needs_all(self, heads: AttentionHeads) -> bool:
+        """True if attention computes with all heads on every rank.
+
+        Eager attention repeats the keys of a single KV head without a copy, and multiplies them by another kernel.
+        """
+        eager = getattr(self.model.config, "_attn_implementation", None) == "eager"
+        is_repeated = heads.query.length > heads.kv.length and 1 in heads.kv.widths
+        return heads.kv.length < self.size or heads.is_latent or (eager and is_repeated)
+
     def _head_norm(self, name: str) -> TensorParallelLayer | None:
         """The strategy of a norm within the heads of the attention around it; None if there is none."""
         for attention, heads in self.attention.items():
@@ -114,9 +126,10 @@ class _InvariantRewriter(Rewriter):
         return None
 
     def _is_of_own_heads(self, name: str, strategy: str) -> bool:
-        """True for a parameter, no matrix, with an entry for each head of this rank."""
+        """True for a parameter or an embedding with an entry for each head: a rank computes with those of its heads."""
         module = self.modules.get(name)
-        return strategy == "local_colwise" and (module is None or features(module) is None)
+        is_matrix = module is not None and features(module) is not None and not isinstance(module, nn.Embedding)
+        return strategy == "local_colwise" and not is_matrix
 
     def _check_experts(self, name: str) -> None:
         count = next((param.shape[0] for param in self.modules[name].parameters() if param.ndim == 3), 0)
