@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...slices.layout import Layout, Split, apportion
 from ..base import TensorParallelLayer
 from ..forward.attach import forward_of
-from ..forward.communication import Steps
+from ..forward.communication import ShortForward
 from ..linear import ColwiseParallel, RowwiseParallel, _WeightParallel
 from ..local import to_local
 from ..shards.shard import local_tensor
@@ -32,7 +32,7 @@ class _InBlocks(_WeightParallel):
         """See `TensorParallelLayer.adapter`: not supported."""
         raise NotImplementedError
 
-    def short_steps(self) -> Steps | None:
+    def short_forward(self) -> ShortForward | None:
         return None
 
     def detached(self, module: nn.Module, x: Tensor) -> Tensor:

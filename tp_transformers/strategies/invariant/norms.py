@@ -40,10 +40,10 @@ class InvariantNormParallel(TensorParallelLayer):
         return bound
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return (gather_features(inputs[0], self.cut(self.features, self.size), mesh.get_group()), *inputs[1:])
+        return (gather_features(inputs[0], self.split_length(self.features, self.size), mesh.get_group()), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return scatter_to_region(outputs, self.cut(self.features, self.size).widths, mesh.get_group())
+        return scatter_to_region(outputs, self.split_length(self.features, self.size).widths, mesh.get_group())
 
 
 class InvariantHeadNormParallel(TensorParallelLayer):

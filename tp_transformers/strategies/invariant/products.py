@@ -39,7 +39,7 @@ def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -
 def in_order(gathered: Tensor, split: Split, dim: int) -> Tensor:
     """Bring `gathered`, the concatenated shards of all ranks along `dim`, into the order of the unsharded dim."""
     starts = [sum(split.widths[:rank]) for rank in range(split.size)]
-    places = [(starts[piece.rank] + piece.local, piece.length) for piece in split.pieces]
+    places = [(starts[place.rank] + place.local, place.length) for place in split.shard_ranges]
     if all(start == sum(length for _, length in places[:index]) for index, (start, _) in enumerate(places)):
         return gathered.narrow(dim, 0, split.length)
     return torch.cat([gathered.narrow(dim, start, length) for start, length in places], dim)
