@@ -62,6 +62,8 @@ def load(
         CheckpointError: files are missing, malformed, truncated or of the wrong shape.
     """
     began = perf_counter()
+    if resolution.keeps_order:
+        request = request.in_order()
     # 1. Open the files and read their headers.
     with open_together(request, group) as checkpoint:
         with group.agree():

@@ -66,11 +66,6 @@ class Options:
         )
 
     @property
-    def maps(self) -> bool:
-        """True if shards may be mapped from files; not where addresses change bits: products depend on alignment."""
-        return self.tp_map is not False and not self.tp_invariant
-
-    @property
     def streams(self) -> bool:
         """True if weights on the Hub are read from there."""
         if self.tp_stream is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.reader import read
 from ..checkpoint.saving.manifest import Manifest
 from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
+from ..errors import UnsupportedError
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
 from ..slices.source import Source
@@ -44,6 +45,16 @@ class LoadRequest:
     """Quantisation to apply to unquantised weights; None to apply none."""
     shares_because: str = ""
     """Reason of the plan's shares, for the report; "" if the caller or the plan gave them."""
+
+    def in_order(self) -> LoadRequest:
+        """The request for an invariant plan: nothing is mapped, since bits depend on the alignment of weights.
+
+        Raises UnsupportedError if weights stay packed: their products are sums in other orders.
+        """
+        if self.stays_packed or self.arriving is not None:
+            got, fix = "quantised weights in memory", "Leave out tp_dequantize=False and quantization_config."
+            raise UnsupportedError("tp_invariant", got=got, expected="weights in floating point", fix=fix)
+        return replace(self, options=replace(self.options, tp_map=False))
 
     @property
     def stays_packed(self) -> bool:

@@ -30,7 +30,7 @@ from .checks.widths import misfits
 from .heads import split_attention
 from .mixers import MixerHeads, split_mixers
 from .rewrite.batch import shard_batch
-from .rewrite.invariant import make_invariant
+from .rewrite.invariant import check_options, make_invariant
 from .rewrite.loss import shard_loss
 from .rewrite.sequence import shard_sequence
 from .rule import UNRULED, Rule
@@ -63,6 +63,11 @@ class Resolution:
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
     """The plan after it was rewritten for its options."""
 
+    @property
+    def keeps_order(self) -> bool:
+        """True if results have the bits of one process."""
+        return any(strategy.keeps_order for strategy in self.param_strategies.values())
+
     def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """This rank's shard of the parameter `name` of `shape`."""
         strategy = self.param_strategies.get(name)
@@ -81,6 +86,7 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     Raises:
         PlanError: with every rule that does not fit.
     """
+    check_options(plan)
     plan = shard_batch(plan.completed(model), model)
     if plan.sequence_parallel:
         plan = shard_sequence(plan, model)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -155,7 +155,7 @@ def _check_mesh(group: TensorParallelGroup, mesh: DeviceMesh, axis: str) -> None
         )
 
 
-def _fault(model: nn.Module, mode: str, options: dict[str, Any]) -> str | None:
+def _fault(model: PreTrainedModel, mode: str, options: dict[str, Any]) -> str | None:
     if mode not in ("replicate", "shard") or (mode == "replicate" and options):
         return describe(
             "data_parallel",
@@ -165,4 +165,7 @@ def _fault(model: nn.Module, mode: str, options: dict[str, Any]) -> str | None:
         )
     if hasattr(model, "set_requires_gradient_sync"):
         return "data_parallel: the model is data-parallel already"
+    if mode == "shard" and model.tp_resolution.keeps_order:
+        got, fix = 'mode="shard" of a model with tp_invariant', 'Pass mode="replicate".'
+        return describe("data_parallel", got=got, expected="gradients in the order of one process", fix=fix)
     return None

@@ -59,6 +59,17 @@ _OF_ALL_HEADS = {
 """The same in attention that computes with all heads on every rank."""
 
 
+def check_options(plan: Plan) -> None:
+    """Raise PlanError if an invariant `plan` has another option: all of them sum over the ranks."""
+    options = {"sequence_parallel": plan.sequence_parallel, "loss_parallel": plan.loss_parallel}
+    options |= {"batch_sharded": plan.batch_sharded not in (None, False)}
+    conflicts = " and ".join(name for name, is_set in options.items() if is_set)
+    if plan.invariant and conflicts:
+        fix = f"Leave out {conflicts}: the order of its sums depends on the number of ranks."
+        got = f"invariant and {conflicts}"
+        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
+
+
 def make_invariant(plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int) -> Plan:
     """Rewrite `plan` so that its results do not depend on the number of ranks.
 
@@ -66,15 +77,8 @@ def make_invariant(plan: Plan, model: PreTrainedModel, attention: Mapping[str, A
         attention: the heads of each attention module, by `plan` as it is.
         size: number of ranks.
 
-    Raises PlanError with every rule that has no invariant form, or if another option is set.
+    Raises PlanError with every rule that has no invariant form.
     """
-    options = {"sequence_parallel": plan.sequence_parallel, "loss_parallel": plan.loss_parallel}
-    options |= {"batch_sharded": plan.batch_sharded not in (None, False)}
-    conflicts = " and ".join(name for name, is_set in options.items() if is_set)
-    if conflicts:
-        fix = f"Leave out {conflicts}: it sums over the ranks, in an order of their number."
-        got = f"invariant and {conflicts}"
-        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
     return _InvariantRewriter(plan, model, attention, size).rewrite()
 
 

@@ -1,0 +1,195 @@
+"""Invariant plans: every bit of logits, tokens, losses, gradient norms, gradients and trained weights of one process.
+
+The reference is transformers without a plan, in one process with one thread, as each rank has. Widths are those of real
+models, since products of a few features have other kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tp_transformers
+from tests.support.models import load
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tp_transformers.plans.bind import resolve
+
+pytestmark = pytest.mark.distributed
+
+WIDTHS = {
+    "vocab_size": 1000,
+    "hidden_size": 576,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+"""Those of SmolLM2, with fewer layers and words."""
+MIXTURE = WIDTHS | {"intermediate_size": 256, "num_local_experts": 5, "num_experts_per_tok": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", WIDTHS | {"tie_word_embeddings": True}),
+    "mixtral": ("Mixtral", MIXTURE),
+    "qwen3": ("Qwen3", WIDTHS | {"head_dim": 64}),
+    "phi3": ("Phi3", WIDTHS),
+    "olmo2": ("Olmo2", WIDTHS | {"num_key_value_heads": 9}),
+    "gpt2": ("GPT2", {"vocab_size": 1003, "n_embd": 576, "n_head": 9, "n_layer": 2, "eos_token_id": None}),
+    "gemma3": ("Gemma3Text", WIDTHS | {"head_dim": 64, "sliding_window": 16}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        WIDTHS
+        | {"num_key_value_heads": 9, "first_k_dense_replace": 1, "moe_intermediate_size": 256, "n_routed_experts": 8}
+        | {"num_experts_per_tok": 3, "n_group": 2, "topk_group": 1, "q_lora_rank": 192, "kv_lora_rank": 128}
+        | {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        MIXTURE | {"head_dim": 64, "sliding_window": 16, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "falcon": ("Falcon", WIDTHS | {"num_kv_heads": 3, "new_decoder_architecture": True, "bias": False}),
+    "bloom": ("Bloom", {"vocab_size": 1000, "hidden_size": 576, "n_layer": 2, "n_head": 9, "eos_token_id": None}),
+}
+"""Name -> (prefix of its config class, arguments)."""
+QUICK = [
+    ("llama", 3, "float32", None),
+    ("mixtral", 2, "bfloat16", "eager"),
+    ("qwen3", 2, "float32", None),
+    ("deepseek_v3", 2, "bfloat16", "grouped_mm"),
+]
+CASES = [
+    *QUICK,
+    *((name, size, dtype, None) for name in MODELS for size in (2, 3, 4) for dtype in ("float32", "bfloat16")),
+    *((name, size, "float32", "eager") for name in ("mixtral", "deepseek_v3", "gpt_oss") for size in (2, 4)),
+]
+"""(model, ranks, dtype, implementation of its experts)."""
+STEPS = 3
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with the threads that each rank has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`checkpoint(name)` is the folder of a random model."""
+
+    @cache
+    def make(name: str) -> str:
+        prefix, settings = MODELS[name]
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{prefix}Config")(**settings))
+        for param in model.parameters():
+            param.data.add_(torch.randn_like(param), alpha=0.1)
+        folder = str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """Logits of 1 to 48 tokens, also left-padded, tokens, and training: losses, norms, gradients, weights."""
+    full = tp_transformers.full_tensor
+    torch.manual_seed(1)
+    ids = torch.randint(3, model.config.get_text_config().vocab_size, (3, 48))
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    seen: dict[str, torch.Tensor] = {}
+    model.eval()
+    with torch.no_grad():
+        for length in (1, 2, 5, 10, 48):
+            seen[f"logits of {length}"] = model(ids[:, :length]).logits
+        seen["padded logits"] = model(ids, attention_mask=mask).logits
+    for draws in (False, True):
+        options = {"max_new_tokens": 12, "do_sample": draws, "pad_token_id": 0}
+        seen[f"tokens, sampled {draws}"] = model.generate(ids[:, :9], attention_mask=mask[:, :9], **options)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        torch.manual_seed(step)  # of dropout
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        seen[f"loss {step}"] = loss.detach()
+        for name, param in model.named_parameters() if step == 0 else ():
+            grad = full(param, param.grad)
+            seen |= {} if grad is None else {f"gradient of {name}": grad}
+        seen[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen | {f"trained {name}": full(param) for name, param in model.named_parameters()}
+
+
+def write_reference(folder: str, dtype: str, experts: str | None, file: Path) -> None:
+    """What one process computes, without a plan, from weights that are aligned in memory."""
+    options = {} if experts is None else {"experts_implementation": experts}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    for param in model.parameters():
+        param.data = param.data.clone()
+    with one_thread():
+        torch.save(observe(model), file)
+
+
+def differing(folder: str, dtype: str, experts: str | None, file: Path, **plan: Any) -> list[str]:
+    """Run on every rank: names of what has other bits than one process."""
+    options = plan if experts is None else {"experts_implementation": experts, **plan}
+    with one_thread():
+        seen = observe(load(folder, dtype=getattr(torch, dtype), **options))
+    expected = torch.load(file)
+    assert seen.keys() == expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(seen[name], value)]
+
+
+@pytest.mark.parametrize(("name", "size", "dtype", "experts"), wide(dict.fromkeys(CASES), quick=len(QUICK)))
+def test_every_bit_is_that_of_one_process(
+    pool: Pool, checkpoint: Any, tmp_path: Path, name: str, size: int, dtype: str, experts: str | None
+) -> None:
+    folder, file = checkpoint(name), tmp_path / "reference"
+    write_reference(folder, dtype, experts, file)
+    assert pool.run(size, invariant, folder, dtype, experts, file) == [[]] * size
+
+
+def invariant(*arguments: Any) -> list[str]:
+    return differing(*arguments, tp_invariant=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("llama", {"tp_sequence_parallel": True}, "invariant and sequence_parallel"),
+        ("llama", {"tp_loss_parallel": True}, "invariant and loss_parallel"),
+        ("mixtral", {"size": 6}, "5 experts are fewer than 6 ranks"),
+    ],
+)
+def test_refusals(checkpoint: Any, name: str, options: dict[str, Any], reason: str) -> None:
+    folder, size = checkpoint(name), options.pop("size", 2)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    plan = tp_transformers.plans.Plan.for_model(model)
+    changed = {option.removeprefix("tp_"): value for option, value in options.items()}
+    with pytest.raises(tp_transformers.PlanError, match=reason):
+        resolve(replace(plan, invariant=True, **changed), model, size)
+
+
+def test_the_usual_plan_has_other_bits(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
+    folder, file = checkpoint("llama"), tmp_path / "reference"
+    write_reference(folder, "float32", None, file)
+    found = pool.run(3, differing, folder, "float32", None, file)[0]
+    assert {"logits of 48", "norm 0"} <= set(found)
