@@ -92,10 +92,12 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
         plan = shard_sequence(plan, model)
     if plan.loss_parallel:
         plan = shard_loss(plan, model)
-    if plan.invariant:
-        usual = replace(plan, invariant=False)
-        plan = make_invariant(plan, model, _Resolver(usual, model, size).resolve().attention, size)
-    return _Resolver(plan, model, size).resolve()
+    if not plan.invariant:
+        return _Resolver(plan, model, size).resolve()
+    usual = _Resolver(replace(plan, invariant=False), model, size).resolve()
+    plan, notes = make_invariant(plan, model, usual.attention, size)
+    resolution = _Resolver(plan, model, size).resolve()
+    return replace(resolution, notes=(*resolution.notes, *notes))
 
 
 class _Resolver:

@@ -70,8 +70,10 @@ def check_options(plan: Plan) -> None:
         raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
 
 
-def make_invariant(plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int) -> Plan:
-    """Rewrite `plan` so that its results do not depend on the number of ranks.
+def make_invariant(
+    plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int
+) -> tuple[Plan, tuple[str, ...]]:
+    """Rewrite `plan` so that its results do not depend on the number of ranks; returns it, and notes for the user.
 
     Args:
         attention: the heads of each attention module, by `plan` as it is.
@@ -79,7 +81,10 @@ def make_invariant(plan: Plan, model: PreTrainedModel, attention: Mapping[str, A
 
     Raises PlanError with every rule that has no invariant form.
     """
-    return _InvariantRewriter(plan, model, attention, size).rewrite()
+    rewriter = _InvariantRewriter(plan, model, attention, size)
+    names = ", ".join(sorted(set(map(fold_layers, rewriter.gathered))))
+    note = f"{names}: its projections are sharded, and every rank computes all heads, so that no bits change"
+    return rewriter.rewrite(), (note,) if names else ()
 
 
 class _InvariantRewriter(Rewriter):

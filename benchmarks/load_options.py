@@ -1,4 +1,4 @@
-"""One rank of `bench_shares`: `python -m benchmarks.shares JOB` compares the sides, then times them."""
+"""One rank of `bench_options`: `python -m benchmarks.load_options JOB` compares the sides, then times them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, lo
 
 import tp_transformers
 
-SIDES: dict[str, Any] = {"even": None, "speed": "speed"}
-"""Side -> its `tp_shares`."""
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 2816,
@@ -57,12 +55,11 @@ class Job:
     size: int
     rank: int
     rounds: int
+    sides: dict[str, dict[str, Any]]
+    """Side -> its options of `from_pretrained`."""
+    is_slowed: bool = False
+    """True if the last rank runs half of the time."""
     result: str = ""
-
-    @property
-    def is_slow(self) -> bool:
-        """True for the last rank, which runs half of the time."""
-        return self.rank == self.size - 1
 
 
 @contextmanager
@@ -112,10 +109,10 @@ def main() -> None:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**SHAPE)).to(torch.bfloat16).save_pretrained(checkpoint)
     dist.barrier()
-    with at_half_speed(job.is_slow), tp_transformers.enable():
+    with at_half_speed(job.is_slowed and job.rank == job.size - 1), tp_transformers.enable():
         models = {
-            name: AutoModelForCausalLM.from_pretrained(checkpoint, tp_plan="auto", tp_shares=shares)
-            for name, shares in SIDES.items()
+            name: AutoModelForCausalLM.from_pretrained(checkpoint, tp_plan="auto", **options)
+            for name, options in job.sides.items()
         }
         result: dict[str, Any] = {
             "shares": {name: model.tp_report.tp_shares for name, model in models.items()},
