@@ -85,6 +85,13 @@ def test_lines_are_as_wide_as_the_terminal(
     assert max(map(len, plan(capsys, ".", "--tp-size", "5")[1].splitlines())) <= 120  # a pipe
 
 
+def test_an_invariant_plan_shards_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    code, out, _ = plan(capsys, str(tmp_path), "--tp-size", "2", "--invariant")
+    assert code == 0
+    assert "down_proj.weight 4096 x 11008 2048 x 11008 invariant_rowwise" in " ".join(out.split())
+
+
 def test_layers_that_differ_are_folded_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     types = ["full_attention" if index == 2 else "sliding_attention" for index in range(6)]
     settings = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}

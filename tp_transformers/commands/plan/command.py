@@ -30,6 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", default="auto", metavar="FILE", help="a YAML plan in place of the model's own")
     parser.add_argument("--dtype", default="auto", help='as in from_pretrained: "auto" (default), bf16, fp16, fp32')
     parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
+    parser.add_argument("--invariant", action="store_true", help="as with tp_invariant: the bits of one process")
     parser.add_argument("--batch", type=int, default=1, help="sequences in the KV cache (default 1)")
     parser.add_argument("--context", type=int, help="tokens of each (default 4096 at most; 0: no KV cache)")
     parser.add_argument("--optimizer", help="count the memory of training with adamw, adam, momentum or sgd, too")
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(describe("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix))
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     take = partial(survey, arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), **where)
+    take = partial(take, invariant=arguments.invariant)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
     listed, numbers = len(memory) if len(memory) > 1 else None, surveyed.plan.numbers

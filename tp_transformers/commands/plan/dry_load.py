@@ -30,6 +30,7 @@ def survey(
     dtype: torch.dtype | str = "auto",
     revision: str | None = None,
     packed: bool = False,
+    invariant: bool = False,
     trust_remote_code: bool = False,
 ) -> Survey:
     """Prepare a load of a model, without reading weights.
@@ -41,6 +42,7 @@ def survey(
         dtype: as `from_pretrained` takes it; for a config without weights and without dtype, "auto" is float32.
         revision: of a model on the Hub.
         packed: whether quantised weights stay packed (`tp_dequantize=False`).
+        invariant: True for `tp_invariant`; False: as the plan has it.
         trust_remote_code: whether code of the repository may run.
 
     Raises:
@@ -53,7 +55,7 @@ def survey(
         name = os.path.dirname(name) or "."
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
-    kwargs["tp_dequantize"] = not packed
+    kwargs |= {"tp_dequantize": not packed, "tp_invariant": invariant or None}
     try:
         config = read_config(name, **where)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
