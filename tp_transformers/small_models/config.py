@@ -21,8 +21,9 @@ from ..anatomy.classes import generating_class, without_memory
 from ..anatomy.layers import kind
 from ..errors import TensorParallelError, UnsupportedError, describe
 from .widths import (
-    BLOCK,
+    NARROW,
     Level,
+    Sizes,
     divide_widths,
     each_number,
     fit_sections,
@@ -67,7 +68,7 @@ FACTORS = (64, 32, 16, 8, 4, 2)
 """Divisors for all widths, if the config rejects individually chosen widths."""
 LONGEST = 400
 """Most characters of another library's message."""
-VOCAB = 4 * BLOCK
+VOCAB = 4 * NARROW.block
 FIRST_ID = 3
 NEVER = -1
 """A token that no model generates."""
@@ -80,7 +81,9 @@ _UNUSED = (
 )
 
 
-def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -> PretrainedConfig:
+def shrink(
+    config: PretrainedConfig, cls: type[PreTrainedModel] | None = None, *, sizes: Sizes = NARROW
+) -> PretrainedConfig:
     """Shrink a config to a model of some hundred thousand to a few million parameters; the class stays.
 
     Equal widths stay equal; if heads times head width is the hidden width, it stays so. If the config has other
@@ -89,6 +92,7 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
 
     Args:
         cls: the model's class; None for a class that generates.
+        sizes: the least widths; with units the model may have MOST parameters, and keeps its widths if need be.
 
     Raises:
         UnsupportedError: if transformers rejects every small config.
@@ -97,16 +101,20 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
         cls = cls or generating_class(config)
         tried: list[tuple[int, PretrainedConfig]] = []
         first_error: Exception | None = None
-        narrowings: list[Callable[[list[Level]], None]] = [shrink_widths]
-        narrowings += [partial(divide_widths, factor=factor) for factor in FACTORS]
+        narrowings: list[Callable[[list[Level]], None]] = [partial(shrink_widths, sizes=sizes)]
+        narrowings += [partial(divide_widths, factor=factor, sizes=sizes) for factor in FACTORS]
+        limit = LIMIT
+        if sizes.unit > 1:
+            narrowings.append(lambda levels: None)
+            limit = MOST
         for narrow in narrowings:
             try:
-                small, model = _narrowed(config, cls, narrow)
+                small, model = _narrowed(config, cls, narrow, sizes)
             except Exception as error:
                 first_error = first_error or error
                 continue
             tried.append((sum(param.numel() for param in model.parameters()), small))
-            if tried[-1][0] <= LIMIT or tried[-1][0] > tried[0][0]:
+            if tried[-1][0] <= limit or tried[-1][0] > tried[0][0]:
                 break
         if not tried:
             assert first_error is not None
@@ -118,7 +126,7 @@ def shrink(config: PretrainedConfig, cls: type[PreTrainedModel] | None = None) -
 
 
 def _narrowed(
-    config: PretrainedConfig, cls: type[PreTrainedModel], narrow: Callable[[list[Level]], None]
+    config: PretrainedConfig, cls: type[PreTrainedModel], narrow: Callable[[list[Level]], None], sizes: Sizes
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """The small config with widths shrunk by `narrow`, and its model; raises if transformers rejects it."""
     data = config.to_dict()
@@ -135,7 +143,7 @@ def _narrowed(
             if shortest and value:
                 level[name] = each_number(value, lambda length, most=shortest: min(length, most))
             elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows, to hold the ids of prompts
-                level[name] = VOCAB + value % BLOCK
+                level[name] = -(-VOCAB // sizes.block) * sizes.block + value % sizes.block
         _shrink_images(level, data)
         for name in _UNUSED:
             level.pop(name, None)

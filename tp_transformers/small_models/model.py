@@ -108,9 +108,23 @@ def computing_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextmanager
+def on_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute on `count` threads: bits depend on their number. None: on as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast all parameters of a loaded model to float32 or float64, also those that their class keeps in fp32."""
-    if any(param.is_floating_point() and param.dtype != dtype for param in model.parameters()):
+    """Cast all parameters of a loaded model to float32 or float64, also those that their class keeps in fp32.
+
+    A narrower dtype changes nothing: a load keeps those in fp32.
+    """
+    if dtype.itemsize >= 4 and any(param.is_floating_point() and param.dtype != dtype for param in model.parameters()):
         model.double() if dtype == torch.float64 else model.float()  # `to` would make complex buffers real
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -38,17 +39,36 @@ STATE_SPACES = (
 )
 """Fields of Mamba-2: number of heads, head width, and the ratio of their total width to the model's width."""
 
-BLOCK = 48
-"""Modulus of widths: a small width is divisible by 2, 3, 4, 6 or 8 ranks if the original is."""
-EXPERT_BLOCK = 12
-"""Modulus of experts' widths, smaller since a model has hundreds; multiples of 4 stay so, for grouped matmuls."""
 HEAD_WIDTHS = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a small model: the least ones, and their moduli."""
+
+    block: int = 48
+    """Modulus of widths: a small width is divisible by 2, 3, 4, 6 or 8 ranks if the original is."""
+    expert_block: int = 12
+    """Modulus of experts' widths, smaller since a model has hundreds; multiples of 4 stay so, for grouped matmuls."""
+    unit: int = 1
+    """Modulus of heads, and of the hidden width, which a small model keeps."""
+    heads: tuple[int, ...] = HEAD_WIDTHS
+
+
+NARROW = Sizes()
+UNIT = 64
+
+
+def of_kernels(ranks: int) -> Sizes:
+    """Sizes at which `ranks` ranks use the kernels that a CPU has for the widths of real models: 64 columns each."""
+    return Sizes(UNIT * ranks, UNIT * ranks, UNIT, (UNIT, 2 * UNIT))
+
 
 Level = dict[str, Any]
 """A config as a dict; nested configs, such as `text_config`, are separate levels."""
 
 
-def shrink_widths(levels: list[Level]) -> None:
+def shrink_widths(levels: list[Level], sizes: Sizes = NARROW) -> None:
     """Shrink every width: first hidden and head widths, then widths of experts, then all others."""
     small: dict[int, int] = {}
     spaces = list(_state_spaces(levels))
@@ -56,47 +76,49 @@ def shrink_widths(levels: list[Level]) -> None:
     for level in levels:
         heads, hidden, head = _attention(level)
         if heads and hidden:
-            base = next(width for width in HEAD_WIDTHS if _rotates(width, level))
+            base = next(width for width in _heads_like(head, sizes) if _rotates(width, level))
             if hidden != heads * head:  # the total head width must stay different from the hidden width
                 # If the head width may be another kind of heads', attention may use hidden / heads, even for rotary.
                 step = 1 if any(level.get(name) for name in OF_ALL_HEADS) else 2
                 base = next(
-                    factor for factor in range(-(-BLOCK // heads), BLOCK) if factor != base and not factor % step
+                    factor
+                    for factor in range(-(-sizes.block // heads), sizes.block)
+                    if factor != base and not factor % step and not (heads * factor - hidden) % sizes.unit
                 )
             small[hidden] = min(hidden, math.lcm(small.get(hidden, 1), heads * base))
     for level in levels:
         heads, hidden, head = _attention(level)
         if head:
             least = min([width for _, width in _head_widths(level)] or [head])
-            base = next(width for width in HEAD_WIDTHS if _rotates(head * width // least, level))
+            base = next(width for width in _heads_like(least, sizes) if _rotates(head * width // least, level))
             scale = small[hidden] / hidden if heads and hidden == heads * head else min(1.0, base / least)
             for container in (level, *of_layers(level)):
                 _shrink_heads(container, scale)
     fields = [(container, name) for level in levels for container in (level, *of_layers(level)) for name in container]
     fields = [(level, name) for level, name in fields if WIDTH.fullmatch(name)]
     for level, name in sorted(fields, key=lambda field: not OF_EXPERTS.fullmatch(field[1])):
-        block = EXPERT_BLOCK if OF_EXPERTS.fullmatch(name) else BLOCK
-        level[name] = each_number(level[name], lambda width, block=block: _small(width, small, block))
+        block = sizes.expert_block if OF_EXPERTS.fullmatch(name) else sizes.block
+        level[name] = each_number(level[name], lambda width, block=block: _small(width, small, block, sizes))
     _keep(spaces, relations)
 
 
-def divide_widths(levels: list[Level], factor: int) -> None:
+def divide_widths(levels: list[Level], factor: int, sizes: Sizes = NARROW) -> None:
     """Divide the widths that `factor` divides by it, so that their sums and ratios are preserved.
 
-    Raises ValueError if a head would be too narrow.
+    Raises ValueError if a head, or a width of `sizes` with units, would be too narrow.
     """
     spaces = list(_state_spaces(levels))
     relations = list(_relations(levels))
     for level in levels:
         heads, hidden, head = _attention(level)
         narrowest = min([width for _, width in _head_widths(level)] or [head]) // factor
-        if heads and hidden and (narrowest < HEAD_WIDTHS[0] or not _rotates(narrowest, level)):
+        if heads and hidden and (narrowest < sizes.heads[0] or not _rotates(narrowest, level)):
             raise ValueError(f"heads of {narrowest} features")
         for container in (level, *of_layers(level)):
             _shrink_heads(container, 1 / factor)
             for name, value in container.items():
                 if WIDTH.fullmatch(name):
-                    container[name] = each_number(value, lambda width: width if width % factor else width // factor)
+                    container[name] = each_number(value, lambda width: _divided(width, factor, sizes))
     _keep(spaces, relations)
 
 
@@ -167,9 +189,20 @@ def each_number(value: Any, change: Any) -> Any:
     return change(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def _small(width: int, small: dict[int, int], block: int) -> int:
+def _heads_like(head: int, sizes: Sizes) -> Iterator[int]:
+    """Head widths to try in place of `head`, with its remainder."""
+    return (width + head % sizes.unit for width in sizes.heads)
+
+
+def _divided(width: int, factor: int, sizes: Sizes) -> int:
+    if sizes.unit > 1 and not width % factor and width // factor < sizes.block:
+        raise ValueError(f"a width of {width // factor}")
+    return width if width % factor else width // factor
+
+
+def _small(width: int, small: dict[int, int], block: int, sizes: Sizes) -> int:
     """The small width for `width`; different widths get different small widths."""
-    if width < BLOCK:
+    if width < sizes.block:
         return width
     if width not in small:
         candidates = range(block + width % block, width + block, block)

@@ -157,7 +157,7 @@ def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.Cap
     told = json.loads(printed.out)
     assert max(told.pop("logits"), told.pop("loss")) < 1e-5
     assert told.pop("gradient")[1] < 1e-4
-    assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": []}
+    assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": [], "bits": []}
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.small_models import model as probe
 from tp_transformers.small_models.config import LIMIT, shrink, supported
+from tp_transformers.small_models.widths import of_kernels
 
 COUNTS = {
     *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_heads", "n_head", "encoder_attention_heads"),
@@ -101,6 +102,19 @@ def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
         for each in (true, model)
     )
     assert cut_small.items() <= cut.items()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "phi3", "mixtral", "gemma3_text", "deepseek_v3"])
+def test_a_wider_small_model_has_a_block_of_columns_for_each_rank(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]()
+    small = shrink(config, sizes=of_kernels(3))
+    assert small.get_text_config().num_attention_heads == config.get_text_config().num_attention_heads
+    widths = dict(outline(config).named_parameters())
+    for name, param in outline(small).named_parameters():
+        for length, true in zip(param.shape, widths[name].shape, strict=True):
+            assert length >= min(true, 3 * 64 if param.ndim > 1 else 64), name  # a norm within heads has a head's width
+            assert length <= true
+            assert (length - true) % 64 == 0, "its last block is as wide"
 
 
 # Published models: heads whose rotated part must stay even, factors and sections of rotation, widths that differ.

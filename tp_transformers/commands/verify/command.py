@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_shares(parser)
     parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")
     parser.add_argument("--grads", action="store_true", help="compare gradients too")
+    parser.add_argument("--bits", action="store_true", help="ask for the bits of one process, as with tp_invariant")
     parser.add_argument("--seed", type=int, default=0, help="of the small model's weights (default: 0)")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
@@ -54,6 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         sizes=sizes,
         shares=shares,
         grads=arguments.grads,
+        bits=arguments.bits,
         timeout=arguments.timeout,
         allow_replicated=arguments.allow_replicated,
         seed=arguments.seed,
@@ -68,6 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(verdict: Verdict) -> str:
     """A line with the numbers, and a line for each fault and note."""
     seen = []
+    ranks = f"{verdict.size} rank{'s' * (verdict.size > 1)}"
+    if verdict.bits and verdict.ok:
+        fields = {"logits": "logits", "loss": "loss", "tokens": "tokens", "gradients": "gradient"}
+        names = ", ".join(name for name, field in fields.items() if getattr(verdict, field) is not None)
+        return "\n".join(
+            [f"{ranks}: the bits of one process in {' and '.join(verdict.bits)} ({names})", *_notes(verdict)]
+        )
     if verdict.logits is not None:
         seen.append(f"logits {verdict.logits:.1e}")
     if verdict.loss is not None:
@@ -78,6 +87,10 @@ def summary(verdict: Verdict) -> str:
         name, error = verdict.gradient
         seen.append(f"gradients {error:.1e} ({name})")
     numbers = f" (worst relative errors: {', '.join(seen)})" if seen else ""
-    ranks = f"{verdict.size} rank{'s' * (verdict.size > 1)}"
-    lines = [f"{ranks}: {'proven' if verdict.ok else 'not as one process'}{numbers}"]
-    return "\n".join([*lines, *(f"  - {fault}" for fault in verdict.faults), *(f"  note: {n}" for n in verdict.notes)])
+    of_bits = f" in {verdict.bits[-1]}" if verdict.bits else ""
+    lines = [f"{ranks}: {'proven' if verdict.ok else 'not as one process'}{of_bits}{numbers}"]
+    return "\n".join([*lines, *(f"  - {fault}" for fault in verdict.faults), *_notes(verdict)])
+
+
+def _notes(verdict: Verdict) -> list[str]:
+    return [f"  note: {note}" for note in verdict.notes]

@@ -8,6 +8,7 @@ slice by any split of the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -18,7 +19,8 @@ from ...plans.checks.sums import summing_blocks
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, apportion
 from ...small_models.trace import Call, Trace
-from ...strategies import take
+from ...strategies import TensorParallelLayer, take
+from ...strategies.registry import BUILT_IN
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
 
 # For models that cannot compute in fp64: fp32 sums depend on their order. The tests of architectures use the same.
@@ -28,23 +30,43 @@ NOISE = 1e-6
 """Gradients below this fraction of the model's largest gradient are noise around zero (key biases without rotation)."""
 
 
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest relative errors, and the fraction of the largest gradient below which gradients are noise."""
+
+    output: float = OUTPUT_TOLERANCE
+    gradient: float = GRADIENT_TOLERANCE
+    noise: float = NOISE
+
+    @property
+    def is_exact(self) -> bool:
+        """True if bits have to be equal."""
+        return self.output == 0
+
+
+CLOSE, EXACT = Tolerance(), Tolerance(0.0, 0.0, 0.0)
+
+
 def relative(value: Tensor, reference: Tensor) -> float:
     """Largest difference over the largest magnitude of the reference; infinite for other shapes and for NaN."""
     if value.shape != reference.shape or not value.isfinite().all():
         return float("inf")
     if not value.numel():
         return 0.0
-    return ((value - reference).abs().max() / reference.abs().max().clamp_min(1e-12)).item()
+    # A division of Python's floats: in the tensors' dtype a small difference over a large magnitude may be 0.
+    return (value - reference).abs().max().item() / max(reference.abs().max().item(), 1e-12)
 
 
-def gradient_errors(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+def gradient_errors(
+    seen: Mapping[str, Tensor], expected: Mapping[str, Tensor], noise: float = NOISE
+) -> dict[str, float]:
     """Relative errors of gradients; a gradient that is noise around zero is compared with the largest gradient."""
     largest = max((grad.abs().max().item() for grad in expected.values()), default=1.0)
     errors = {}
     for name, grad in expected.items():
         if name not in seen:
             errors[name] = float("inf")
-        elif grad.abs().max().item() < NOISE * largest:
+        elif grad.abs().max().item() < noise * largest:
             errors[name] = seen[name].abs().max().item() / largest
         else:
             errors[name] = relative(seen[name], grad)
@@ -58,10 +80,18 @@ class Differences:
         model: the unsharded model on the meta device.
         resolution: the plan bound to `model`, after it was rewritten for its options.
         reference: inputs and outputs of modules in one process.
+        tolerance: EXACT to search for different bits.
     """
 
-    def __init__(self, model: PreTrainedModel, resolution: Resolution, size: int, reference: Trace) -> None:
-        self.resolution, self.size, self.reference = resolution, size, reference
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        resolution: Resolution,
+        size: int,
+        reference: Trace,
+        tolerance: Tolerance = CLOSE,
+    ) -> None:
+        self.resolution, self.size, self.reference, self.tolerance = resolution, size, reference, tolerance
         self.prefix = base_prefix(model)
         self.parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self.has_children = {name for name, module in model.named_modules() if next(module.children(), None)}
@@ -76,7 +106,7 @@ class Differences:
                 outputs = {r: call.returned[index] for r, call in by_rank.items() if len(call.returned) > index}
                 errors = [(self._error(name, expected, output, r, outputs), r) for r, output in outputs.items()]
                 error, rank = max(errors, default=(0.0, 0))
-                if error > OUTPUT_TOLERANCE:
+                if error > self.tolerance.output:
                     return self._blame(name, reference, by_rank, index, error, rank)
         return None
 
@@ -93,13 +123,27 @@ class Differences:
             input_errors = [
                 (relative(call.given, expected[r]), r) for r, call in calls.items() if call.given is not None
             ]
-            if max(input_errors, default=(0.0, 0))[0] > OUTPUT_TOLERANCE:
+            if max(input_errors, default=(0.0, 0))[0] > self.tolerance.output:
                 (error, rank), side, hint = max(input_errors), "input", ""
         if side == "input" or strategy is UNRULED:
             hint = self.made_from(name) or hint
+        if self.tolerance.is_exact:
+            hint = self._why_bits_differ(strategy)
         return (
             f"{name or 'the model'}: its {side} is the first that differs (relative error {error:.1e}, rank {rank}); "
             f"{self.rule(name)}. {hint}"
+        )
+
+    def _why_bits_differ(self, strategy: TensorParallelLayer) -> str:
+        """A hint about a module with a different output or gradient, after modules with the bits of one process."""
+        if strategy.signature.sums and type(strategy) not in _INVARIANT:
+            return "Its strategy sums over the ranks, in another order than one process."
+        kind = type(strategy)
+        is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
+        own = "" if is_ours else f", or its strategy, {kind.__name__}, computes something else"
+        return (
+            "All that it computes from has the bits of one process, and no sum of it is split over ranks: a kernel of "
+            f"this machine has results that depend on the number of columns, or of heads{own}."
         )
 
     def made_from(self, name: str) -> str:
@@ -134,7 +178,7 @@ class Differences:
         worst = {name: max(error[name] for error in errors) for name in errors[0]}
         order = {call.name: position for position, call in enumerate(self.reference.calls)}
         faults = sorted(
-            (name for name, error in worst.items() if error > GRADIENT_TOLERANCE),
+            (name for name, error in worst.items() if error > self.tolerance.gradient),
             key=lambda name: order.get(name.rpartition(".")[0], -1),
             reverse=True,
         )
@@ -151,6 +195,8 @@ class Differences:
                 "Each rank has a partial sum of it. If it computes on sharded features, it is "
                 f"replicated_with_grad_allreduce; if not, what it feeds does not sum its input's gradient: {fed}."
             )
+        elif self.tolerance.is_exact:
+            hint = self._why_bits_differ(self.resolution.module_strategies.get(name.rpartition(".")[0], UNRULED))
         elif gradients and _close(gradients[0], expected[name] * self.size):
             hint = f"It is counted {self.size} times, once a rank: its input is replicated, and its rule is replicate."
         return (
@@ -246,6 +292,10 @@ class Differences:
                 "attention)."
             )
         return "All that comes before it agrees."
+
+
+_INVARIANT = {type(strategy) for name, strategy in BUILT_IN.items() if name.startswith("invariant_")}
+"""Strategies with sums that only add zeros."""
 
 
 def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:

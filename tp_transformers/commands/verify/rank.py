@@ -18,14 +18,14 @@ from ...loading.hook import enable
 from ...ranks.group import TP_AXIS
 from ...small_models import model as probe
 from ...strategies import STRATEGIES, full_tensor
-from .differences import GRADIENT_TOLERANCE, gradient_errors
+from .differences import gradient_errors
 
 
 def run_rank(folder: Path, reports: Path, deadline: float) -> int:
     """Load the model, compute, and write an Observation to `reports`; exits with 1 after an exception."""
     with (folder / "request.pickle").open("rb") as file:
         sys.path[:] = pickle.load(file)
-        cls, plan, custom, grads, dtype = pickle.load(file)
+        cls, plan, custom, grads, dtype, tolerance = pickle.load(file)
     STRATEGIES.update(custom)
     questions, labels, expected = torch.load(folder / "questions.pt")
     observation, path = probe.Observation(), reports / f"{os.environ['RANK']}.pt"
@@ -50,7 +50,7 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
             options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True, "tp_watch": False}
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         probe.convert(model, dtype)
-        with probe.computing_in(dtype):
+        with probe.computing_in(dtype), probe.on_threads(1 if tolerance.is_exact else None):
             probe.observe(model, questions, observation, labels)
             if grads:
                 observation.doing = "computing gradients"
@@ -60,9 +60,9 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
             gradients = {
                 name: full_tensor(params[name], grown.get(name, torch.zeros_like(params[name]))) for name in expected
             }
-            observation.errors = gradient_errors(gradients, expected)
+            observation.errors = gradient_errors(gradients, expected, tolerance.noise)
             observation.gradients = {
-                name: gradients[name] for name in gradients if observation.errors[name] > GRADIENT_TOLERANCE
+                name: gradients[name] for name in gradients if observation.errors[name] > tolerance.gradient
             }
     except Exception as error:
         fail(error_text(error))

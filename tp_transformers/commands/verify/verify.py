@@ -35,9 +35,10 @@ from ...ranks.launch import torchrun
 from ...small_models import model as probe
 from ...small_models.config import meta_model, one_line, shrink, supported
 from ...small_models.inputs import untried
+from ...small_models.widths import NARROW, of_kernels
 from ...strategies import STRATEGIES
 from ...strategies.registry import BUILT_IN
-from .differences import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Differences, relative
+from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative
 
 PlanLike = str | Path | dict[str, Any] | Plan
 
@@ -64,6 +65,8 @@ class Verdict:
     """Parameter with the largest relative error of its gradient, and that error."""
     notes: tuple[str, ...] = ()
     """Limits of the verification, and modules that the plan replicates."""
+    bits: tuple[str, ...] = ()
+    """The dtypes in which bits were compared."""
 
     @property
     def ok(self) -> bool:
@@ -78,6 +81,7 @@ def verify(
     sizes: Sequence[int] = (2,),
     shares: Sequence[float] | None = None,
     grads: bool = False,
+    bits: bool = False,
     timeout: float = 600,
     allow_replicated: bool = False,
     seed: int = 0,
@@ -93,6 +97,8 @@ def verify(
         sizes: numbers of ranks.
         shares: as `tp_shares` of `from_pretrained`; then their number takes the place of `sizes`.
         grads: True to compare gradients too.
+        bits: True to make the plan invariant, as `tp_invariant` does, and ask for the bits of one process, in float32
+            and bfloat16, on one thread a process.
         timeout: seconds for the ranks of one size.
         allow_replicated: as in `from_pretrained`.
         seed: of the small model's weights.
@@ -115,23 +121,20 @@ def verify(
     title = None if quantization is None else quantization.format.title
     in_floats = None if title is None else f"without its {title}: a load shards quantised weights as others"
     own = own_class(config, **where)
-    cls, small = own or model_class(config), shrink(config, own)
+    cls = own or model_class(config)
+    small = shrink(config, own, sizes=of_kernels(max(sizes)) if bits else NARROW)
     true, model = meta_model(cls, config), meta_model(cls, small)
     chosen = _choose(plan, config, true, max(2, *sizes))
     chosen = chosen if shares is None else replace(chosen, shares=tuple(shares))
+    chosen = replace(chosen, invariant=True) if bits else chosen
     is_ours = not chosen.declared or config.model_type in available_plans()
     declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
     notes = tuple(filter(None, (declared, in_floats)))
     verdicts = {size: _bind(chosen, true, size, notes, allow_replicated) for size in dict.fromkeys(sizes)}
     resolutions = {size: _bind_small(chosen, model, size) for size, verdict in verdicts.items() if verdict.ok}
     if resolutions:
-        with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
-            count = sum(param.numel() for param in model.parameters())
-            log(f"one process computes with a small {config.model_type} of {count:,} parameters")
-            proof = _Proof(Path(scratch), cls, small, chosen, grads, timeout, seed, launch or with_torchrun)
-            for size, resolution in resolutions.items():
-                log(f"{size} ranks are to compute the same" if size > 1 else "1 rank is to compute the same")
-                verdicts[size] = proof.run(model, resolution, verdicts[size])
+        request = _Request(cls, small, chosen, grads, EXACT if bits else CLOSE, timeout, seed)
+        _prove(request, model, resolutions, verdicts, launch or with_torchrun, log)
     return [verdicts[size] for size in sizes]
 
 
@@ -179,36 +182,68 @@ def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int
             return 1
 
 
-class _Proof:
-    """State of a verification: a small model in a folder, and the results of one process."""
+@dataclass(frozen=True)
+class _Request:
+    """A class and its small config, and how results are compared."""
 
-    def __init__(
-        self,
-        folder: Path,
-        cls: type[PreTrainedModel],
-        config: PretrainedConfig,
-        plan: Plan,
-        grads: bool,
-        timeout: float,
-        seed: int,
-        launch: Launch,
-    ) -> None:
-        self.folder, self.grads, self.timeout, self.launch = folder, grads, timeout, launch
-        with supported(f"a small {config.model_type}"), torch.random.fork_rng(devices=[]):
-            created = probe.make(cls, config, seed=seed)
-            try:
-                self.dtype = torch.float64
-                questions = self._ask(cls, created)
-            except TensorParallelError:
-                raise
-            except Exception:  # an operator of the model does not support float64
-                self.dtype = torch.float32
-                questions = self._ask(cls, created)
+    cls: type[PreTrainedModel]
+    config: PretrainedConfig
+    plan: Plan
+    grads: bool
+    tolerance: Tolerance
+    timeout: float
+    seed: int
+
+
+def _prove(
+    request: _Request,
+    model: PreTrainedModel,
+    resolutions: dict[int, Resolution],
+    verdicts: dict[int, Verdict],
+    launch: Launch,
+    log: Callable[[str], None],
+) -> None:
+    """Run the ranks of all sizes, and put their results into `verdicts`; if bits are compared, in two dtypes."""
+    is_exact, count = request.tolerance.is_exact, sum(param.numel() for param in model.parameters())
+    with tempfile.TemporaryDirectory(prefix="tp-verify-") as scratch:
+        for dtypes in [(torch.float32,), (torch.bfloat16,)] if is_exact else [(torch.float64, torch.float32)]:
+            log(f"one process computes with a small {request.config.model_type} of {count:,} parameters")
+            proof = _Proof(Path(scratch, str(dtypes[0])), request, dtypes, launch)
+            for size, resolution in resolutions.items():
+                if verdicts[size].ok:
+                    ranks = f"{size} ranks are" if size > 1 else "1 rank is"
+                    log(f"{ranks} to compute the same" + f" bits in {proof.dtype_name}" * is_exact)
+                    verdicts[size] = proof.run(model, resolution, verdicts[size])
+
+
+class _Proof:
+    """State of a verification: a small model in a folder, and the results of one process.
+
+    They are computed in the first of `dtypes` that the operators of the model support.
+    """
+
+    def __init__(self, folder: Path, request: _Request, dtypes: Sequence[torch.dtype], launch: Launch) -> None:
+        self.folder, self.request, self.launch = folder, request, launch
+        folder.mkdir()
+        threads = probe.on_threads(1 if request.tolerance.is_exact else None)
+        with supported(f"a small {request.config.model_type}"), torch.random.fork_rng(devices=[]), threads:
+            created = probe.make(request.cls, request.config, seed=request.seed)
+            for self.dtype in dtypes:
+                try:
+                    questions = self._ask(request.cls, created)
+                    break
+                except Exception as error:
+                    if isinstance(error, TensorParallelError) or self.dtype is dtypes[-1]:
+                        raise
         torch.save((*questions, self.gradients), folder / "questions.pt")
         own = {name: strategy for name, strategy in STRATEGIES.items() if BUILT_IN.get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
             pickle.dump(sys.path, file)  # first: needed to unpickle the other objects
-            pickle.dump((cls, plan, own, grads, self.dtype), file)
+            pickle.dump((request.cls, request.plan, own, request.grads, self.dtype, request.tolerance), file)
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def _ask(self, cls: type[PreTrainedModel], created: PreTrainedModel) -> tuple[Any, Any]:
         """Compute the results of one process in `self.dtype`; returns the inputs and the labels."""
@@ -221,13 +256,16 @@ class _Proof:
         with probe.computing_in(self.dtype):
             labels = probe.labels(model, questions[0])
             probe.observe(model, questions, self.reference, labels)
-            self.gradients = probe.gradients(model, questions[0], labels) if self.grads else {}
+            self.gradients = probe.gradients(model, questions[0], labels) if self.request.grads else {}
         return questions, labels
 
     def _reloaded(
         self, cls: type[PreTrainedModel], created: PreTrainedModel, question: dict[str, torch.Tensor]
     ) -> PreTrainedModel:
-        """Save the model and load it in one process. Raises UnsupportedError if its logits then differ."""
+        """Save the model and load it in one process. Raises UnsupportedError if its logits then differ.
+
+        In a dtype of 16 bits they may: a load keeps some parameters in float32.
+        """
         subject = f"a small {created.config.model_type}"
         expected = "the same model"
         fix = (
@@ -244,6 +282,8 @@ class _Proof:
         probe.convert(created, self.dtype)
         for name, param in created.named_parameters():  # from_pretrained may unfreeze parameters
             model.get_parameter(name).requires_grad_(param.requires_grad)
+        if self.dtype.itemsize < 4:
+            return model
         with torch.no_grad(), probe.computing_in(self.dtype):
             answers = [probe.answer(candidate, question) for candidate in (created, model)]
         worst = relative(answers[1], answers[0])
@@ -261,7 +301,7 @@ class _Proof:
         size = verdict.size
         reports = self.folder / f"ranks-{size}"
         reports.mkdir()
-        code = self.launch(self.folder, reports, size, self.timeout)
+        code = self.launch(self.folder, reports, size, self.request.timeout)
         # Sorted by the time when ranks ended: a failure may cause others.
         ended = sorted(reports.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns)
         seen: dict[int, probe.Observation] = {int(path.stem): torch.load(path, weights_only=False) for path in ended}
@@ -270,23 +310,23 @@ class _Proof:
             lost = "\n    ".join(
                 [f"a rank ended, or hung, without a report; what was printed last ({code}):", *printed]
             )
-            return Verdict(size, (lost,), notes=verdict.notes)
-        differences = Differences(model, resolution, size, self.reference.trace)
+            return replace(verdict, faults=(lost,))
+        differences = Differences(model, resolution, size, self.reference.trace, self.request.tolerance)
         return self._judge(verdict, seen, differences)
 
     def _judge(self, verdict: Verdict, seen: dict[int, probe.Observation], differences: Differences) -> Verdict:
         """Compare the results of the ranks with those of one process."""
-        faults = []
+        faults, tolerance = [], self.request.tolerance
         failed = {rank: observation for rank, observation in seen.items() if observation.failure is not None}
         for rank, observation in list(failed.items())[:1]:  # the others fail as a consequence, or for the same reason
             inside = observation.trace.running[-1].name if observation.trace.running else None
             where = f" (in {inside}; {differences.rule(inside)}) {differences.made_from(inside)}" if inside else ""
             faults.append(f"rank {rank}, {observation.doing}: {observation.failure}{where}".strip())
         worst = _worst("logits", seen, self.reference)
-        if worst is not None and worst > OUTPUT_TOLERANCE:
+        if worst is not None and worst > tolerance.output:
             faults.append(f"the logits differ (relative error {worst:.1e})")
         loss = _worst("loss", seen, self.reference)
-        if loss is not None and loss > OUTPUT_TOLERANCE and not faults:  # the loss follows from the logits
+        if loss is not None and loss > tolerance.output and not faults:  # the loss follows from the logits
             faults.append(f"the loss differs (relative error {loss:.1e}), though the logits agree")
         tokens = None
         if len(seen) == verdict.size and not failed:
@@ -302,12 +342,14 @@ class _Proof:
         if errors:
             name, error = max(((name, max(e[name] for e in errors)) for name in errors[0]), key=lambda item: item[1])
             gradient = (name, error)
-            if error > GRADIENT_TOLERANCE and not faults:  # wrong logits have wrong gradients
+            if error > tolerance.gradient and not faults:  # wrong logits have wrong gradients
                 wrong = [observation.gradients or {} for observation in seen.values()]
                 faults.append(str(differences.first_gradient(errors, wrong, self.gradients)))
         names = {"image": "images", "audio": "sounds"}
         unseen = [f"{names[name]} were not tried: it took none of a usual shape" for name in self.untried]
-        return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, (*verdict.notes, *unseen))
+        notes = tuple(dict.fromkeys((*verdict.notes, *unseen)))
+        bits = (*verdict.bits, self.dtype_name) if tolerance.is_exact else ()
+        return Verdict(verdict.size, tuple(faults), worst, loss, tokens, gradient, notes, bits)
 
 
 def _worst(field: str, seen: dict[int, probe.Observation], reference: probe.Observation) -> float | None:

@@ -1,0 +1,138 @@
+"""`verify --bits`: plans with `invariant` have the bits of one process; plans that sum over the ranks do not."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers import LlamaConfig
+
+from tests.support.pool import Pool
+from tp_transformers.commands.verify import rank as rank_module
+from tp_transformers.commands.verify.command import summary
+from tp_transformers.strategies import STRATEGIES, RowwiseParallel
+from tp_transformers.verify import verify
+
+pytestmark = pytest.mark.distributed
+
+SIZES: dict[str, Any] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 9, "num_key_value_heads": 3}
+LLAMA = LlamaConfig(**SIZES)
+LATENT = {"hidden_size": 1024, "num_attention_heads": 12, "num_key_value_heads": 12, "q_lora_rank": 512}
+EXPERTS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+GEMMA: dict[str, Any] = {"hidden_size": 1152, "intermediate_size": 6912, "head_dim": 256}
+GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 1}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaConfig": SIZES,
+    "Qwen3Config": {**SIZES, "hidden_size": 768, "head_dim": 64},
+    "MixtralConfig": {**SIZES, "num_local_experts": 8},
+    "Phi3Config": {**SIZES, "pad_token_id": 0},
+    "Olmo2Config": SIZES,
+    "GPT2Config": {},
+    "Gemma3TextConfig": GEMMA,
+    "DeepseekV3Config": {**LATENT, **EXPERTS},
+}
+
+Launch = Callable[[Path, Path, int, float], int]
+
+
+class Sums(RowwiseParallel):
+    """Adds up partial sums of the ranks, as `rowwise` does."""
+
+
+@pytest.fixture
+def launch(pool: Pool) -> Launch:
+    """Start the ranks of `verify` in the pool."""
+
+    def run(folder: Path, reports: Path, size: int, timeout: float) -> int:
+        pool.run(size, rank, folder, reports, time.time() + timeout, timeout=timeout)
+        return 0
+
+    return run
+
+
+def rank(*arguments: Any) -> None:
+    """A rank of `verify` in a worker of the pool, which keeps its strategies."""
+    before = dict(STRATEGIES)
+    try:
+        rank_module.run_rank(*arguments)
+    finally:
+        STRATEGIES.data.clear()
+        STRATEGIES.data.update(before)
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[str], None]]:
+    """A function that registers `Sums`, until the test ends."""
+    before = dict(STRATEGIES)
+    yield lambda name: STRATEGIES.register_strategy(name, Sums)
+    STRATEGIES.data.clear()
+    STRATEGIES.data.update(before)
+
+
+def test_an_invariant_plan_has_the_bits_of_one_process(launch: Launch) -> None:
+    (verdict,) = verify(LLAMA, grads=True, bits=True, launch=launch)
+    assert verdict.ok, verdict.faults
+    assert (verdict.logits, verdict.loss, verdict.tokens) == (0, 0, True)
+    assert verdict.gradient is not None
+    assert verdict.gradient[1] == 0
+    assert verdict.bits == ("float32", "bfloat16")
+    expected = "2 ranks: the bits of one process in float32 and bfloat16 (logits, loss, tokens, gradients)"
+    assert summary(verdict) == expected
+
+
+def test_a_strategy_that_sums_over_the_ranks_is_named(launch: Launch, registered: Callable[[str], None]) -> None:
+    registered("invariant_rowwise")
+    (verdict,) = verify(LLAMA, bits=True, launch=launch)
+    # A kernel that adds up 384 features at a time has the bits of rank 0's 6 heads and rank 1's 3 in o_proj.
+    named = r"model\.layers\.0\.(self_attn\.o_proj|mlp\.down_proj): its output is the first that differs"
+    assert re.match(named, verdict.faults[0]), verdict.faults
+    assert "_proj: invariant_rowwise. Its strategy sums over the ranks" in verdict.faults[0]
+    assert verdict.bits == ("float32",)
+    assert verdict.logits is not None
+    assert 0 < verdict.logits < 1e-4
+
+    registered("sums")
+    projections = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "sums"}
+    plan = {f"model.layers.*.mlp.{name}": strategy for name, strategy in projections.items()}
+    (verdict,) = verify(LLAMA, bits=True, plan=plan, allow_replicated=True)
+    assert "model.layers.*.mlp.down_proj: sums has no invariant form" in verdict.faults[0]
+
+
+@pytest.mark.slow
+def test_ranks_with_the_usual_plan_have_other_bits(launch: Launch) -> None:
+    def as_usual(folder: Path, *arguments: Any) -> int:
+        """Start ranks that load with the plan as it was before `bits`."""
+        request = folder / "request.pickle"
+        with request.open("rb") as file:
+            path, (cls, plan, *settings) = pickle.load(file), pickle.load(file)
+        with request.open("wb") as file:
+            pickle.dump(path, file)
+            pickle.dump((cls, replace(plan, invariant=False), *settings), file)
+        return launch(folder, *arguments)
+
+    (verdict,) = verify(LLAMA, grads=True, bits=True, launch=as_usual)
+    assert verdict.logits is not None
+    assert 0 < verdict.logits < 1e-4
+    assert verdict.gradient is not None
+    assert 0 < verdict.gradient[1] < 1e-3
+    assert "the logits differ" in verdict.faults[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_architectures_have_the_bits_of_one_process(launch: Launch, name: str) -> None:
+    for verdict in verify(
+        getattr(transformers, name)(**CONFIGS[name]), sizes=(2, 3, 4), grads=True, bits=True, launch=launch
+    ):
+        assert verdict.ok, verdict.faults
+        assert verdict.bits == ("float32", "bfloat16")
+        assert verdict.loss == 0
+        assert verdict.gradient is not None
