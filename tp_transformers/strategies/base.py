@@ -49,7 +49,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
     added_once: tuple[str, ...] = ()
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
     keeps_order = False
-    """True if sums over its parameters' gradients have to be computed in the order of one process."""
+    """True if its results, and the sums over its parameters' gradients, have the order of one process."""
     shards_as_torch = False
     """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
     its module gets DTensors."""

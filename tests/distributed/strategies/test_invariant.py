@@ -23,6 +23,7 @@ from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.plans.bind import resolve
+from tp_transformers.strategies import STRATEGIES, RowwiseParallel
 
 pytestmark = pytest.mark.distributed
 
@@ -193,3 +194,27 @@ def test_the_usual_plan_has_other_bits(pool: Pool, checkpoint: Any, tmp_path: Pa
     write_reference(folder, "float32", None, file)
     found = pool.run(3, differing, folder, "float32", None, file)[0]
     assert {"logits of 48", "norm 0"} <= set(found)
+
+
+class Own(RowwiseParallel):
+    """A strategy that says nothing of its order."""
+
+
+class OwnInOrder(Own):
+    """One that keeps the order of one process."""
+
+    keeps_order = True
+
+
+@pytest.mark.parametrize(("own", "is_refused"), [(Own, True), (OwnInOrder, False)])
+def test_own_strategies_have_to_keep_the_order(
+    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, own: type[Own], is_refused: bool
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(checkpoint("llama")))
+    plan = replace(tp_transformers.plans.Plan.for_model(model), invariant=True)
+    monkeypatch.setitem(STRATEGIES.data, "rowwise", own())
+    if is_refused:
+        with pytest.raises(tp_transformers.PlanError, match="down_proj: rowwise has no invariant form"):
+            resolve(plan, model, 2)
+    else:
+        assert isinstance(resolve(plan, model, 2).module_strategies["model.layers.0.mlp.down_proj"], OwnInOrder)

@@ -26,7 +26,9 @@ from ...anatomy.names import fold_layers, is_inside
 from ...errors import PlanError, describe
 from ...strategies import TensorParallelLayer
 from ...strategies.invariant.norms import InvariantHeadNormParallel
+from ...strategies.registry import BUILT_IN
 from ..attention_heads import AttentionHeads
+from ..rule import Rule
 from ..rules import Plan
 from .engine import Rewriter
 
@@ -101,22 +103,37 @@ class _InvariantRewriter(Rewriter):
 
     def rewrite_rules(self) -> None:
         for name, rule in list(self.rules.items()):
-            owner = name.rpartition(".")[0]
-            attends = any(is_inside(name, attention) for attention in self.gathered)
-            strategy: str | TensorParallelLayer | None = (_OF_ALL_HEADS if attends else _INVARIANT).get(
-                rule.strategy_name
-            )
-            if strategy is None and rule.strategy_name == "replicated_with_grad_allreduce":
-                strategy = self._head_norm(name)
-            if name not in self.modules and holds_experts(self.modules[owner]):
-                self.rules[name] = replace(rule, strategy="local", parts=None, unit=None)
-            elif strategy is not None:
-                self.rules[name] = replace(rule, strategy=strategy, parts=None if attends else rule.parts)
-            elif not self._is_of_own_heads(name, rule.strategy_name):
+            strategy = self._strategy(name, rule)
+            if strategy is None:
                 self.faults.append(f"{fold_layers(name)}: {rule.strategy_name} has no invariant form")
+            else:
+                parts = None if strategy == "local" or self._attends(name) else rule.parts
+                self.rules[name] = replace(rule, strategy=strategy, parts=parts)
         for name, module in self.modules.items():
             if holds_experts(module) and any(is_inside(rule, name) for rule in self.rules):
                 self._check_experts(name)
+
+    def _strategy(self, name: str, rule: Rule) -> str | TensorParallelLayer | None:
+        """The strategy in place of that of a rule; None if there is none, as for a user's own."""
+        given, instance, module = rule.strategy_name, rule.instance, self.modules.get(name)
+        if instance is not None and instance.keeps_order:
+            return instance
+        if instance is not BUILT_IN.get(given):
+            return None
+        if module is None and holds_experts(self.modules[name.rpartition(".")[0]]):
+            return "local"
+        if self._attends(name):
+            return _OF_ALL_HEADS.get(given)
+        if given == "replicated_with_grad_allreduce":
+            return self._head_norm(name)
+        if given == "local_colwise":  # an entry for each head, in a parameter or an embedding
+            is_matrix = module is not None and features(module) is not None and not isinstance(module, nn.Embedding)
+            return None if is_matrix else given
+        return _INVARIANT.get(given)
+
+    def _attends(self, name: str) -> bool:
+        """True inside of attention that computes with all heads on every rank."""
+        return any(is_inside(name, attention) for attention in self.gathered)
 
     def _needs_all(self, heads: AttentionHeads) -> bool:
         """True if attention computes with all heads on every rank.
@@ -134,16 +151,10 @@ class _InvariantRewriter(Rewriter):
                 return InvariantHeadNormParallel((heads.query.widths, heads.kv.widths))
         return None
 
-    def _is_of_own_heads(self, name: str, strategy: str) -> bool:
-        """True for a parameter or an embedding with an entry for each head: a rank computes with those of its heads."""
-        module = self.modules.get(name)
-        is_matrix = module is not None and features(module) is not None and not isinstance(module, nn.Embedding)
-        return strategy == "local_colwise" and not is_matrix
-
     def _check_experts(self, name: str) -> None:
         count = next((param.shape[0] for param in self.modules[name].parameters() if param.ndim == 3), 0)
         if count < self.size:
             self.faults.append(f"{fold_layers(name)}: {count} experts are fewer than {self.size} ranks")
         own = self.rules.get(name)
-        if own is None or own.strategy_name != "invariant_experts":
+        if own is None or own.instance is None or not own.instance.keeps_order:
             self.faults.append(f"{fold_layers(name)}: its experts have no rule moe_tp_experts")

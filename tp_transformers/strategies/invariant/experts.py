@@ -28,6 +28,7 @@ class InvariantExpertsParallel(IsolatedParallel):
     adds up the rows of a token in the order of the module's implementation.
     """
 
+    keeps_order = True
     signature = Signature(REPLICATED, REPLICATED, inside=(REPLICATED, PARTIAL))
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:

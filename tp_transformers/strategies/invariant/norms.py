@@ -25,6 +25,7 @@ class InvariantNormParallel(TensorParallelLayer):
         [x | y] ── n(xy) ── [x' | y']
     """
 
+    keeps_order = True
     signature = Signature(LOCAL, LOCAL, inside=(REPLICATED, REPLICATED))
     features = 0
     """Features of the unsharded module."""
@@ -55,6 +56,7 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         [x | y] ── n(xy) ── [x' | y']
     """
 
+    keeps_order = True
     signature = Signature(LOCAL, LOCAL, inside=(REPLICATED, REPLICATED))
 
     def __init__(self, counts: Sequence[tuple[int, ...]]) -> None:
