@@ -147,7 +147,7 @@ def check(arguments: argparse.Namespace, world: TensorParallelGroup) -> int:
             fix=f"Launch with torchrun --nproc-per-node {dp * tp}.",
         )
     arguments.dp, arguments.tp = dp, tp
-    for name in ("sequence_parallel", "loss_parallel", "batch_sharded", "fsdp"):
+    for name in ("sequence_parallel", "loss_parallel", "batch_sharded", "fsdp", "invariant"):
         if world.process_group is None and getattr(arguments, name):
             raise UsageError(
                 f"--{name.replace('_', '-')}",
@@ -219,6 +219,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--sequence-parallel", action="store_true", help="cut norms and residuals along the sequence")
     add("--loss-parallel", action="store_true", help="cut logits and loss along the vocabulary")
     add("--batch-sharded", action="store_true", help="every rank of a copy takes sequences of its own")
+    add("--invariant", action="store_true", help="the bits of one process, on any number of ranks")
     add("--fsdp", action="store_true", help="cut parameters and states over the copies too")
     add("--gradient-checkpointing", action="store_true", help="keep less of the forward, and compute it again")
     add("--out", type=Path, default=Path("train-out"), help="log, picture and checkpoints (default: train-out)")

@@ -22,7 +22,7 @@ def load(arguments: argparse.Namespace, world: TensorParallelGroup) -> Any:
     if world.process_group is None:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).to(world.device)
     else:
-        wanted = ("sequence_parallel", "loss_parallel", "batch_sharded")
+        wanted = ("sequence_parallel", "loss_parallel", "batch_sharded", "invariant")
         options = {f"tp_{name}": True for name in wanted if getattr(arguments, name)}
         mesh = init_device_mesh(world.device.type, (arguments.dp, arguments.tp), mesh_dim_names=("dp", "tp"))
         tp_transformers.enable()

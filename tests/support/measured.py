@@ -64,7 +64,7 @@ def exactness(page: Path) -> str:
     ]
     for ranks, run in found["ranks"].items():
         last = f"{run['losses'][-1]:.6f} | {run['norms'][-1]:.5f}"
-        rows.append(f"| {ranks} | {last} | {run['loss']:.0e} | {run['norm']:.0e} |")
+        rows.append(f"| {ranks} | {last} | {run['loss']:.0g} | {run['norm']:.0g} |")
     tokens = f"{setting['batch']} x {setting['length']} tokens"
     releases = ", ".join(f"{name} {found['machine']['versions'][name]}" for name in ("transformers", "torch"))
     first, exact = one["norms"][0], found["first_norm_fp64"]
