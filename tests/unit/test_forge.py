@@ -62,7 +62,7 @@ def test_there_are_workflows() -> None:
 
 @each_workflow
 def test_commands_are_targets(path: Path) -> None:
-    declared = re.search(r"^\.PHONY: (.*(?:\\\n.*)*)", MAKEFILE, re.MULTILINE)
+    declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE)
     assert declared is not None
     targets = set(declared[1].replace("\\\n", " ").split())
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
