@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...errors import UnsupportedError
 from ...ranks import direct
 from ...ranks.collectives import Group, apply_directly, reduce_from_region
 from ..experts import IsolatedParallel
@@ -44,7 +45,8 @@ class InvariantExpertsParallel(IsolatedParallel):
         states, ids, weights, *rest = to_local(inputs)
         kind = getattr(getattr(module, "config", None), "_experts_implementation", None) or BY_EXPERT
         if kind not in (BY_EXPERT, BY_SLOT):
-            raise ValueError(f"{self.name}: its implementation {kind} has no known order; use eager or grouped_mm")
+            expected, fix = f"{BY_EXPERT} or {BY_SLOT}", "Load it with one of these as experts_implementation."
+            raise UnsupportedError(self.name, got=f"{kind}, with tp_invariant", expected=expected, fix=fix)
         assert self.experts is not None
         start, stop = self.experts.ranges[self.rank][0]
         of_rows = (ids.t() if kind == BY_EXPERT else ids).reshape(-1)

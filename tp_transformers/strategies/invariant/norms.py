@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...errors import UnsupportedError
 from ...ranks.collectives import Group, all_gather_uneven, apply_directly, scatter_to_region
 from ..base import TensorParallelLayer
 from ..forward.attach import forward_of
@@ -84,7 +85,8 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         fitting = [(counts, dim) for dim in (-2, -3) for counts in self.counts if counts[self.rank] == x.shape[dim]]
         by_stride = [(counts, dim) for counts, dim in fitting if x.stride(dim) == x.shape[LAST]]
         if not fitting:
-            raise ValueError(f"{self.name}: none of {self.counts} are the heads of an input of shape {tuple(x.shape)}")
+            got, fix = f"an input of shape {tuple(x.shape)}", "Leave out tp_invariant, or the gradients of this module."
+            raise UnsupportedError(self.name, got=got, expected=f"heads of {self.counts}", fix=fix)
         return (by_stride or fitting)[0]
 
 
