@@ -128,10 +128,12 @@ def test_graphs_on_three_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, tmp_path, 3, name, (9, 3))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "groups"),
-    [*((name, 2) for name in MIXERS if name != "xlstm"), ("bamba", 1), pytest.param("xlstm", 2, marks=BREAKS)],
+    wide(
+        [*((name, 2) for name in MIXERS if name != "xlstm"), ("bamba", 1), pytest.param("xlstm", 2, marks=BREAKS)],
+        quick=1,
+    ),
 )
 def test_graphs_of_mixers(pool: Pool, tmp_path: Path, name: str, groups: int) -> None:
     check(pool, tmp_path, 2, name, (8, groups))

@@ -140,7 +140,11 @@ def read_locally(module: nn.Module, shards: Mapping[str, ParamShard]) -> None:
 
 def put_local(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, nn.Parameter]:
     """Replace parameters of a module and its children by local tensors; return the replaced ones."""
-    params = {name: module.get_parameter(name) for name in views}
+    # By `_parameters`: torch.compile takes a sharded parameter for no nn.Parameter, which `get_parameter` requires.
+    paths = {name: name.rpartition(".") for name in views}
+    params: dict[str, Any] = {
+        name: module.get_submodule(owner)._parameters[param_type] for name, (owner, _, param_type) in paths.items()
+    }
     put_back(module, {name: views[name].view(param) for name, param in params.items()})
     return params
 
