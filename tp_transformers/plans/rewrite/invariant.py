@@ -99,6 +99,7 @@ class _InvariantRewriter(Rewriter):
         super().__init__(plan, model)
         self.size = size
         self.attention = attention
+        self.head_norms: dict[tuple[tuple[int, ...], ...], InvariantHeadNormParallel] = {}
         self.gathered = [name for name, heads in attention.items() if self._needs_all(heads)]
 
     def rewrite_rules(self) -> None:
@@ -145,10 +146,11 @@ class _InvariantRewriter(Rewriter):
         return heads.kv.length < self.size or heads.is_latent or (eager and is_repeated)
 
     def _head_norm(self, name: str) -> TensorParallelLayer | None:
-        """The strategy of a norm within the heads of the attention around it; None if there is none."""
+        """The strategy of a norm within the heads of the attention around it, one for equal heads; None outside."""
         for attention, heads in self.attention.items():
             if is_inside(name, attention):
-                return InvariantHeadNormParallel((heads.query.widths, heads.kv.widths))
+                counts = heads.query.widths, heads.kv.widths
+                return self.head_norms.setdefault(counts, InvariantHeadNormParallel(counts))
         return None
 
     def _check_experts(self, name: str) -> None:
