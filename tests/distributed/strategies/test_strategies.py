@@ -119,7 +119,8 @@ def run_cases(name: str) -> dict[str, tuple[float, dict[str, float]]]:
 
 
 def test_every_strategy_is_here_by_name() -> None:
-    assert sorted(CASES) == sorted(STRATEGIES)
+    # Those of invariant plans are held bit by bit: test_invariant.py.
+    assert sorted(CASES) == sorted(name for name in STRATEGIES if not name.startswith("invariant_"))
 
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))

@@ -194,7 +194,7 @@ def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule:
         ({LAYER + "mlp.act_fn": "rowwise"}, "model.layers.*.mlp.act_fn: a SiLU"),
         ({"model.layers.*": "colwise"}, "model.layers.*: a LlamaDecoderLayer is no linear"),
         ({"": "colwise"}, "the model: a LlamaForCausalLM is no linear"),
-        ({"lm_head": "colwise"}, "lm_head: each rank would return its own part"),
+        ({"lm_head": "colwise"}, "lm_head: each rank would return its own shard"),
         (
             {"model.embed_tokens": {"strategy": "packed_rowwise", "parts": [100, 99]}},
             "model.embed_tokens: ",

@@ -19,8 +19,8 @@ def normed(x: torch.Tensor) -> tuple[torch.Tensor, _Regathered]:
 def test_a_part_that_a_norm_made_is_made_again() -> None:
     x = torch.randn(2, 3, 4)
     part, regathered = normed(x)
-    assert regathered._part is None
-    again = regathered._make_part()
+    assert regathered._shard is None
+    again = regathered._own_shard()
     assert torch.equal(again, part)
     assert again is not part
     assert not again.requires_grad
@@ -31,14 +31,14 @@ def test_a_norm_whose_input_has_changed_is_an_error_as_in_autograd() -> None:
     _, regathered = normed(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        regathered._make_part()
+        regathered._own_shard()
 
 
 def test_a_part_that_could_come_out_otherwise_is_kept() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         part, regathered = normed(torch.randn(2, 3, 4))
     assert regathered._made is None
-    assert regathered._make_part().data_ptr() == part.data_ptr()
+    assert regathered._own_shard().data_ptr() == part.data_ptr()
     dropout, x = nn.Dropout(0.5), torch.randn(2, 3, 4)
     part = dropout(x)
     remember(part, dropout, x)
