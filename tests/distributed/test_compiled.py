@@ -131,7 +131,12 @@ def test_graphs_on_three_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "groups"),
     wide(
-        [*((name, 2) for name in MIXERS if name != "xlstm"), ("bamba", 1), pytest.param("xlstm", 2, marks=BREAKS)],
+        [
+            ("mamba2", 2),
+            *((name, 2) for name in MIXERS if name not in ("mamba2", "xlstm")),
+            ("bamba", 1),
+            pytest.param("xlstm", 2, marks=BREAKS),
+        ],
         quick=1,
     ),
 )
