@@ -46,7 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", WIDTHS | {"head_dim": 64}),
     "phi3": ("Phi3", WIDTHS),
     "olmo2": ("Olmo2", WIDTHS | {"num_key_value_heads": 9}),
-    "gpt2": ("GPT2", {"vocab_size": 1003, "n_embd": 576, "n_head": 9, "n_layer": 2, "eos_token_id": None}),
+    "gpt2": (  # without dropout, which ranks draw in another way
+        "GPT2",
+        {"vocab_size": 1003, "n_embd": 576, "n_head": 9, "n_layer": 2, "eos_token_id": None}
+        | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    ),
     "gemma3": ("Gemma3Text", WIDTHS | {"head_dim": 64, "sliding_window": 16}),
     "deepseek_v3": (
         "DeepseekV3",
