@@ -108,8 +108,9 @@ class _InvariantRewriter(Rewriter):
             if strategy is None:
                 self.faults.append(f"{fold_layers(name)}: {rule.strategy_name} has no invariant form")
             else:
-                parts = None if strategy == "local" or self._attends(name) else rule.parts
-                self.rules[name] = replace(rule, strategy=strategy, parts=parts)
+                is_other_dim = strategy == "local" or self._attends(name)
+                own = {"parts": None, "unit": None} if is_other_dim else {"parts": rule.parts, "unit": rule.unit}
+                self.rules[name] = replace(rule, strategy=strategy, **own)  # type: ignore[arg-type]
         for name, module in self.modules.items():
             if holds_experts(module) and any(is_inside(rule, name) for rule in self.rules):
                 self._check_experts(name)
