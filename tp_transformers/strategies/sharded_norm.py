@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..anatomy.norms import epsilon, is_rms_norm
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from .base import TensorParallelLayer
-from .forward.attach import forward_of
+from .forward.attach import forward_of, parameter_of
 from .linear import LAST
 from .shards.shard import ParamShard
 from .signature import LOCAL, Signature
@@ -73,7 +73,7 @@ class ShardedNormParallel(TensorParallelLayer):
         if not isinstance(module, nn.LayerNorm):
             own = wide.square().sum(LAST, keepdim=True) / wide.shape[LAST]
             return (outputs * torch.sqrt((own + eps) / (mean_square + eps))).to(dtype)
-        local = {name: shard.view(module.get_parameter(name)) for name, shard in self.shards.items()}
+        local = {name: shard.view(parameter_of(module, name)) for name, shard in self.shards.items()}
         normed = wide * torch.rsqrt(mean_square + eps) * local["weight"]
         return (normed + local["bias"] if "bias" in local else normed).to(dtype)
 

@@ -140,13 +140,20 @@ def read_locally(module: nn.Module, shards: Mapping[str, ParamShard]) -> None:
 
 def put_local(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, nn.Parameter]:
     """Replace parameters of a module and its children by local tensors; return the replaced ones."""
-    # By `_parameters`: torch.compile takes a sharded parameter for no nn.Parameter, which `get_parameter` requires.
-    paths = {name: name.rpartition(".") for name in views}
-    params: dict[str, Any] = {
-        name: module.get_submodule(owner)._parameters[param_type] for name, (owner, _, param_type) in paths.items()
-    }
+    params = {name: parameter_of(module, name) for name in views}
     put_back(module, {name: views[name].view(param) for name, param in params.items()})
     return params
+
+
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter `name` of a module or of its children.
+
+    Not by `get_parameter`: to torch.compile a sharded parameter is no nn.Parameter, which that requires.
+    """
+    owner, _, param_type = name.rpartition(".")
+    param = module.get_submodule(owner)._parameters[param_type]
+    assert param is not None
+    return param
 
 
 def put_back(module: nn.Module, params: Mapping[str, torch.Tensor]) -> None:
