@@ -51,22 +51,27 @@ def clip_grad_norm_(
     if not shards:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     norm_type = float(norm_type)
+    grads = [finish_gradient(param) for param in params]
     if any(shard.keeps_order for shard in shards):
-        norm = _norm_of_full(params, norm_type, shards[0].group.device)
+        norm = _norm_of_full(params, grads, norm_type, shards[0].group.device)
     else:
-        norm = _norm_of_shards(params, norm_type, shards, foreach)
+        norm = _norm_of_shards(params, grads, norm_type, shards, foreach)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the norm of order {norm_type} of all gradients is {norm.item()}, by which they cannot be clipped; with "
             "error_if_nonfinite=False they would be scaled by it"
         )
-    grads = (local_tensor(grad) for grad in map(finish_gradient, params) if grad is not None)
-    nn.utils.clip_grads_with_norm_(map(with_gradient, grads), max_norm, norm, foreach)
+    local = [local_tensor(grad) for grad in grads if grad is not None]
+    nn.utils.clip_grads_with_norm_(map(with_gradient, local), max_norm, norm, foreach)
     return norm
 
 
 def _norm_of_shards(
-    params: Sequence[Tensor], norm_type: float, shards: Sequence[ParamShard], foreach: bool | None
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    norm_type: float,
+    shards: Sequence[ParamShard],
+    foreach: bool | None,
 ) -> Tensor:
     """The norm of all gradients from those of the shards, which are added up over the ranks."""
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
@@ -74,8 +79,7 @@ def _norm_of_shards(
     copies = next((shard.data_parallel for shard in shards if shard.is_fsdp_over_replicas), None)
     # 1. Gradients that count on this rank: those that are also sharded over the copies, and those that are not.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
-    for param in params:
-        grad = finish_gradient(param)
+    for param, grad in zip(params, grads, strict=True):
         if grad is not None:
             shard = shard_of(param)
             over_copies = shard is not None and shard.is_fsdp_over_replicas
@@ -90,11 +94,13 @@ def _norm_of_shards(
     return total if is_max else total ** (1 / norm_type)
 
 
-def _norm_of_full(params: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _norm_of_full(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], norm_type: float, device: torch.device
+) -> Tensor:
     """The norm as torch computes it for a model in one process, bit by bit: of one gathered gradient after another."""
     norms = []
-    for param in params:
-        full = full_tensor(param, finish_gradient(param))
+    for param, grad in zip(params, grads, strict=True):
+        full = full_tensor(param, grad)
         if full is not None:
             norms += [norm.to(device) for norm in foreach_norm([full], norm_type)]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)

@@ -34,7 +34,7 @@ Place = tuple[int, int, int]
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Identity; backward all-reduces the gradients over `group`, in `reduce_dtype` or else in their own dtype."""
-    return _apply(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
+    return apply_function(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
@@ -59,7 +59,7 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
         total = x.clone(memory_format=torch.contiguous_format)
         direct.all_reduce(total, group)
         return total
-    return _apply(_ReduceFromRegion, x, group, None)
+    return apply_function(_ReduceFromRegion, x, group, None)
 
 
 def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -69,22 +69,22 @@ def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: i
     """
     if not torch.is_grad_enabled():
         return all_gather_uneven(x, widths, group, dim=dim)
-    return _apply(_GatherFromRegion, x, tuple(widths), group, dim)
+    return apply_function(_GatherFromRegion, x, tuple(widths), group, dim)
 
 
 def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """Keep this rank's shard of `x` along `dim`; backward all-gathers the gradients."""
-    return _apply(_ScatterToRegion, x, tuple(widths), group, dim)
+    return apply_function(_ScatterToRegion, x, tuple(widths), group, dim)
 
 
 def gather_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather the shards along `dim`; backward reduce-scatters the gradients."""
-    return _apply(_GatherToRegion, x, tuple(widths), group, dim)
+    return apply_function(_GatherToRegion, x, tuple(widths), group, dim)
 
 
 def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """Reduce-scatter `x` along `dim`; backward all-gathers the gradients."""
-    return _apply(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
+    return apply_function(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
 
 
 def exchange_regions(
@@ -94,7 +94,7 @@ def exchange_regions(
 
     `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` the length of its result along `into`.
     """
-    return _apply(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
+    return apply_function(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
 
 
 def copy_shared(
@@ -119,7 +119,7 @@ def copy_shared(
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
     places = tuple((entry.local, entry.slot, entry.length) for entry in shared)
-    return _apply(_CopyShared, x, places, length, dim, group, reduce_dtype)
+    return apply_function(_CopyShared, x, places, length, dim, group, reduce_dtype)
 
 
 def exchange_counts(counts: Tensor, group: Group) -> Tensor:
@@ -147,7 +147,7 @@ def exchange_rows(tensors: Sequence[Tensor], sent: Counts, received: Counts, gro
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """Identity; backward multiplies the gradient by `factor`."""
-    return _apply(_Scale, x, 1.0, factor) if torch.is_grad_enabled() and x.requires_grad else x
+    return apply_function(_Scale, x, 1.0, factor) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -176,7 +176,8 @@ def all_gather_number(number: int, group: Group, device: torch.device | str) -> 
     return tuple(all_gather_uneven(torch.tensor([number], device=device), [1] * group.size(), group).tolist())
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """The only output of `function.apply`; see `apply_directly`."""
     output: Tensor = apply_directly(function)(*args)
     return output
 
@@ -197,7 +198,7 @@ class _CopyToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_ReduceFromRegion, grads[0], ctx.group, ctx.reduce_dtype), None, None
+        return apply_function(_ReduceFromRegion, grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -224,7 +225,7 @@ class _GatherFromRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_ScatterToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+        return apply_function(_ScatterToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _ScatterToRegion(torch.autograd.Function):
@@ -236,13 +237,13 @@ class _ScatterToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_GatherFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+        return apply_function(_GatherFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _GatherToRegion(_GatherFromRegion):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_ReduceScatterFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+        return apply_function(_ReduceScatterFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _ReduceScatterFromRegion(_ScatterToRegion):
@@ -256,7 +257,7 @@ class _ReduceScatterFromRegion(_ScatterToRegion):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_GatherToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+        return apply_function(_GatherToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -274,7 +275,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_Exchange, grads[0], ctx.into, ctx.source, ctx.group), None, None, None
+        return apply_function(_Exchange, grads[0], ctx.into, ctx.source, ctx.group), None, None, None
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -309,7 +310,7 @@ class _CopyShared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _apply(_ReduceShared, grads[0], *ctx.settings), None, None, None, None, None
+        return apply_function(_ReduceShared, grads[0], *ctx.settings), None, None, None, None, None
 
 
 class _ReduceShared(torch.autograd.Function):
@@ -329,7 +330,7 @@ class _ReduceShared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _apply(_CopyShared, grads[0], *ctx.settings), None, None, None, None, None
+        return apply_function(_CopyShared, grads[0], *ctx.settings), None, None, None, None, None
 
 
 class _Scale(torch.autograd.Function):
@@ -340,4 +341,4 @@ class _Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _apply(_Scale, grads[0], *ctx.factors), None, None
+        return apply_function(_Scale, grads[0], *ctx.factors), None, None

@@ -114,6 +114,13 @@ class Split:
         """A cover of the full length without overlap: the copies that undo the split."""
         return self.cover(0)
 
+    @cached_property
+    def gathered_ranges(self) -> tuple[Range, ...]:
+        """Ranges of the concatenated shards of all ranks that, in this order, are the full length; one if in order."""
+        starts = list(accumulate(self.widths, initial=0))
+        places = ((starts[entry.rank] + entry.local, entry.length) for entry in self.shard_ranges)
+        return tuple(joined((start, start + length) for start, length in places))
+
     def cover(self, reader: int) -> tuple[ShardRange, ...]:
         """A cover of the full length without overlap, for one of several readers.
 

@@ -6,8 +6,6 @@ models, since products of a few features have other kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +21,7 @@ from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.plans.bind import resolve
+from tp_transformers.small_models.model import on_threads
 from tp_transformers.strategies import STRATEGIES, RowwiseParallel
 
 pytestmark = pytest.mark.distributed
@@ -82,17 +81,6 @@ CASES = [
 STEPS = 3
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with the threads that each rank has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`checkpoint(name)` is the folder of a random model."""
@@ -149,14 +137,14 @@ def write_reference(folder: str, dtype: str, experts: str | None, file: Path) ->
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
     for param in model.parameters():
         param.data = param.data.clone()
-    with one_thread():
+    with on_threads(1):
         torch.save(observe(model), file)
 
 
 def differing(folder: str, dtype: str, experts: str | None, file: Path, **plan: Any) -> list[str]:
     """Run on every rank: names of what has other bits than one process."""
     options = plan if experts is None else {"experts_implementation": experts, **plan}
-    with one_thread():
+    with on_threads(1):
         seen = observe(load(folder, dtype=getattr(torch, dtype), **options))
     expected = torch.load(file)
     assert seen.keys() == expected.keys()

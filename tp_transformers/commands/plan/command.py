@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         fix, expected = "Give one of them.", ", ".join(OPTIMIZERS)
         raise UsageError(describe("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix))
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-    take = partial(survey, arguments.model, tp_plan=arguments.plan, dtype=_dtype(arguments.dtype), **where)
-    take = partial(take, invariant=arguments.invariant)
+    asked = {"tp_plan": arguments.plan, "dtype": _dtype(arguments.dtype), "invariant": arguments.invariant}
+    take = partial(survey, arguments.model, **asked, **where)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
     listed, numbers = len(memory) if len(memory) > 1 else None, surveyed.plan.numbers

@@ -20,7 +20,6 @@ from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, apportion
 from ...small_models.trace import Call, Trace
 from ...strategies import TensorParallelLayer, take
-from ...strategies.registry import BUILT_IN
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
 
 # For models that cannot compute in fp64: fp32 sums depend on their order. The tests of architectures use the same.
@@ -136,7 +135,7 @@ class Differences:
 
     def _why_bits_differ(self, strategy: TensorParallelLayer) -> str:
         """A hint about a module with a different output or gradient, after modules with the bits of one process."""
-        if strategy.signature.sums and type(strategy) not in _INVARIANT:
+        if strategy.signature.sums and not strategy.keeps_order:
             return "Its strategy sums over the ranks, in another order than one process."
         kind = type(strategy)
         is_ours = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
@@ -292,10 +291,6 @@ class Differences:
                 "attention)."
             )
         return "All that comes before it agrees."
-
-
-_INVARIANT = {type(strategy) for name, strategy in BUILT_IN.items() if name.startswith("invariant_")}
-"""Strategies with sums that only add zeros."""
 
 
 def _numbered(trace: Trace) -> dict[tuple[str, int], Call]:

@@ -109,8 +109,8 @@ class _InvariantRewriter(Rewriter):
                 self.faults.append(f"{fold_layers(name)}: {rule.strategy_name} has no invariant form")
             else:
                 is_other_dim = strategy == "local" or self._attends(name)
-                own = {"parts": None, "unit": None} if is_other_dim else {"parts": rule.parts, "unit": rule.unit}
-                self.rules[name] = replace(rule, strategy=strategy, **own)  # type: ignore[arg-type]
+                kept = replace(rule, parts=None, unit=None) if is_other_dim else rule
+                self.rules[name] = replace(kept, strategy=strategy)
         for name, module in self.modules.items():
             if holds_experts(module) and any(is_inside(rule, name) for rule in self.rules):
                 self._check_experts(name)

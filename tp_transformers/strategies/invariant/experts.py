@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks import direct
-from ...ranks.collectives import Group, apply_directly, reduce_from_region
+from ...ranks.collectives import Group, apply_function, reduce_from_region
 from ..experts import IsolatedParallel
 from ..forward.attach import forward_of
 from ..local import to_local
@@ -54,7 +54,7 @@ class InvariantExpertsParallel(IsolatedParallel):
         if kind == BY_SLOT:
             own = _before_sort(own, of_rows)
         forward_of(module).notes["routing"] = (kind, ids, weights, own)
-        rows = _apply(_OwnRows, states, own, ids, kind, mesh.get_group())
+        rows = apply_function(_OwnRows, states, own, ids, kind, mesh.get_group())
         own_ids = of_rows[own] - start
         if not len(own):  # a row of zeros keeps the products, and their gradients
             rows, own_ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own_ids.new_zeros(1)
@@ -115,8 +115,3 @@ class _OwnRows(torch.autograd.Function):
         direct.all_reduce(rows, ctx.group)
         order = ids.argsort(-1, descending=ctx.kind == BY_EXPERT)
         return _add_up(_by_slot(rows, ids, ctx.kind), order), None, None, None, None
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    output: Tensor = apply_directly(function)(*args)
-    return output

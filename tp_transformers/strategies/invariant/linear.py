@@ -16,17 +16,11 @@ from ..linear import ColwiseParallel, RowwiseParallel, _WeightParallel
 from ..local import to_local
 from ..shards.shard import local_tensor
 from ..signature import FEATURES, REPLICATED, Signature
-from .products import block_of, gather_features, with_input_gradient
+from .products import InBlocks, block_of, gather_features, with_input_gradient
 
 
-class _InBlocks(_WeightParallel):
-    """Base: features are split in blocks of one kernel; the gradient of the input is computed by columns."""
-
-    keeps_order = True
-
-    def unit_of(self, length: int) -> int:
-        """See `TensorParallelLayer.unit_of`: a block of columns."""
-        return block_of(length, self.ranks)
+class _InvariantLinear(InBlocks, _WeightParallel):
+    """Base of linears: the gradient of the input is computed by columns."""
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: not supported."""
@@ -51,7 +45,7 @@ class _InBlocks(_WeightParallel):
         return with_input_gradient(y, x, weight, split, self.ranks, group, is_transposed=self.is_transposed)
 
 
-class InvariantColwiseParallel(_InBlocks, ColwiseParallel):
+class InvariantColwiseParallel(_InvariantLinear, ColwiseParallel):
     """`colwise` and `colwise_rep` with the bits of one process.
 
     The forward is the same. The backward gathers the gradient of the output and computes a block of columns of the
@@ -76,7 +70,7 @@ class InvariantPackedColwiseParallel(InvariantColwiseParallel):
     parts = 2
 
 
-class InvariantRowwiseParallel(_InBlocks, RowwiseParallel):
+class InvariantRowwiseParallel(_InvariantLinear, RowwiseParallel):
     """In place of `rowwise` and `rowwise_rep`: shard the output features, and gather the input.
 
     A linear's `weight: (out/size, in)` and `bias: (out/size)`. Every rank computes some output features from all input
@@ -131,14 +125,8 @@ class InvariantPackedRowwiseParallel(InvariantRowwiseParallel):
     parts = 2
 
 
-class InvariantEmbedding(RowwiseParallel):
+class InvariantEmbedding(InBlocks, RowwiseParallel):
     """`embedding_rowwise`, split in the blocks of the output embedding, which may be tied to it.
 
     A row comes from the rank that holds it; the others add zeros.
     """
-
-    keeps_order = True
-
-    def unit_of(self, length: int) -> int:
-        """See `TensorParallelLayer.unit_of`: a block of columns of the output embedding."""
-        return block_of(length, self.ranks)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
-from ...ranks.collectives import Group, all_gather_uneven, apply_directly, scatter_to_region
+from ...ranks.collectives import Group, all_gather_uneven, apply_function, scatter_to_region
 from ..base import TensorParallelLayer
 from ..forward.attach import forward_of
 from ..signature import LOCAL, REPLICATED, Signature
-from .products import LAST, block_of, gather_features
+from .products import LAST, InBlocks, gather_features
 
 
-class InvariantNormParallel(TensorParallelLayer):
+class InvariantNormParallel(InBlocks):
     """In place of `sharded_norm`: gather the features, norm all of them, keep this rank's.
 
     Every rank holds the full weight (forward: all-gather; backward: all-gather).
@@ -26,14 +26,9 @@ class InvariantNormParallel(TensorParallelLayer):
         [x | y] ── n(xy) ── [x' | y']
     """
 
-    keeps_order = True
     signature = Signature(LOCAL, LOCAL, inside=(REPLICATED, REPLICATED))
     features = 0
     """Features of the unsharded module."""
-
-    def unit_of(self, length: int) -> int:
-        """See `TensorParallelLayer.unit_of`: as the linear before it."""
-        return block_of(length, self.ranks)
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         bound = super().bind(module, size, **options)
@@ -70,11 +65,11 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         if not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))):
             return inputs
         forward_of(module).notes["heads"] = heads = self._heads(x)
-        return (_apply(_GatherHeads, x, *heads, mesh.get_group()), *inputs[1:])
+        return (apply_function(_GatherHeads, x, *heads, mesh.get_group()), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         heads = forward_of(module).notes.get("heads")
-        return outputs if heads is None else _apply(_KeepHeads, outputs, *heads, mesh.get_group())
+        return outputs if heads is None else apply_function(_KeepHeads, outputs, *heads, mesh.get_group())
 
     def _heads(self, x: Tensor) -> tuple[tuple[int, ...], int]:
         """(heads of each rank, the dim of the heads): (batch, sequence, heads, features), or heads before sequence.
@@ -111,7 +106,7 @@ class _GatherHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_KeepHeads, grads[0], *ctx.settings), None, None, None
+        return apply_function(_KeepHeads, grads[0], *ctx.settings), None, None, None
 
 
 class _KeepHeads(torch.autograd.Function):
@@ -125,9 +120,4 @@ class _KeepHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _apply(_GatherHeads, grads[0], *ctx.settings), None, None, None
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    output: Tensor = apply_directly(function)(*args)
-    return output
+        return apply_function(_GatherHeads, grads[0], *ctx.settings), None, None, None

@@ -15,12 +15,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...ranks.collectives import Group, all_gather_uneven, apply_directly, exchange_regions, gather_from_region
+from ...ranks.collectives import Group, all_gather_uneven, apply_function, exchange_regions, gather_from_region
 from ...slices.layout import Ranks, Split, apportion, count_of
+from ..base import TensorParallelLayer
 
 BLOCK = 64
 """Columns of a block: a product of fewer columns, or of columns that begin elsewhere, may use another kernel."""
 LAST = -1
+
+
+class InBlocks(TensorParallelLayer):
+    """Base of strategies that split features in blocks of columns, and keep the order of one process."""
+
+    keeps_order = True
+
+    def unit_of(self, length: int) -> int:
+        """See `TensorParallelLayer.unit_of`: a block of columns."""
+        return block_of(length, self.ranks)
 
 
 def block_of(length: int, ranks: Ranks) -> int:
@@ -38,11 +49,8 @@ def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -
 
 def in_order(gathered: Tensor, split: Split, dim: int) -> Tensor:
     """Bring `gathered`, the concatenated shards of all ranks along `dim`, into the order of the unsharded dim."""
-    starts = [sum(split.widths[:rank]) for rank in range(split.size)]
-    places = [(starts[place.rank] + place.local, place.length) for place in split.shard_ranges]
-    if all(start == sum(length for _, length in places[:index]) for index, (start, _) in enumerate(places)):
-        return gathered.narrow(dim, 0, split.length)
-    return torch.cat([gathered.narrow(dim, start, length) for start, length in places], dim)
+    ranges = [gathered.narrow(dim, start, stop - start) for start, stop in split.gathered_ranges]
+    return ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
 
 
 def with_input_gradient(
@@ -57,8 +65,7 @@ def with_input_gradient(
         split: of the output features.
         ranks: the number of ranks, or their shares.
     """
-    output: Tensor = apply_directly(_InputGradient)(y, x, weight, split, ranks, group, is_transposed)
-    return output
+    return apply_function(_InputGradient, y, x, weight, split, ranks, group, is_transposed)
 
 
 class _InputGradient(torch.autograd.Function):
