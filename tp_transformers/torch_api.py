@@ -80,6 +80,9 @@ PRIVATE: dict[str, Private] = {
     "torch.ops._c10d_functional.all_reduce": Private("sums that dispatch modes may keep", "ranks", _RAISES),
     "torch.ops.aten._is_any_true.default": Private("detect_anomaly", "strategies", "detect_anomaly raises"),
     "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
+    "torch.utils._python_dispatch.TorchDispatchMode": Private(
+        "masks of dropout with tp_invariant", "model", "such a dropout raises AttributeError"
+    ),
     "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "ranks", _RAISES),
     "torch.ops.aten._convert_weight_to_int4pack": Private("packed weights of 4 bits on a GPU", "model", _DECODED),
     "torch.ops.aten._convert_weight_to_int4pack_for_cpu": Private("packed weights of 4 bits", "model", _DECODED),
@@ -230,6 +233,7 @@ resolve_process_group = _take("torch.distributed.distributed_c10d._resolve_proce
 world = _take("torch.distributed.distributed_c10d._world")
 is_any_true = _take("torch.ops.aten._is_any_true.default")
 to_copy = _take("torch.ops.aten._to_copy")
+TorchDispatchMode = _take("torch.utils._python_dispatch.TorchDispatchMode", object)
 disable_current_modes = _take("torch.utils._python_dispatch._disable_current_modes")
 unsafe_view = _take("torch.ops.aten._unsafe_view")
 """Return a result in another shape; unlike a view, the result may be changed in place and recorded."""

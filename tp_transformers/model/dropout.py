@@ -12,11 +12,15 @@ Under sequence parallelism each rank has its own tokens outside of the blocks, w
 
 The own state is a function of the shared state and of the rank. Nothing is kept between steps: where
 torch.utils.checkpoint restores the shared state, the same masks are drawn again.
+
+Results with the bits of one process need its masks: there a rank draws those of all heads and features from the shared
+state, and uses its shard (`FullMasks`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
@@ -24,13 +28,16 @@ import torch
 from torch import Tensor, nn
 
 from ..anatomy.linears import DROPOUTS
+from ..errors import UnsupportedError, describe
 from ..marks import untyped
 from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
-from ..strategies import TensorParallelLayer, block_of
+from ..slices.layout import Split
+from ..strategies import RowwiseParallel, TensorParallelLayer, block_of
 from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
+from ..torch_api import TorchDispatchMode
 
 _STEP = 0x9E3779B97F4A7C15
 """Difference between the seeds of neighbouring ranks: 2**64 divided by the golden ratio."""
@@ -124,6 +131,73 @@ class OwnRandomness:
 
     def _has_entered(self) -> bool:
         return self.shared is not None and _generator(self.device).initial_seed() == self.seed
+
+
+class FullMasks(OwnRandomness):
+    """Lets a rank draw the masks of all heads and features from the shared state, and use its shard of them."""
+
+    def __init__(self, rank: int, device: torch.device, heads: Split | None = None) -> None:
+        super().__init__(rank, device)
+        self.heads = heads
+        """Split of the heads, of attention."""
+        self.mode: _FullDraws | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullMasks:
+        copied = type(self)(self.rank, self.device, self.heads)
+        copied.settings = self.settings
+        return copied
+
+    def enter(self) -> None:
+        """Draw full masks from here on. Raises UnsupportedError elsewhere than on a CPU, where kernels draw."""
+        if not self.draws or self.mode is not None:
+            return
+        if self.device.type != "cpu":
+            raise _unsupported(f"a device of type {self.device.type}", "a CPU")
+        strategies = map(_strategy, self.children)
+        splits = [strategy.input_split for strategy in strategies if isinstance(strategy, RowwiseParallel)]
+        self.mode = _FullDraws(self.rank, self.heads, splits)
+        self.mode.__enter__()
+
+    def leave(self, *_: Any) -> None:
+        """Draw as torch does."""
+        mode, self.mode = self.mode, None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+
+class _FullDraws(TorchDispatchMode):  # type: ignore[misc]
+    """Dropout on a CPU fills a mask of the shape of its input; here it fills the full one, and copies a shard of it."""
+
+    def __init__(self, rank: int, heads: Split | None, features: Iterable[Split]) -> None:
+        super().__init__()
+        self.rank = rank
+        self.heads = heads
+        self.features = {split.widths[rank]: split for split in features}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten.bernoulli_.float:
+            return func(*args, **kwargs)
+        mask, *rest = args
+        dim, split = self._sharded_dim(mask)
+        shape = [split.length if i == dim else length for i, length in enumerate(mask.shape)]
+        order = sorted(range(mask.ndim), key=mask.stride, reverse=True)
+        full = func(torch.empty_permuted(shape, order, dtype=mask.dtype, device=mask.device), *rest, **kwargs)
+        return mask.copy_(torch.cat([full.narrow(dim, a, b - a) for a, b in split.ranges[self.rank]], dim))
+
+    def _sharded_dim(self, mask: Tensor) -> tuple[int, Split]:
+        """The dim of a mask that is sharded, and its split."""
+        if self.heads is not None and mask.ndim == 4 and mask.shape[1] == self.heads.widths[self.rank]:
+            return 1, self.heads
+        if mask.shape[-1] in self.features:
+            return mask.ndim - 1, self.features[mask.shape[-1]]
+        expected = "this rank's heads (batch, heads, queries, keys) or features (..., features)"
+        raise _unsupported(f"a mask of {tuple(mask.shape)}", expected)
+
+
+def _unsupported(got: str, expected: str) -> UnsupportedError:
+    fix = "Set the dropouts of the config to 0."
+    return UnsupportedError(describe("dropout with tp_invariant=True", got=got, expected=expected, fix=fix))
 
 
 class SharedRandomness:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..anatomy.mixers import HEAD_COUNTS, counts_heads_by_config
-from ..anatomy.names import base_prefix, fold_layers, owner_of
+from ..anatomy.names import base_prefix, fold_layers, is_inside, owner_of
 from ..logs import get_logger
 from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
@@ -28,7 +28,7 @@ from ..strategies import (
 )
 from ..strategies.signature import FEATURES
 from .attentions import return_full_attentions
-from .dropout import OwnRandomness, SharedRandomness
+from .dropout import FullMasks, OwnRandomness, SharedRandomness
 from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
 
@@ -156,7 +156,13 @@ def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorPa
         or strategy.signature.computes_locally
     ):
         join_layers(model.get_submodule(name))
-        OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
+        if resolution.keeps_order:
+            around = (heads for other, heads in resolution.attention.items() if name == other or is_inside(name, other))
+            heads = next((found.attended for found in around), None)
+            guard: OwnRandomness = FullMasks(group.rank, group.device, heads)
+        else:
+            guard = OwnRandomness(group.rank, group.device, group.process_group)
+        guard.attach(model.get_submodule(name))
     for name, strategy in resolution.module_strategies.items():
         if strategy.signature.gathers_batch:  # after the modules inside: their own states derive from the shared one
             SharedRandomness(group).attach(model.get_submodule(name))

@@ -45,10 +45,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", WIDTHS | {"head_dim": 64}),
     "phi3": ("Phi3", WIDTHS),
     "olmo2": ("Olmo2", WIDTHS | {"num_key_value_heads": 9}),
-    "gpt2": (  # without dropout, which ranks draw in another way
+    "gpt2": (  # with dropout of embeddings, attention and residuals
         "GPT2",
-        {"vocab_size": 1003, "n_embd": 576, "n_head": 9, "n_layer": 2, "eos_token_id": None}
-        | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        {"vocab_size": 1003, "n_embd": 576, "n_head": 9, "n_layer": 2, "eos_token_id": None},
     ),
     "gemma3": ("Gemma3Text", WIDTHS | {"head_dim": 64, "sliding_window": 16}),
     "deepseek_v3": (
@@ -63,7 +62,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         MIXTURE | {"head_dim": 64, "sliding_window": 16, "rope_parameters": {"rope_type": "default"}},
     ),
     "falcon": ("Falcon", WIDTHS | {"num_kv_heads": 3, "new_decoder_architecture": True, "bias": False}),
-    "bloom": ("Bloom", {"vocab_size": 1000, "hidden_size": 576, "n_layer": 2, "n_head": 9, "eos_token_id": None}),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": 1000, "hidden_size": 576, "n_layer": 2, "n_head": 9, "eos_token_id": None}
+        | {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    ),
+    "t5": (  # an encoder and a decoder; with dropout of attention and of its MLPs' features
+        "T5",
+        {"vocab_size": 1000, "d_model": 576, "d_kv": 64, "num_heads": 9, "d_ff": 768, "num_layers": 2}
+        | {"decoder_start_token_id": 0, "eos_token_id": None, "feed_forward_proj": "gated-gelu"},
+    ),
 }
 """Name -> (prefix of its config class, arguments)."""
 QUICK = [
@@ -89,7 +97,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def make(name: str) -> str:
         prefix, settings = MODELS[name]
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{prefix}Config")(**settings))
+        config = getattr(transformers, f"{prefix}Config")(**settings)
+        model = _auto_class(config).from_config(config)
         for param in model.parameters():
             param.data.add_(torch.randn_like(param), alpha=0.1)
         folder = str(tmp_path_factory.mktemp(name))
@@ -97,6 +106,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder
 
     return make
+
+
+def _auto_class(config: transformers.PretrainedConfig) -> Any:
+    return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
 
 
 def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
@@ -108,10 +121,11 @@ def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
     mask[0, :7] = 0
     seen: dict[str, torch.Tensor] = {}
     model.eval()
+    target = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         for length in (1, 2, 5, 10, 48):
-            seen[f"logits of {length}"] = model(ids[:, :length]).logits
-        seen["padded logits"] = model(ids, attention_mask=mask).logits
+            seen[f"logits of {length}"] = model(ids[:, :length], **target).logits
+        seen["padded logits"] = model(ids, attention_mask=mask, **target).logits
     for draws in (False, True):
         options = {"max_new_tokens": 12, "do_sample": draws, "pad_token_id": 0}
         seen[f"tokens, sampled {draws}"] = model.generate(ids[:, :9], attention_mask=mask[:, :9], **options)
@@ -134,7 +148,8 @@ def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
 def write_reference(folder: str, dtype: str, experts: str | None, file: Path) -> None:
     """What one process computes, without a plan, from weights that are aligned in memory."""
     options = {} if experts is None else {"experts_implementation": experts}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
+    auto = _auto_class(transformers.AutoConfig.from_pretrained(folder))
+    model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), **options)
     for param in model.parameters():
         param.data = param.data.clone()
     with on_threads(1):
@@ -145,7 +160,8 @@ def differing(folder: str, dtype: str, experts: str | None, file: Path, **plan: 
     """Run on every rank: names of what has other bits than one process."""
     options = plan if experts is None else {"experts_implementation": experts, **plan}
     with on_threads(1):
-        seen = observe(load(folder, dtype=getattr(torch, dtype), **options))
+        auto = _auto_class(transformers.AutoConfig.from_pretrained(folder))
+        seen = observe(load(folder, auto=auto, dtype=getattr(torch, dtype), **options))
     expected = torch.load(file)
     assert seen.keys() == expected.keys()
     return [name for name, value in expected.items() if not torch.equal(seen[name], value)]
