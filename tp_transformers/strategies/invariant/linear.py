@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,11 +17,22 @@ from ..linear import ColwiseParallel, RowwiseParallel, _WeightParallel
 from ..local import to_local
 from ..shards.shard import local_tensor
 from ..signature import FEATURES, REPLICATED, Signature
-from .products import InBlocks, block_of, gather_features, with_input_gradient
+from .products import InBlocks, gather_features, in_blocks, with_input_gradient
 
 
 class _InvariantLinear(InBlocks, _WeightParallel):
     """Base of linears: the gradient of the input is computed by columns."""
+
+    input_blocks = output_blocks = apportion(0, 1)
+    """Splits of the input and output features in blocks of columns."""
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`; splits the features once."""
+        bound = super().bind(module, size, **options)
+        assert isinstance(bound, _InvariantLinear)
+        bound.input_blocks = in_blocks(bound.in_features, bound.ranks)
+        bound.output_blocks = in_blocks(bound.out_features, bound.ranks)
+        return bound
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: not supported."""
@@ -42,7 +54,7 @@ class _InvariantLinear(InBlocks, _WeightParallel):
         if x is None:
             return y
         weight, group = local_tensor(module.weight).detach(), mesh.get_group()
-        return with_input_gradient(y, x, weight, split, self.ranks, group, is_transposed=self.is_transposed)
+        return with_input_gradient(y, x, weight, split, self.input_blocks, group, is_transposed=self.is_transposed)
 
 
 class InvariantColwiseParallel(_InvariantLinear, ColwiseParallel):
@@ -53,6 +65,9 @@ class InvariantColwiseParallel(_InvariantLinear, ColwiseParallel):
 
         x ── [A | B] ── [xA | xB]
     """
+
+    def gathered(self) -> Iterable[Split]:
+        return self.output_split, self.input_blocks
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = to_local(inputs)[0]
@@ -82,10 +97,8 @@ class InvariantRowwiseParallel(_InvariantLinear, RowwiseParallel):
     signature = Signature(inside=(REPLICATED, FEATURES))
     hidden: tuple[str, ...] = ()
 
-    @property
-    def output_split(self) -> Split:
-        """Split of the output features over the ranks."""
-        return apportion(self.out_features, self.ranks, unit=block_of(self.out_features, self.ranks))
+    def gathered(self) -> Iterable[Split]:
+        return self.input_split, self.input_blocks, self.output_blocks
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The output features: dim -2 of a weight, the last dim of a bias."""
@@ -94,11 +107,11 @@ class InvariantRowwiseParallel(_InvariantLinear, RowwiseParallel):
     def _layout(self, param_type: str, shape: Any, size: int) -> Layout | None:
         dim = self.split_dim(param_type, len(shape))
         assert dim is not None
-        return Layout(dim % len(shape), self.output_split)
+        return Layout(dim % len(shape), self.output_blocks)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The output width of a Conv1D."""
-        return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
+        return {"nf": self.output_blocks.widths[rank]} if self.is_transposed else {}
 
     def check(self, module: nn.Module) -> None:
         """Accept linears."""
@@ -115,8 +128,8 @@ class InvariantRowwiseParallel(_InvariantLinear, RowwiseParallel):
         return (self.detached(module, x), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        y = self.recorded(module, outputs, self.output_split, mesh)
-        return gather_features(y, self.output_split, mesh.get_group())
+        y = self.recorded(module, outputs, self.output_blocks, mesh)
+        return gather_features(y, self.output_blocks, mesh.get_group())
 
 
 class InvariantPackedRowwiseParallel(InvariantRowwiseParallel):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, all_gather_uneven, apply_function, scatter_to_region
+from ...slices.layout import Split
 from ..base import TensorParallelLayer
 from ..forward.attach import forward_of
 from ..signature import LOCAL, REPLICATED, Signature
@@ -35,6 +36,9 @@ class InvariantNormParallel(InBlocks):
         assert isinstance(bound, InvariantNormParallel)
         bound.features = next((param.shape[LAST] for param in module.parameters(recurse=False)), 0)
         return bound
+
+    def gathered(self) -> Iterable[Split]:
+        return (self.split_length(self.features, self.size),)
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (gather_features(inputs[0], self.split_length(self.features, self.size), mesh.get_group()), *inputs[1:])

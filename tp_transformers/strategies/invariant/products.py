@@ -9,11 +9,13 @@ sum is split over ranks: a rank computes some columns of a forward, and some col
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import Group, all_gather_uneven, apply_function, exchange_regions, gather_from_region
 from ...slices.layout import Ranks, Split, apportion, count_of
@@ -29,6 +31,15 @@ class InBlocks(TensorParallelLayer):
 
     keeps_order = True
 
+    def gathered(self) -> Iterable[Split]:
+        """Splits of what a forward or backward gathers."""
+        return ()
+
+    def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Compute the order of gathered shards, which torch.compile cannot: cached properties take a lock."""
+        for split in self.gathered():
+            split.gathered_ranges  # noqa: B018
+
     def unit_of(self, length: int) -> int:
         """See `TensorParallelLayer.unit_of`: a block of columns."""
         return block_of(length, self.ranks)
@@ -40,6 +51,11 @@ def block_of(length: int, ranks: Ranks) -> int:
     while block > 1 and length < block * count_of(ranks):
         block //= 2
     return block
+
+
+def in_blocks(length: int, ranks: Ranks) -> Split:
+    """Split `length` features over the ranks in blocks of columns."""
+    return apportion(length, ranks, unit=block_of(length, ranks))
 
 
 def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -> Tensor:
@@ -54,7 +70,7 @@ def in_order(gathered: Tensor, split: Split, dim: int) -> Tensor:
 
 
 def with_input_gradient(
-    y: Tensor, x: Tensor, weight: Tensor, split: Split, ranks: Ranks, group: Group, *, is_transposed: bool
+    y: Tensor, x: Tensor, weight: Tensor, split: Split, columns: Split, group: Group, *, is_transposed: bool
 ) -> Tensor:
     """Return `y`; its backward computes the gradient of `x`, of which `y` was computed without recording it.
 
@@ -63,30 +79,29 @@ def with_input_gradient(
         x: (..., in), replicated.
         weight: this rank's features, (out/size, in), or (in, out/size) if it is transposed.
         split: of the output features.
-        ranks: the number of ranks, or their shares.
+        columns: of the input features: each rank computes the gradient of some.
     """
-    return apply_function(_InputGradient, y, x, weight, split, ranks, group, is_transposed)
+    return apply_function(_InputGradient, y, x, weight, split, columns, group, is_transposed)
 
 
 class _InputGradient(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, x: Tensor, weight: Tensor, split: Split, ranks: Ranks, group: Group, is_transposed: bool
+        ctx: Any, y: Tensor, x: Tensor, weight: Tensor, split: Split, columns: Split, group: Group, is_transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(weight)
-        ctx.shape, ctx.dtype, ctx.settings = x.shape, x.dtype, (split, ranks, group, is_transposed)
+        ctx.shape, ctx.dtype, ctx.settings = x.shape, x.dtype, (split, columns, group, is_transposed)
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,), (split, ranks, group, is_transposed) = ctx.saved_tensors, ctx.settings
+        (weight,), (split, columns, group, is_transposed) = ctx.saved_tensors, ctx.settings
         rows = grad.reshape(-1, grad.shape[LAST])
         full = in_order(all_gather_uneven(rows, split.widths, group), split, LAST).contiguous()
-        length, out = ctx.shape[LAST], 1 if is_transposed else 0
-        columns = apportion(length, ranks, unit=block_of(length, ranks)).widths
-        weight = exchange_regions(weight.to(grad.dtype), split.widths, columns, group, dim=out, into=1 - out)
+        out = 1 if is_transposed else 0
+        weight = exchange_regions(weight.to(grad.dtype), split.widths, columns.widths, group, dim=out, into=1 - out)
         weight = in_order(weight, split, out).contiguous()
         own = full @ (weight.t() if is_transposed else weight)
-        gradient = all_gather_uneven(own, columns, group).view(ctx.shape).to(ctx.dtype)
+        gradient = all_gather_uneven(own, columns.widths, group).view(ctx.shape).to(ctx.dtype)
         return grad, gradient, None, None, None, None, None
