@@ -179,7 +179,7 @@ def test_the_shell(block: Block, text: Block | None, here: Path, environment: di
         elif "--nnodes 2" in command:
             printed += run(two_nodes(command), folder, environment)
         elif command.startswith("make "):
-            targets = [word for word in shlex.split(command)[1:] if "=" not in word]
+            targets = [word for word in shlex.split(command, comments=True)[1:] if "=" not in word]
             run(["make", "-n", *targets], ROOT, environment)  # a Makefile's own environment takes minutes to make
             if "demo" in targets:
                 model = here / "path" / "to" / "SmolLM2-135M-Instruct"

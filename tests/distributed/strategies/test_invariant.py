@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 import tp_transformers
+from tests.support import compiling
 from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
@@ -174,6 +175,22 @@ def test_every_bit_is_that_of_one_process(
     folder, file = checkpoint(name), tmp_path / "reference"
     write_reference(folder, dtype, experts, file)
     assert pool.run(size, invariant, folder, dtype, experts, file) == [[]] * size
+
+
+def compiled(folder: str, file: Path) -> list[str]:
+    """Run on every rank: phases of a compiled model that are several graphs, or have other bits than one process."""
+    with on_threads(1):
+        seen = compiling.observe(load(folder, tp_invariant=True), "eager", ("prefill", "train"))
+    expected = torch.load(file, weights_only=False)
+    return [name for name, made in seen.items() if made.graphs != 1 or not torch.equal(made.value, expected[name].value)]
+
+
+@pytest.mark.parametrize("name", wide(["llama", "qwen3", "phi3", "olmo2", "gemma3"], quick=1))
+def test_a_compiled_model_is_one_graph(pool: Pool, checkpoint: Any, tmp_path: Path, name: str) -> None:
+    folder, file = checkpoint(name), tmp_path / "reference"
+    with on_threads(1):
+        torch.save(compiling.observe(load(folder, tp_plan=None), None, ("prefill", "train")), file)
+    assert pool.run(2, compiled, folder, file) == [[], []]
 
 
 def invariant(*arguments: Any) -> list[str]:
