@@ -69,7 +69,8 @@ class Watch:
         self.beyond: Watch | None = None
         """This process' watch over the copies, entered around every call of this watch."""
         self.owes_backward = False
-        """True between a forward that autograd recorded and the end of its backward."""
+        """True between a forward that autograd recorded and the end of its backward, or the first error after it: a
+        later backward is another model's."""
         self._depth, self._entered, self._entered_at = 0, 0, 0.0
         self.begin()
 
@@ -127,12 +128,15 @@ class Watch:
             error = remote
             raise
         finally:
+            if error is not None:
+                self.owes_backward = False
             if self.beyond is not None:
                 self.beyond.__exit__(kind, error, trace)
 
     def check(self) -> None:
         """Raise RemoteRankError if the process group has ended."""
         if self.failure is not None:
+            self.owes_backward = False
             raise self.failure.to_error()
 
     def report(self, error: Exception) -> None:
