@@ -80,6 +80,9 @@ PRIVATE: dict[str, Private] = {
     "torch.ops._c10d_functional.all_reduce": Private("sums that dispatch modes may keep", "ranks", _RAISES),
     "torch.ops.aten._is_any_true.default": Private("detect_anomaly", "strategies", "detect_anomaly raises"),
     "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
+    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype": Private(
+        "the order of norms with tp_invariant", "model", _RAISES
+    ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
         "masks of dropout with tp_invariant", "model", "such a dropout raises AttributeError"
     ),
@@ -233,6 +236,7 @@ resolve_process_group = _take("torch.distributed.distributed_c10d._resolve_proce
 world = _take("torch.distributed.distributed_c10d._world")
 is_any_true = _take("torch.ops.aten._is_any_true.default")
 to_copy = _take("torch.ops.aten._to_copy")
+group_tensors = _take("torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
 TorchDispatchMode = _take("torch.utils._python_dispatch.TorchDispatchMode", object)
 disable_current_modes = _take("torch.utils._python_dispatch._disable_current_modes")
 unsafe_view = _take("torch.ops.aten._unsafe_view")

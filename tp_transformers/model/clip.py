@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..patches import Patch, replace_all
 from ..ranks import direct
 from ..strategies import SHARD, ParamShard, finish_gradient, full_tensor, local_tensor, shard_of
-from ..torch_api import foreach_norm
+from ..torch_api import foreach_norm, group_tensors
 from .grad_scaler import with_gradient
 
 
@@ -97,13 +97,17 @@ def _norm_of_shards(
 def _norm_of_full(
     params: Sequence[Tensor], grads: Sequence[Tensor | None], norm_type: float, device: torch.device
 ) -> Tensor:
-    """The norm as torch computes it for a model in one process, bit by bit: of one gathered gradient after another."""
-    norms = []
+    """The norm as torch computes it for a model in one process, bit by bit: of one gathered gradient after another.
+
+    Torch adds up the norms of one dtype after those of another.
+    """
+    norms: list[Tensor] = []
     for param, grad in zip(params, grads, strict=True):
         full = full_tensor(param, grad)
         if full is not None:
-            norms += [norm.to(device) for norm in foreach_norm([full], norm_type)]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+            norms += foreach_norm([full], norm_type)
+    by_dtype = [norm.to(device) for (group,), _ in group_tensors([norms]).values() for norm in group]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(by_dtype), norm_type)
     return total
 
 

@@ -182,7 +182,9 @@ def compiled(folder: str, file: Path) -> list[str]:
     with on_threads(1):
         seen = compiling.observe(load(folder, tp_invariant=True), "eager", ("prefill", "train"))
     expected = torch.load(file, weights_only=False)
-    return [name for name, made in seen.items() if made.graphs != 1 or not torch.equal(made.value, expected[name].value)]
+    return [
+        name for name, made in seen.items() if made.graphs != 1 or not torch.equal(made.value, expected[name].value)
+    ]
 
 
 @pytest.mark.parametrize("name", wide(["llama", "qwen3", "phi3", "olmo2", "gemma3"], quick=1))
