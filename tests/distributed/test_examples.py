@@ -119,9 +119,9 @@ def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def printed(cell: dict[str, Any]) -> str:
-    """The stdout of a cell, with `0` for every number."""
+    """The stdout of a cell on one line, since its width is that of a terminal, with `0` for every number."""
     outputs = [each for each in cell.get("outputs", []) if each.get("name") == "stdout"]
-    return re.sub(r"\d[\d.,]*", "0", "".join("".join(each["text"]) for each in outputs))
+    return " ".join(re.sub(r"\d[\d.,]*", "0", "".join("".join(each["text"]) for each in outputs)).split())
 
 
 def test_examples_are_short_and_named() -> None:
