@@ -34,7 +34,7 @@ from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
 from ..slices.layout import Split
-from ..strategies import RowwiseParallel, TensorParallelLayer, block_of
+from ..strategies import TensorParallelLayer, block_of
 from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
 from ..torch_api import TorchDispatchMode
@@ -153,9 +153,8 @@ class FullMasks(OwnRandomness):
             return
         if self.device.type != "cpu":
             raise _unsupported(f"a device of type {self.device.type}", "a CPU")
-        strategies = map(_strategy, self.children)
-        splits = [strategy.input_split for strategy in strategies if isinstance(strategy, RowwiseParallel)]
-        self.mode = _FullDraws(self.rank, self.heads, splits)
+        splits = [strategy.sharded_input for strategy in map(_strategy, self.children) if strategy is not None]
+        self.mode = _FullDraws(self.rank, self.heads, [split for split in splits if split is not None])
         self.mode.__enter__()
 
     def leave(self, *_: Any) -> None:
