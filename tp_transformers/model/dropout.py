@@ -33,8 +33,8 @@ from ..marks import untyped
 from ..ranks.collectives import Group, all_gather_number
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
-from ..slices.layout import Split
-from ..strategies import TensorParallelLayer, block_of
+from ..slices.layout import Layout, Split
+from ..strategies import TensorParallelLayer, block_of, take
 from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
 from ..torch_api import TorchDispatchMode
@@ -182,7 +182,7 @@ class _FullDraws(TorchDispatchMode):  # type: ignore[misc]
         shape = [split.length if i == dim else length for i, length in enumerate(mask.shape)]
         order = sorted(range(mask.ndim), key=mask.stride, reverse=True)
         full = func(torch.empty_permuted(shape, order, dtype=mask.dtype, device=mask.device), *rest, **kwargs)
-        return mask.copy_(torch.cat([full.narrow(dim, a, b - a) for a, b in split.ranges[self.rank]], dim))
+        return mask.copy_(take(full, Layout(dim, split), self.rank))
 
     def _sharded_dim(self, mask: Tensor) -> tuple[int, Split]:
         """The dim of a mask that is sharded, and its split."""

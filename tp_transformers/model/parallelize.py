@@ -148,6 +148,7 @@ def _attach_strategies(
 
 def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
     """Let modules draw this rank's own random numbers for sharded activations, shared ones for replicated ones."""
+    keeps_order = resolution.keeps_order
     for name in dict.fromkeys(
         name if strategy.signature.computes_locally else name.rpartition(".")[0]
         for name, strategy in resolution.module_strategies.items()
@@ -156,7 +157,7 @@ def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorPa
         or strategy.signature.computes_locally
     ):
         join_layers(model.get_submodule(name))
-        if resolution.keeps_order:
+        if keeps_order:
             around = (heads for other, heads in resolution.attention.items() if name == other or is_inside(name, other))
             heads = next((found.attended for found in around), None)
             guard: OwnRandomness = FullMasks(group.rank, group.device, heads)
