@@ -128,7 +128,7 @@ PRIVATE: dict[str, Private] = {
     "torch.nn.Module._forward_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._forward_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._load_state_dict_pre_hooks": Private("left out of copies", "model"),
-    "torch.nn.Module._modules": Private("the module's own", "strategies"),
+    "torch.nn.Module._modules": Private("the module's own", "model strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
         "anatomy checkpoint loading model plan_search strategies training",

@@ -31,6 +31,7 @@ from .generate import TensorParallelGeneration
 from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
 from .optimizers.step import STEPS_ON_SHARDS
+from .replaced import UNSHARDED_MODULES_RAISE
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
 from .wrappers import UNSHARDED_MODELS_ONLY
 
@@ -175,6 +176,7 @@ _PATCHES = (
     ASSIGNED_VALUES,
     FULL_BYTES,
     UNSHARDED_MODELS_ONLY,
+    UNSHARDED_MODULES_RAISE,
 )
 
 

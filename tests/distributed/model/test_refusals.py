@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_transformers
@@ -89,3 +91,30 @@ def wrap_whole(folder: str) -> bool:
     model = load(folder)
     wrapped = DistributedDataParallel(transformers.AutoModelForCausalLM.from_pretrained(folder))
     return torch.isfinite(wrapped(PROMPTS).logits).all().item() and tp_transformers.is_tensor_parallel(model)
+
+
+def replace_modules(folder: str) -> list[float]:
+    """Run on every rank: replaced modules are refused; the differences of those that need not be."""
+    model, full = load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    layer, reference = model.model.layers[0], full.model.layers[0]
+    blocks = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), layer.self_attn)
+    for name, block in {**blocks, "up_proj": layer.mlp, "down_proj": layer.mlp}.items():
+        sharded = getattr(block, name)
+        width, features = sharded.weight.shape
+        setattr(block, name, torch.nn.Linear(features, width, bias=False))
+        with pytest.raises(tp_transformers.UnsupportedError, match=f"{name}: got a Linear in the place of"):
+            logits_of(model)
+        setattr(block, name, sharded)
+    layer.self_attn.k_proj = torch.nn.Sequential(layer.self_attn.k_proj)  # calls the sharded one
+    layer.self_attn.v_proj = copy.deepcopy(reference.self_attn.v_proj)
+    style = tp_transformers.strategies.STRATEGIES["colwise"]
+    parallelize_module(layer.self_attn.v_proj, model.tp_group.device_mesh, style)
+    differences = [relative(logits_of(model), logits_of(full))]
+    for name in ("gate_proj", "up_proj", "down_proj"):  # the whole block computes on all features
+        setattr(layer.mlp, name, copy.deepcopy(getattr(reference.mlp, name)))
+    return [*differences, relative(logits_of(model), logits_of(full))]
+
+
+def test_a_module_in_the_place_of_a_sharded_one_is_refused_or_right(pool: Pool, cases: Any) -> None:
+    for differences in pool.run(3, replace_modules, cases(9, 3).folder):
+        assert max(differences) < 1e-5
