@@ -27,6 +27,7 @@ from ..errors import RemoteRankError, error_text
 from ..logs import get_logger
 from ..marks import untyped
 from . import direct
+from .environment import this_process
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
@@ -38,6 +39,8 @@ logger = get_logger(__name__)
 
 LIMIT = 10.0
 """Default seconds without a heartbeat until a rank counts as lost."""
+BUSY = 6
+"""Times as long for a process that runs on this machine: it may swap, or hold the GIL while it compiles or imports."""
 TRACE = 6000
 """Characters of a traceback to send to other ranks."""
 LEFT = -(1 << 40)
@@ -80,10 +83,11 @@ class Watch:
         assert store is not None
         own = connections(store)
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
-        ranks = self.group.gather((number, list(own.values())))
+        ranks = self.group.gather((number, list(own.values()), this_process()))
         self._links = between(
-            own, [ends for peer, (_, peer_ends) in enumerate(ranks) if peer != rank for ends in peer_ends]
+            own, [ends for peer, (_, peer_ends, _) in enumerate(ranks) if peer != rank for ends in peer_ends]
         )
+        self._next = ranks[(rank + 1) % len(ranks)][2]
         self.number = ranks[0][0]
         self._store = PrefixStore(f"tp_transformers/watch {self.number}", store)
         self.process_group = untyped(self.group.process_group)
@@ -253,9 +257,13 @@ class Watch:
             self._heard, self._heard_at = beat, now
         has_left = beat < 0  # a fault only if this rank waits for it: ranks may finish at different times
         since = max(self._heard_at, self._entered_at) if has_left else self._heard_at
-        if now - since > self.limit and (self._depth or not has_left):
-            rank = self.group.global_ranks[next_rank]
-            self._end(left(rank) if has_left else lost(rank, now - since))
+        if now - since <= self.limit or (has_left and not self._depth):
+            return
+        rank = self.group.global_ranks[next_rank]
+        if has_left:
+            self._end(left(rank))
+        elif now - since > BUSY * self.limit or not self._next.runs:
+            self._end(lost(rank, now - since))
 
     def _beats(self) -> list[int]:
         return [self._store.add(beat_of(rank), 0) for rank in range(self.group.size)]

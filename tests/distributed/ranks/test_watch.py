@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +26,7 @@ from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, data_parallel, fail_together, renew_process_group
 from tp_transformers.model.failures import WATCHED_CALLS
 from tp_transformers.ranks import failure
+from tp_transformers.ranks.environment import this_process
 from tp_transformers.ranks.poller import POLLER
 
 pytestmark = pytest.mark.distributed
@@ -211,6 +218,44 @@ def held(folder: str, grace: float) -> list[tuple[bool, bool]]:
 
 def test_models_are_watched_while_they_live(pool: Any, cases: Any) -> None:
     assert pool.run(2, held, cases(9, 3).folder, 30.0) == [[(True, True), (False, False)]] * 2
+
+
+def wait_for_the_busy(folder: str) -> float:
+    """Run on every rank: rank 1 holds the GIL for longer than the limit; the difference of logits after it."""
+    model = load(folder, tp_watch=1)
+    before = model(PROMPTS).logits
+    if model.tp_group.rank == 1:
+        ctypes.PyDLL(None).sleep(3)
+    return relative(model(PROMPTS).logits, before)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="other systems do not show whether a process runs")
+def test_a_busy_rank_without_heartbeats_is_waited_for(pool: Any, cases: Any) -> None:
+    assert pool.run(2, wait_for_the_busy, cases(9, 3).folder) == [0, 0]
+
+
+def test_a_process_runs_until_it_is_stopped_or_ends() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        own = this_process()
+        process = own._replace(number=child.pid, began=Path(f"/proc/{child.pid}/stat").read_text().split()[21])
+        assert own.runs
+        assert process.runs
+        assert not process._replace(began="1").runs  # the id belongs to a later process
+        assert not process._replace(machine="another").runs
+        assert not process._replace(namespace="another").runs
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert not process.runs
+        child.send_signal(signal.SIGCONT)
+    finally:
+        child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.runs  # a zombie
+    child.communicate()
+    assert not process.runs
 
 
 def off(folder: str) -> bool:
