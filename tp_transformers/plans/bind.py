@@ -187,7 +187,9 @@ class _Resolver:
         for rule in self.plan.rules:
             if rule.instance is None:
                 name = rule.strategy_name
-                hint = style_hint(name) or hint_for(self.faults, name, STRATEGIES)
+                hint = style_hint(name)
+                if not hint:
+                    hint = f"{hint_for(self.faults, name, STRATEGIES)}; import the file that registers your own first"
                 self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
         return [rule for rule in self.plan.rules if rule.instance is not None]
 
@@ -272,7 +274,10 @@ class _Resolver:
                 self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
             rows = getattr(self.modules[name], "num_embeddings", self.size)
             if strategy.is_embedding and strategy.signature.sums and rows < self.size:
-                self.faults.append(f"{name}: {rows} rows are fewer than {self.size} ranks; replicate it")
+                self.faults.append(
+                    f"{name}: {rows} rows are fewer than {self.size} ranks; load on {rows} at most, or with a plan "
+                    'that extends this one and has "replicate" for it'
+                )
             if (
                 self.prefix
                 and not f"{name}.".startswith(f"{self.prefix}.")

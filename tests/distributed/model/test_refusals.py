@@ -79,7 +79,7 @@ def test_a_vocabulary_smaller_than_the_ranks(pool: Pool, tmp_path: Path) -> None
     transformers.LlamaForCausalLM(llama_config(8, 4, vocab_size=1, bos_token_id=0)).save_pretrained(tmp_path)
     message = pool.error(2, load, str(tmp_path))
     assert message.startswith("PlanError")
-    assert "model.embed_tokens: 1 rows are fewer than 2 ranks; replicate it" in message
+    assert "model.embed_tokens: 1 rows are fewer than 2 ranks; load on 1 at most, or with a plan that" in message
 
 
 def test_models_that_are_whole_take_the_wrapper(pool: Pool, cases: Any) -> None:

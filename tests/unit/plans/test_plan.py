@@ -295,7 +295,9 @@ def test_attention_that_is_not_recognised_is_cut_only_where_its_heads_divide() -
 def test_an_unknown_strategy_in_a_declared_plan_is_a_fault() -> None:
     model = meta_model()
     plan = Plan("declared", (Rule("model.norm", strategy="from_the_future", optional=True),), declared=True)
-    assert "model.norm: unknown strategy 'from_the_future'" in faults(plan, model)
+    text = faults(plan, model)
+    assert "model.norm: unknown strategy 'from_the_future' (nearest: " in text
+    assert text.endswith("); import the file that registers your own first")
 
 
 def fused(parts: Any, size: int = 3) -> Resolution:
