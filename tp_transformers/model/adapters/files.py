@@ -32,7 +32,7 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
 
     Raises UnsupportedError if the adapter would be converted, and CheckpointError if it cannot be written.
     """
-    group = GROUP.of(peft_model.base_model.model)
+    group = GROUP.of(peft_model.base_model)
     save = type(peft_model).save_pretrained
     arguments = inspect.signature(save).bind(peft_model, *args, **kwargs).arguments
     options = {**arguments.pop("kwargs", {}), **arguments}
@@ -71,7 +71,7 @@ def _complete(folder: Path) -> Iterator[None]:
 def push_peft_model(peft_model: Any, repo_id: str, **options: Any) -> Any:
     """`push_to_hub` of a PeftModel: rank 0 uploads full adapters. Collective."""
     options.pop("max_shard_size", None)
-    return push(peft_model.base_model.model.tp_group, peft_model.save_pretrained, repo_id, **options)
+    return push(GROUP.of(peft_model.base_model), peft_model.save_pretrained, repo_id, **options)
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -161,4 +161,5 @@ def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options
     tensors = list(state.values())
     numbers = {key: torch.tensor([index]) for index, key in enumerate(state)}
     picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)
-    return {key: tensors[int(number)] for key, number in picked.items()}
+    # Prompts come as they are; every rank has them.
+    return {key: tensors[int(number)] for key, number in picked.items() if key != "prompt_embeddings"}

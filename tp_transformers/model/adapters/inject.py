@@ -1,4 +1,4 @@
-"""PEFT's LoRA on a tensor-parallel model: an adapter's two matrices are sharded like the layer that they adapt.
+"""PEFT's adapters on a tensor-parallel model: an adapter's matrices are sharded like the layer that they adapt.
 
     colwise   x ── A ──f── [B1 | B2] ── added to the base's shard of the output
     rowwise   [x | y] ── [A1 / A2] ──g── B ── added to the base's summed output
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,34 +22,39 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import MeshError
 from ...marks import untyped
 from ...patches import Patch
+from ...ranks import direct
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
-from ...strategies import SHARD, batch_sharded
+from ...strategies import SHARD, batch_sharded, full_tensor, local_tensor
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
-from .shard import full_adapters, split_adapter, strategies_of, unsupported
+from .prompts import set_up_prompts
+from .shard import full_adapters, layout_of_vector, split_adapter, strategies_of, unsupported
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""
+OF_WEIGHTS = re.compile(r"pissa(_niter_\d+)?|olora", re.IGNORECASE)
+"""Values that read the base layer's weight alone, and subtract the adapter from it."""
+KINDS = ("LORA", "IA3", "LOHA", "LN_TUNING")
+"""Types of adapters that are sharded."""
 
 
 def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     """Handle `inner` becoming a child of `outer`; torch calls this for every registered module."""
     if name not in ("model", "base_model") or not type(outer).__module__.startswith("peft."):
         return
+    replaced: dict[str, Callable[..., Any]] = {}
     if name == "model" and _group(inner) is not None and hasattr(outer, "inject_adapter"):
-        for method, replacement in _TUNER.items():
-            if hasattr(type(outer), method):
-                outer.__dict__[method] = partial(replacement, outer)
-    elif name == "base_model" and isinstance(inner, nn.Module):
-        if _group(inner) is not None:
-            raise unsupported(type(outer).__name__, "adapters that are prompts")
-        if _group(getattr(inner, "model", None)) is not None:
-            for method, replacement in _PEFT_MODEL.items():
-                outer.__dict__[method] = partial(replacement, outer)
+        replaced = _TUNER
+    elif name == "base_model" and (_group(inner) or _group(getattr(inner, "model", None))) is not None:
+        replaced = _PEFT_MODEL
+    for method, replacement in replaced.items():
+        if hasattr(type(outer), method):
+            outer.__dict__[method] = partial(replacement, outer)
 
 
 WATCH_ADAPTERS = Patch(
@@ -75,8 +82,9 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
         if hasattr(model, "set_requires_gradient_sync"):
             raise unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
-    if config.lora_dropout:
-        _check_random_state(group)
+    for dropout in ("lora_dropout", "module_dropout"):
+        if getattr(config, dropout, None):
+            _check_random_state(dropout, group)
     with group.agree():
         type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
 
@@ -84,8 +92,10 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
 def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     """`inject_adapter` of a tuner: full adapters first, then sharded like their base layers, with rank 0's values."""
     _inject_full(tuner, model, adapter_name, *args, **kwargs)
+    if tuner.peft_config[adapter_name].peft_type == "LN_TUNING":  # copies of modules, with their strategies
+        return
     for name, module in list(model.named_modules()):
-        if hasattr(module, "lora_embedding_A") and adapter_name in module.r:
+        if isinstance(module, tuner.tuner_layer_cls):
             split_adapter(name, module, adapter_name, GROUP.of(model))
 
 
@@ -112,17 +122,46 @@ def _create_and_replace(
 ) -> None:
     """`_create_and_replace` of a tuner, which reads the adapter's widths from the base layer's weight."""
     base: nn.Module = untyped(target).get_base_layer() if hasattr(target, "get_base_layer") else target
+    if config.peft_type == "LN_TUNING":
+        type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
+        return
     strategies_of(base)
+    reads_weight = OF_WEIGHTS.fullmatch(str(getattr(config, "init_lora_weights", ""))) is not None
+    if reads_weight:
+        check_not_packed(base, f"init_lora_weights={config.init_lora_weights!r}")
+    with _full_weight(base) if reads_weight else _full_shapes(base):
+        type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
+
+
+@contextmanager
+def _full_shapes(base: nn.Module) -> Iterator[None]:
+    """Give `base` parameters of the full shapes in the block, in the memory of one element each."""
     real = dict(base._parameters)
     for name, param in real.items():
         shard = SHARD.find(param)
-        if param is not None and shard is not None:  # the full shape, in the memory of one element
+        if param is not None and shard is not None:
             stand_in = torch.empty(1, dtype=param.dtype, device=shard.group.device).expand(shard.shape)
             base._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
     try:
-        type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
+        yield
     finally:
         base._parameters.update(real)
+
+
+@contextmanager
+def _full_weight(base: nn.Module) -> Iterator[None]:
+    """Give `base` its full weight in the block, then this rank's shard of rank 0's changed weight. Collective."""
+    param = base._parameters["weight"]
+    shard = SHARD.of(param)
+    assert param is not None
+    full = base._parameters["weight"] = nn.Parameter(full_tensor(param).detach(), requires_grad=False)
+    try:
+        yield
+        changed = full.data.contiguous()
+        direct.broadcast(changed, shard.group.process_group, 0)
+        local_tensor(param).copy_(shard.own(changed))
+    finally:
+        base._parameters["weight"] = param
 
 
 def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +170,11 @@ def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:
         type(tuner)._cast_adapter_dtype(tuner, *args, **kwargs)
 
 
-_PEFT_MODEL: dict[str, Callable[..., Any]] = {"save_pretrained": save_peft_model, "push_to_hub": push_peft_model}
+_PEFT_MODEL: dict[str, Callable[..., Any]] = {
+    "save_pretrained": save_peft_model,
+    "push_to_hub": push_peft_model,
+    "_setup_prompt_encoder": set_up_prompts,
+}
 _TUNER: dict[str, Callable[..., Any]] = {
     "inject_adapter": _inject_adapter,
     "_create_and_replace": _create_and_replace,
@@ -143,8 +186,20 @@ _TUNER: dict[str, Callable[..., Any]] = {
 def _check_config(config: Any, model: PreTrainedModel) -> None:
     """Raise UnsupportedError, before anything is changed, if an adapter cannot be sharded exactly."""
     kind = getattr(config.peft_type, "value", config.peft_type)
-    if kind != "LORA":
+    if kind not in KINDS:
         raise unsupported("peft", f"adapters of the type {kind}")
+    if getattr(config, "rank_dropout", None):  # it drops rows of the weight's update
+        raise unsupported(type(config).__name__, "rank_dropout")
+    if kind == "IA3":
+        from peft import IA3Model
+        from peft.tuners.tuners_utils import check_target_module_exists
+
+        for name, module in model.named_modules():
+            if check_target_module_exists(config, name):
+                is_feedforward = IA3Model._check_target_module_feedforward(config, name)
+                layout_of_vector(name, module, is_feedforward=is_feedforward)
+    if kind != "LORA":
+        return
     converted = copy.deepcopy(config)
     try:  # transformers may have merged modules into parameters, such as the experts of Mixtral
         from peft.utils.transformers_weight_conversion import (
@@ -160,7 +215,7 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
     rejected = sorted({option for option in options if getattr(converted, option, None)})
     if "target_parameters" in rejected and not config.target_parameters:  # as all-linear does where there are experts
         rejected[rejected.index("target_parameters")] = "target_modules that are parameters of experts"
-    if config.init_lora_weights not in INITS:
+    if config.init_lora_weights not in INITS and not OF_WEIGHTS.fullmatch(str(config.init_lora_weights)):
         rejected.append(f"init_lora_weights={config.init_lora_weights!r}")
     if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
         rejected.append("lora_dropout, where ranks have batches of their own")
@@ -168,13 +223,13 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         raise unsupported("LoraConfig", ", ".join(rejected))
 
 
-def _check_random_state(group: TensorParallelGroup) -> None:
+def _check_random_state(dropout: str, group: TensorParallelGroup) -> None:
     """Raise MeshError if ranks would drop different features: their adapters would drift apart."""
     if len(set(group.gather(random_state(group.device).numpy().tobytes()))) > 1:
         error = MeshError(
-            "lora_dropout",
+            dropout,
             got="another random state on each rank",
             expected="the same, so that all drop the same features",
-            fix="Call torch.manual_seed(seed) on all ranks before the adapter is made, or set lora_dropout=0.",
+            fix=f"Call torch.manual_seed(seed) on all ranks before the adapter is made, or set {dropout}=0.",
         )
         raise agreed(error)

@@ -1,4 +1,4 @@
-"""LoRA layers of PEFT on a sharded base layer: they merge, unmerge and compute on this rank's weights."""
+"""Layers of PEFT on a sharded base layer: they merge, unmerge and compute on this rank's weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
 
 _Layer: Any = object
-"""Base of the mixin; in the class of a layer, a LoRA layer of PEFT follows it in the MRO."""
+"""Base of the mixins; in the class of a layer, a layer of PEFT follows them in the MRO."""
 
 
 class AdaptedLayer(_Layer):
-    """A LoRA layer of PEFT on a sharded base layer."""
+    """A layer of PEFT on a sharded base layer."""
 
     peft_class: type
     """Its class in PEFT."""
@@ -37,7 +37,10 @@ class AdaptedLayer(_Layer):
 
     def owners(self) -> tuple[nn.Module, ...]:
         """The modules that hold its adapters' parameters."""
-        return *self.lora_A.values(), *self.lora_B.values(), self.lora_embedding_A, self.lora_embedding_B
+        dicts = [getattr(self, name) for name in self.adapter_layer_names]
+        return tuple(
+            owner for each in dicts for owner in (each.values() if isinstance(each, nn.ModuleDict) else [each])
+        )
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Add the adapters to this rank's weight. Raises UnsupportedError if it is packed."""
@@ -50,20 +53,11 @@ class AdaptedLayer(_Layer):
         with _local_weights(self):
             super().unmerge()
 
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """The adapter's update of this rank's weight."""
-        with _local_weights(self):
-            delta: Tensor = super().get_delta_weight(adapter)
-        shard = SHARD.of(untyped(self.get_base_layer()).weight)
-        # Adapters of embeddings are full along the hidden size.
-        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta)
-        return own
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the layer's own class, on this rank's shards of an embedding's adapters."""
-        if not self.lora_embedding_A:
+        """The forward of the layer's own class, on this rank's shards of parameters that are not a module's weight."""
+        owners: list[Any] = [own for own in self.owners() if isinstance(own, nn.ParameterDict) and own._parameters]
+        if not owners:
             return super().forward(*args, **kwargs)
-        owners = (self.lora_embedding_A, self.lora_embedding_B)
         saved = [dict(owner._parameters) for owner in owners]
         try:
             for owner in owners:
@@ -73,6 +67,19 @@ class AdaptedLayer(_Layer):
         finally:
             for owner, params in zip(owners, saved, strict=True):
                 owner._parameters.update(params)
+
+
+class AdaptedLora(AdaptedLayer):
+    """A LoRA layer; its matrices are modules with strategies, those of an embedding are parameters."""
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        with _local_weights(self):
+            delta: Tensor = super().get_delta_weight(adapter)
+        shard = SHARD.of(untyped(self.get_base_layer()).weight)
+        # Adapters of embeddings are full along the hidden size.
+        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta)
+        return own
 
     def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
         """Look up this rank's rows of an adapter, and sum over the ranks; weight: (vocab/size, r)."""
@@ -95,18 +102,50 @@ class AdaptedLayer(_Layer):
             return output
 
 
+class AdaptedLoha(AdaptedLayer):
+    """A LoHa layer: the Hadamard product of this rank's rows or columns of two low-rank matrices."""
+
+    def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        base = untyped(self.get_base_layer())
+        weight = base.weight
+        base._parameters["weight"] = local_tensor(weight)  # PEFT reads its shape
+        try:
+            delta: Tensor = super().get_delta_weight(adapter_name, **options)
+        finally:
+            base._parameters["weight"] = weight
+        return delta
+
+    def _get_delta_activations(self, adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        base = untyped(self.get_base_layer())
+        strategy, shard = STRATEGY.find(base), SHARD.of(base.weight)
+        if strategy is None or shard.layout is None:
+            plain: Tensor = super()._get_delta_activations(adapter_name, x)
+            return plain
+        mesh = untyped(shard.group.device_mesh)
+        with open_forward(base):
+            (x,) = strategy.before(base, (x,), mesh)
+            output: Tensor = strategy.after(base, super()._get_delta_activations(adapter_name, x), mesh)
+            return output
+
+
+_MIXINS: dict[str, type[AdaptedLayer]] = {"lora_A": AdaptedLora, "hada_w1_a": AdaptedLoha}
+"""Parameters of a layer of PEFT -> its mixin; others have AdaptedLayer."""
+
+
 @cache
 def adapted_class(cls: type) -> type:
-    """The subclass of a LoRA layer's class that is also an AdaptedLayer."""
+    """The subclass of the class of PEFT's layer that is also an AdaptedLayer."""
     if issubclass(cls, AdaptedLayer):
         return cls
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "peft_class": cls}
-    return type(cls.__name__, (AdaptedLayer, cls), names)
+    mixin = next((_MIXINS[name] for name in untyped(cls).adapter_layer_names if name in _MIXINS), AdaptedLayer)
+    return type(cls.__name__, (mixin, cls), names)
 
 
 @contextmanager
 def _local_weights(layer: Any) -> Iterator[None]:
-    """Replace the parameters of a LoRA layer's base and adapters by this rank's plain tensors in the block."""
+    """Replace the parameters of a layer's base and adapters by this rank's plain tensors in the block."""
     saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *layer.owners())]
     for owner, params in saved:
         for name, param in params.items():

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
 
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
-from ...slices.layout import Layout
+from ...slices.layout import Layout, Split
 from ...strategies import (
     SHARD,
     STRATEGY,
@@ -28,31 +29,78 @@ from ...strategies import (
 )
 from ...strategies.signature import BATCH, FEATURES
 from ..state_dict import keep_state, split_module
-from .layers import AdaptedLayer, SlicedDropout, adapted_class
+from .layers import AdaptedLora, SlicedDropout, adapted_class
+
+_AXES: dict[str, tuple[int | None, int | None]] = {
+    "lora_embedding_A": (None, 1),
+    "hada_w1_a": (0, None),
+    "hada_w1_b": (None, 1),
+    "hada_w2_a": (0, None),
+    "hada_w2_b": (None, 1),
+}
+"""Name of adapters' parameters -> their dims of the base layer's output and input features; None without such a dim."""
 
 
 def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGroup) -> None:
-    """Shard the adapter called `adapter` of a LoRA layer like its base layer, if it is not sharded yet."""
-    base = layer.get_base_layer()
-    of_a, of_b = strategies_of(base)
-    shard = SHARD.find(base.weight)
-    layout = shard.layout if shard is not None else None
-    split = layout.split if layout is not None else None
+    """Shard the adapter called `adapter` of a layer of PEFT like its base layer, if it is not sharded yet."""
     layer.__class__ = adapted_class(untyped(type(layer)))
-    if adapter in layer.lora_embedding_A:
-        rows = Layout(1, layout.split) if layout is not None and layout.dim == 0 else None
-        _split_parameter(layer.lora_embedding_A, adapter, rows, group)
-        _split_parameter(layer.lora_embedding_B, adapter, None, group)
-        return
-    for kind, strategy in (("lora_A", of_a), ("lora_B", of_b)):
-        module = getattr(layer, kind)[adapter]
-        if hasattr(module, STRATEGY.name):
+    for kind in layer.adapter_layer_names:
+        owner = getattr(layer, kind)
+        if adapter not in owner:
             continue
-        bound = strategy.bind(module, group.size, name=f"{name}.{kind}", split=split, config=strategy.config)
-        split_module(module, bound, group)
+        if isinstance(owner, nn.ParameterDict):
+            layout, is_partial = _layout_of(name, layer, kind)
+            _split_parameter(owner, adapter, layout, group, is_partial)
+        elif kind in ("lora_A", "lora_B"):
+            _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
+
+
+def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorParallelGroup) -> None:
+    """Shard `lora_A` or `lora_B` of a linear, by the strategy that the base layer's has for it."""
+    base, module = layer.get_base_layer(), getattr(layer, kind)[adapter]
+    if hasattr(module, STRATEGY.name):
+        return
+    strategy = strategies_of(base)[kind == "lora_B"]
+    shard = SHARD.find(base.weight)
+    split = shard.layout.split if shard is not None and shard.layout is not None else None
+    split_module(module, strategy.bind(module, group.size, name=name, split=split, config=strategy.config), group)
     dropped = layer.lora_dropout[adapter]
-    if split is not None and of_a.signature.takes is FEATURES and isinstance(dropped, nn.Dropout):
+    if split is not None and strategy.signature.takes is FEATURES and isinstance(dropped, nn.Dropout):
         layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
+
+
+def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
+    """Layout of a parameter of an adapter, and whether each rank has a partial sum of its gradient."""
+    base = layer.get_base_layer()
+    if kind == "ia3_l":
+        return layout_of_vector(name, base, is_feedforward=layer.is_feedforward), False
+    split, is_input = _split_of(base)
+    dim = _AXES.get(kind, (None, None))[is_input]
+    if split is None or dim is None:
+        return None, split is not None and kind.startswith("hada")
+    return Layout(dim, split), False
+
+
+def layout_of_vector(name: str, base: nn.Module, *, is_feedforward: bool) -> Layout | None:
+    """Layout of a vector of IA3, which scales the inputs (`is_feedforward`) or the outputs of `base`.
+
+    Raises UnsupportedError if this rank has a shard of the weight along the vector, but all of these activations.
+    """
+    split, is_input = _split_of(base)
+    if split is None or is_input != is_feedforward:
+        return None
+    strategy = STRATEGY.of(base)
+    if FEATURES is not (strategy.signature.takes if is_input else strategy.signature.leaves):
+        raise unsupported("IA3", f"{name}, which has the strategy {strategy}")
+    return Layout(1 if is_input else 0, split)
+
+
+def _split_of(base: Any) -> tuple[Split | None, bool]:
+    """Split of the weight of `base`, and whether it runs over the input features; None if each rank has all of it."""
+    shard = SHARD.find(base.weight)
+    if STRATEGY.find(base) is None or shard is None or shard.layout is None:
+        return None, False
+    return shard.layout.split, shard.layout.dim == (0 if isinstance(base, Conv1D | nn.Embedding) else 1)
 
 
 def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
@@ -71,7 +119,9 @@ def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelL
         raise refused from None
 
 
-def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup) -> None:
+def _split_parameter(
+    owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup, is_partial: bool
+) -> None:
     """Shard one parameter that is not the weight of a module; all ranks take rank 0's values."""
     param: nn.Parameter = getattr(owner, name)
     if hasattr(param, SHARD.name):
@@ -80,7 +130,7 @@ def _split_parameter(owner: nn.Module, name: str, layout: Layout | None, group: 
         param.data = param.data.contiguous()
         direct.broadcast(param.data, group.process_group, 0)
     local: Tensor = untyped(take(param.data, layout, group.rank))
-    shard = ParamShard(param.shape, layout, group, use_dtensor=layout is not None)
+    shard = ParamShard(param.shape, layout, group, layout is not None, sums_gradients=is_partial)
     owner._parameters[name] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
     owner.__dict__.setdefault("tp_shards", {})[name] = shard
     keep_state(owner)
@@ -90,7 +140,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{subject} on a tensor-parallel model",
         got=got,
-        expected="plain LoRA on linears and embeddings",
+        expected="LoRA on linears and embeddings, IA3, LoHa or LN tuning",
         fix="Leave it out, or train this adapter in one process.",
     )
 
@@ -104,7 +154,7 @@ def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collectio
     Args:
         names: the adapters to gather; None for all.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLora)]
     saved = [entry for layer in layers for entry in _parameters(layer, names)]
     full_params = [nn.Parameter(full_tensor(param), requires_grad=param.requires_grad) for _, _, param in saved]
     try:
