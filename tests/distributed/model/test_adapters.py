@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from peft import (
     IA3Config,
     LNTuningConfig,
@@ -23,7 +24,14 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    MixtralConfig,
+)
 
 import tp_transformers
 from tests.support.comparisons import (
@@ -71,8 +79,8 @@ def lora(targets: Any, **options: Any) -> LoraConfig:
     return LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **options)
 
 
-def train(folder: str, scratch: str, config: Any) -> None:
-    models = load_both(folder)
+def train(folder: str, scratch: str, config: Any, **options: Any) -> None:
+    models = load(folder, **options), AutoModelForCausalLM.from_pretrained(folder)
     adapted = []
     for model in models:
         torch.manual_seed(11)
@@ -117,7 +125,7 @@ def train(folder: str, scratch: str, config: Any) -> None:
     files = [sorted(path.name for path in Path(scratch, who).iterdir()) for who in ("ours", "theirs")]
     assert files[0] == files[1]
     torch.manual_seed(11)  # a randomised SVD subtracts the same from the weights again
-    again = PeftModel.from_pretrained(load(folder), f"{scratch}/ours")
+    again = PeftModel.from_pretrained(load(folder, **options), f"{scratch}/ours")
     assert relative(logits_of(again), expected) < TOLERANCE
     torch.manual_seed(11)
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
@@ -160,6 +168,8 @@ KINDS = {
     "PiSSA": lora("all-linear", init_lora_weights="pissa"),
     "PiSSA in few steps": lora(["k_proj", "o_proj"], init_lora_weights="pissa_niter_4"),
     "OLoRA": lora(["v_proj", "down_proj", "lm_head"], init_lora_weights="olora"),
+    "DoRA": lora(["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "up_proj"], use_dora=True),
+    "DoRA with dropout": lora(["q_proj", "o_proj"], use_dora=True, lora_dropout=0.3),
     "rsLoRA": lora(["q_proj", "down_proj"], use_rslora=True),
 }
 
@@ -177,6 +187,37 @@ def test_other_kinds_are_those_of_one_process(
     pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
 ) -> None:
     pool.run(size, train_kind, cases(*heads).folder, str(tmp_path), kind)
+
+
+EXPERTS = {
+    "Mixtral": MixtralConfig(num_local_experts=5, num_experts_per_tok=2),
+    "GPT-OSS": GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=1, head_dim=8, initializer_range=0.2
+    ),
+}
+
+
+def train_experts(folder: str, scratch: str, plan: Any) -> None:
+    warnings.simplefilter("ignore")
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    train(folder, scratch, lora(["q_proj", "o_proj"], target_parameters=weights), tp_plan=plan)
+
+
+@pytest.mark.parametrize("size", wide([2, 3], 1))
+@pytest.mark.parametrize("plan", ["auto", "experts"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_lora_on_experts_is_that_of_one_process(pool: Any, tmp_path: Path, kind: str, plan: str, size: int) -> None:
+    config = EXPERTS[kind]
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 3}
+    config.update({**sizes, "num_hidden_layers": 1, "vocab_size": VOCAB})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    weights = ("gate_up_proj", "down_proj", *("gate_up_proj_bias", "down_proj_bias") * (kind == "GPT-OSS"))
+    rules = {f"layers.*.mlp.experts.{name}": "local" for name in weights}
+    complete = {"model_type": config.model_type, "extends": config.model_type, "base_model": rules}
+    path = tmp_path / "experts.yaml"
+    path.write_text(yaml.safe_dump(complete))
+    pool.run(size, train_experts, str(tmp_path / "model"), str(tmp_path), "auto" if plan == "auto" else str(path))
 
 
 PROMPT_KINDS = {
@@ -318,7 +359,8 @@ def other_ways(folder: str, scratch: str) -> None:
     model = load(folder)
     names = [name for name, _ in model.named_parameters()]
     for config, message in (
-        (LoraConfig(target_modules=targets, use_dora=True), "LoraConfig on a tensor-parallel model: got use_dora"),
+        (LoraConfig(target_modules=["embed_tokens"], use_dora=True), "DoRA on a .*: got the embedding"),
+        (LoraConfig(target_modules=["lm_head"], use_dora=True), "DoRA on a .* got lm_head, which has the strategy"),
         (LoraConfig(target_modules=targets, init_lora_weights="eva"), "got init_lora_weights='eva'"),
         (
             LoHaConfig(target_modules=targets, rank_dropout=0.1),

@@ -125,10 +125,14 @@ def _create_and_replace(
     if config.peft_type == "LN_TUNING":
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
         return
-    strategies_of(base)
-    reads_weight = OF_WEIGHTS.fullmatch(str(getattr(config, "init_lora_weights", ""))) is not None
+    if kwargs.get("parameter_name") is not None:
+        check_not_packed(base, "adapters on its parameters")
+    else:
+        strategies_of(base)
+    init = str(getattr(config, "init_lora_weights", ""))
+    reads_weight = OF_WEIGHTS.fullmatch(init) is not None or getattr(config, "use_dora", False)
     if reads_weight:
-        check_not_packed(base, f"init_lora_weights={config.init_lora_weights!r}")
+        check_not_packed(base, f"use_dora or init_lora_weights={init!r}")
     with _full_weight(base) if reads_weight else _full_shapes(base):
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
 
@@ -190,14 +194,8 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         raise unsupported("peft", f"adapters of the type {kind}")
     if getattr(config, "rank_dropout", None):  # it drops rows of the weight's update
         raise unsupported(type(config).__name__, "rank_dropout")
-    if kind == "IA3":
-        from peft import IA3Model
-        from peft.tuners.tuners_utils import check_target_module_exists
-
-        for name, module in model.named_modules():
-            if check_target_module_exists(config, name):
-                is_feedforward = IA3Model._check_target_module_feedforward(config, name)
-                layout_of_vector(name, module, is_feedforward=is_feedforward)
+    if kind == "IA3" or getattr(config, "use_dora", False):
+        _check_vectors(config, model)
     if kind != "LORA":
         return
     converted = copy.deepcopy(config)
@@ -211,16 +209,34 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
     else:
         convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
     options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
-    options += ["use_dora", "layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying"]
+    options = [option for option in options if option != "use_dora"]
+    options += ["layer_replication", "trainable_token_indices", "ensure_weight_tying"]
     rejected = sorted({option for option in options if getattr(converted, option, None)})
-    if "target_parameters" in rejected and not config.target_parameters:  # as all-linear does where there are experts
-        rejected[rejected.index("target_parameters")] = "target_modules that are parameters of experts"
+    if getattr(converted, "target_parameters", None) and OF_WEIGHTS.fullmatch(str(config.init_lora_weights)):
+        rejected.append(f"target_parameters with init_lora_weights={config.init_lora_weights!r}")
     if config.init_lora_weights not in INITS and not OF_WEIGHTS.fullmatch(str(config.init_lora_weights)):
         rejected.append(f"init_lora_weights={config.init_lora_weights!r}")
     if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
         rejected.append("lora_dropout, where ranks have batches of their own")
     if rejected:
         raise unsupported("LoraConfig", ", ".join(rejected))
+
+
+def _check_vectors(config: Any, model: nn.Module) -> None:
+    """Raise UnsupportedError if a vector of IA3 or DoRA does not fit the activations of its layer."""
+    from peft import IA3Model
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    for name, module in model.named_modules():
+        if not check_target_module_exists(config, name):
+            continue
+        if config.peft_type == "IA3":
+            is_feedforward = IA3Model._check_target_module_feedforward(config, name)
+            layout_of_vector("IA3", name, module, is_of_inputs=is_feedforward)
+        elif isinstance(module, nn.Embedding):
+            raise unsupported("DoRA", f"the embedding {name}")
+        else:
+            layout_of_vector("DoRA", name, module, is_of_inputs=False)
 
 
 def _check_random_state(dropout: str, group: TensorParallelGroup) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, linear
+from transformers.pytorch_utils import Conv1D
 
 from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import UnsupportedError
 from ...marks import untyped
+from ...ranks import direct
+from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split
-from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
+from ...strategies import SHARD, STRATEGY, ParamShard, local_tensor, open_forward, take
 
 _Layer: Any = object
 """Base of the mixins; in the class of a layer, a layer of PEFT follows them in the MRO."""
@@ -102,6 +106,93 @@ class AdaptedLora(AdaptedLayer):
             return output
 
 
+class AdaptedParam(AdaptedLora):
+    """LoRA on a parameter: the weights of all experts (experts, in, out) or (experts, out, in), or one matrix.
+
+    A is (experts * r, in), and B (out, r * experts).
+    """
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weights."""
+        with _local_weights(self):
+            return self._delta(adapter)
+
+    def _delta(self, adapter: str) -> Tensor:
+        a, b = (
+            module[adapter].tp_shards["weight"].view(module[adapter]._parameters["weight"])
+            for module in (self.lora_A, self.lora_B)
+        )
+        param, scaling = self.get_param(), self.scaling[adapter]
+        a, b = a.to(param.dtype), b.to(param.dtype)
+        if param.ndim == 2:
+            return scaling * (b @ a)  # type: ignore[no-any-return]
+        a = a.reshape(self.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        shard = SHARD.of(param)
+        if shard.layout is not None and shard.layout.dim == 0:  # this rank's experts
+            a, b = (take(each, shard.layout, shard.group.rank) for each in (a, b))
+        delta: Tensor = scaling * (b @ a)
+        return delta if self._did_swap_in_out_features else delta.transpose(1, 2)
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """Replace the parameter by this rank's values with the adapters added, in the block."""
+        base, name = self.get_base_layer(), self.parameter_name
+        param = base._parameters[name]
+        weight = SHARD.of(param).view(param)
+        for adapter in active_adapters:
+            if adapter in self.lora_A:
+                weight = weight + self._delta(adapter)
+        base._parameters[name] = weight
+        try:
+            yield
+        finally:
+            base._parameters[name] = param
+
+
+class AdaptedDora(_Layer):
+    """The magnitudes of DoRA: one for each row of a linear's weight, by which the norm of the row is replaced."""
+
+    peft_class: type
+    """Its class in PEFT."""
+    tp_shards: dict[str, ParamShard]
+    tp_group: TensorParallelGroup
+    tp_sums: bool
+    """True if this rank has columns of the weight: the squares of a row are summed over the ranks."""
+
+    def get_lora_weight(self, **arguments: Any) -> Tensor:
+        """LoRA's update of this rank's weight, without a gradient: (out/size, in) or (out, in/size)."""
+        a, b = (local_tensor(arguments[name].weight).detach() for name in ("lora_A", "lora_B"))
+        return b @ a
+
+    def get_weight_norm(
+        self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
+    ) -> Tensor:
+        """The norm of each row that this rank has a part of (all-reduce if it has columns): (out/size) or (out)."""
+        rows = (local_tensor(weight).T if self.fan_in_fan_out else local_tensor(weight)) + scaling * lora_weight
+        if not self.tp_sums:
+            norms: Tensor = torch.linalg.norm(rows, dim=1)
+            return norms.to(rows.dtype)
+        squares = rows.float().square().sum(1)
+        direct.all_reduce(squares, self.tp_group.process_group)
+        return squares.sqrt().to(rows.dtype)
+
+    def forward(self, x: Tensor, *, base_layer: Any, base_result: Tensor | None = None, **named: Any) -> Tensor:
+        """The update of the base layer's outputs, as PEFT computes it, on this rank's rows or columns."""
+        magnitudes, weight = self._parameters["weight"], base_layer.weight
+        if base_result is None:  # of inputs that dropout changed
+            base_result = _product(base_layer, x)
+            if base_layer.bias is not None:
+                base_result = base_result + local_tensor(base_layer.bias)  # PEFT subtracts it
+        self._parameters["weight"] = self.tp_shards["weight"].view(magnitudes)
+        base_layer._parameters["weight"] = local_tensor(weight)
+        try:
+            updates: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **named)
+        finally:
+            self._parameters["weight"], base_layer._parameters["weight"] = magnitudes, weight
+        return updates
+
+
 class AdaptedLoha(AdaptedLayer):
     """A LoHa layer: the Hadamard product of this rank's rows or columns of two low-rank matrices."""
 
@@ -117,29 +208,44 @@ class AdaptedLoha(AdaptedLayer):
         return delta
 
     def _get_delta_activations(self, adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        base = untyped(self.get_base_layer())
-        strategy, shard = STRATEGY.find(base), SHARD.of(base.weight)
-        if strategy is None or shard.layout is None:
-            plain: Tensor = super()._get_delta_activations(adapter_name, x)
-            return plain
-        mesh = untyped(shard.group.device_mesh)
-        with open_forward(base):
-            (x,) = strategy.before(base, (x,), mesh)
-            output: Tensor = strategy.after(base, super()._get_delta_activations(adapter_name, x), mesh)
-            return output
+        return _communicating(self.get_base_layer(), x, partial(super()._get_delta_activations, adapter_name))
 
 
-_MIXINS: dict[str, type[AdaptedLayer]] = {"lora_A": AdaptedLora, "hada_w1_a": AdaptedLoha}
+def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """`product` of this rank's inputs, with the communication of the linear `base`."""
+    strategy, shard = STRATEGY.find(base), SHARD.of(base.weight)
+    if strategy is None or shard.layout is None:
+        return product(x)
+    mesh = untyped(shard.group.device_mesh)
+    with open_forward(base):
+        (x,) = strategy.before(base, (x,), mesh)
+        output: Tensor = strategy.after(base, product(x), mesh)
+        return output
+
+
+def _product(base: Any, x: Tensor) -> Tensor:
+    """`x` times the weight of the linear `base`, without its bias."""
+    weight = local_tensor(base.weight)
+    return _communicating(base, x, lambda own: linear(own, weight.T if isinstance(base, Conv1D) else weight))
+
+
+_MIXINS: dict[str, type] = {"lora_A": AdaptedLora, "hada_w1_a": AdaptedLoha}
 """Parameters of a layer of PEFT -> its mixin; others have AdaptedLayer."""
 
 
 @cache
 def adapted_class(cls: type) -> type:
-    """The subclass of the class of PEFT's layer that is also an AdaptedLayer."""
-    if issubclass(cls, AdaptedLayer):
+    """The subclass of the class of PEFT's layer that is also an AdaptedLayer; for DoRA's magnitudes, AdaptedDora."""
+    if issubclass(cls, AdaptedLayer | AdaptedDora):
         return cls
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "peft_class": cls}
-    mixin = next((_MIXINS[name] for name in untyped(cls).adapter_layer_names if name in _MIXINS), AdaptedLayer)
+    parameters = getattr(cls, "adapter_layer_names", None)
+    if parameters is None:
+        mixin: type = AdaptedDora
+    elif hasattr(cls, "get_param"):
+        mixin = AdaptedParam
+    else:
+        mixin = next((_MIXINS[name] for name in parameters if name in _MIXINS), AdaptedLayer)
     return type(cls.__name__, (mixin, cls), names)
 
 

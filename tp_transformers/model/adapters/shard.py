@@ -51,8 +51,13 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
         if isinstance(owner, nn.ParameterDict):
             layout, is_partial = _layout_of(name, layer, kind)
             _split_parameter(owner, adapter, layout, group, is_partial)
+        elif kind in ("lora_A", "lora_B") and hasattr(layer, "get_param"):
+            layout, is_partial = _layout_of_factor(layer, kind)
+            _split_parameter(owner[adapter], "weight", layout, group, is_partial)
         elif kind in ("lora_A", "lora_B"):
             _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
+        elif kind == "lora_magnitude_vector":
+            _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
 
 
 def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorParallelGroup) -> None:
@@ -69,11 +74,19 @@ def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorPar
         layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
 
 
+def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: TensorParallelGroup) -> None:
+    """Shard the magnitudes of DoRA, one for each output of `base`."""
+    layout = layout_of_vector("DoRA", name, base, is_of_inputs=False)
+    _split_parameter(magnitudes, "weight", layout, group)
+    magnitudes.__class__ = adapted_class(untyped(type(magnitudes)))
+    magnitudes.tp_group, magnitudes.tp_sums = group, _split_of(base)[1]
+
+
 def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     """Layout of a parameter of an adapter, and whether each rank has a partial sum of its gradient."""
     base = layer.get_base_layer()
     if kind == "ia3_l":
-        return layout_of_vector(name, base, is_feedforward=layer.is_feedforward), False
+        return layout_of_vector("IA3", name, base, is_of_inputs=layer.is_feedforward), False
     split, is_input = _split_of(base)
     dim = _AXES.get(kind, (None, None))[is_input]
     if split is None or dim is None:
@@ -81,17 +94,29 @@ def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     return Layout(dim, split), False
 
 
-def layout_of_vector(name: str, base: nn.Module, *, is_feedforward: bool) -> Layout | None:
-    """Layout of a vector of IA3, which scales the inputs (`is_feedforward`) or the outputs of `base`.
+def _layout_of_factor(layer: Any, kind: str) -> tuple[Layout | None, bool]:
+    """As `_layout_of`, for a matrix of LoRA on experts; it is replicated if a rank has complete experts."""
+    param = layer.get_param()
+    shard = SHARD.of(param)
+    if shard.layout is None:
+        return None, shard.sums_gradients
+    is_input = param.ndim - shard.layout.dim == (1 if param.ndim == 2 or layer._did_swap_in_out_features else 2)
+    if (param.ndim == 3 and shard.layout.dim == 0) or is_input != (kind == "lora_A"):
+        return None, True
+    return Layout(1 if is_input else 0, shard.layout.split), False
+
+
+def layout_of_vector(adapter: str, name: str, base: nn.Module, *, is_of_inputs: bool) -> Layout | None:
+    """Layout of an adapter's vector that scales the inputs or the outputs of `base`: (1, in), (out, 1) or (out).
 
     Raises UnsupportedError if this rank has a shard of the weight along the vector, but all of these activations.
     """
     split, is_input = _split_of(base)
-    if split is None or is_input != is_feedforward:
+    if split is None or is_input != is_of_inputs:
         return None
     strategy = STRATEGY.of(base)
     if FEATURES is not (strategy.signature.takes if is_input else strategy.signature.leaves):
-        raise unsupported("IA3", f"{name}, which has the strategy {strategy}")
+        raise unsupported(adapter, f"{name}, which has the strategy {strategy}")
     return Layout(1 if is_input else 0, split)
 
 
@@ -120,7 +145,7 @@ def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelL
 
 
 def _split_parameter(
-    owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup, is_partial: bool
+    owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup, is_partial: bool = False
 ) -> None:
     """Shard one parameter that is not the weight of a module; all ranks take rank 0's values."""
     param: nn.Parameter = getattr(owner, name)
@@ -140,7 +165,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{subject} on a tensor-parallel model",
         got=got,
-        expected="LoRA on linears and embeddings, IA3, LoHa or LN tuning",
+        expected="LoRA on linears and embeddings, DoRA on linears, IA3, LoHa, LN tuning, prompt tuning or P-tuning",
         fix="Leave it out, or train this adapter in one process.",
     )
 
