@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
-from tests.distributed.model.test_adapters import shake
+from tests.support.adapters import shake
 from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of

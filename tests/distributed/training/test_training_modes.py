@@ -104,6 +104,7 @@ QUICK = (
     "shard, parts",
     "replicate, sequence and loss, autocast",
     "shard, policy",
+    "shard, shares",
 )
 """What the fast suite runs beside MODES; compiled models it trains in tests/distributed/model/test_inductor.py."""
 
@@ -217,8 +218,8 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
     yield "llama", (9, 3), 4, (*MODES, *OWN)
     if not WHOLE_MATRIX:
         yield "llama", (9, 3), 4, QUICK
-        yield "llama", (9, 3), 4, tuple(SHARED)
         return
+    yield "llama", (9, 3), 4, tuple(SHARED)
     yield "llama", (6, 3), 4, (*MODES, *OWN)
     yield "llama", (9, 3), 4, ("shard, policy",)
     for name in TRAINED:

@@ -34,6 +34,7 @@ from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import set_up_prompts
 from .shard import full_adapters, layout_of_vector, split_adapter, strategies_of, unsupported
+from .tokens import split_tokens
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""
@@ -97,6 +98,8 @@ def _inject_adapter(tuner: Any, model: PreTrainedModel, adapter_name: str, *args
     for name, module in list(model.named_modules()):
         if isinstance(module, tuner.tuner_layer_cls):
             split_adapter(name, module, adapter_name, GROUP.of(model))
+        elif hasattr(module, "trainable_tokens_delta"):
+            split_tokens(module, adapter_name, GROUP.of(model))
 
 
 def _add_weighted_adapter(tuner: Any, adapters: Any, weights: Any, adapter_name: str, *args: Any, **named: Any) -> None:
@@ -210,7 +213,7 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
     options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     options = [option for option in options if option != "use_dora"]
-    options += ["layer_replication", "trainable_token_indices", "ensure_weight_tying"]
+    options += ["layer_replication", "ensure_weight_tying"]
     rejected = sorted({option for option in options if getattr(converted, option, None)})
     if getattr(converted, "target_parameters", None) and OF_WEIGHTS.fullmatch(str(config.init_lora_weights)):
         rejected.append(f"target_parameters with init_lora_weights={config.init_lora_weights!r}")

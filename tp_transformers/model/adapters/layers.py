@@ -179,17 +179,19 @@ class AdaptedDora(_Layer):
 
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Tensor | None = None, **named: Any) -> Tensor:
         """The update of the base layer's outputs, as PEFT computes it, on this rank's rows or columns."""
-        magnitudes, weight = self._parameters["weight"], base_layer.weight
+        magnitudes, params = self._parameters["weight"], dict(base_layer._parameters)
+        local = {name: None if param is None else SHARD.of(param).view(param) for name, param in params.items()}
         if base_result is None:  # of inputs that dropout changed
             base_result = _product(base_layer, x)
-            if base_layer.bias is not None:
-                base_result = base_result + local_tensor(base_layer.bias)  # PEFT subtracts it
+            if local["bias"] is not None:
+                base_result = base_result + local["bias"]  # PEFT subtracts it
         self._parameters["weight"] = self.tp_shards["weight"].view(magnitudes)
-        base_layer._parameters["weight"] = local_tensor(weight)
+        base_layer._parameters.update(local)
         try:
             updates: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **named)
         finally:
-            self._parameters["weight"], base_layer._parameters["weight"] = magnitudes, weight
+            self._parameters["weight"] = magnitudes
+            base_layer._parameters.update(params)
         return updates
 
 

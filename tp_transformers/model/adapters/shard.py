@@ -27,7 +27,7 @@ from ...strategies import (
     shard_of,
     take,
 )
-from ...strategies.signature import BATCH, FEATURES
+from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from ..state_dict import keep_state, split_module
 from .layers import AdaptedLora, SlicedDropout, adapted_class
 
@@ -50,10 +50,10 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             continue
         if isinstance(owner, nn.ParameterDict):
             layout, is_partial = _layout_of(name, layer, kind)
-            _split_parameter(owner, adapter, layout, group, is_partial)
+            split_parameter(owner, adapter, layout, group, is_partial)
         elif kind in ("lora_A", "lora_B") and hasattr(layer, "get_param"):
             layout, is_partial = _layout_of_factor(layer, kind)
-            _split_parameter(owner[adapter], "weight", layout, group, is_partial)
+            split_parameter(owner[adapter], "weight", layout, group, is_partial)
         elif kind in ("lora_A", "lora_B"):
             _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
         elif kind == "lora_magnitude_vector":
@@ -77,7 +77,7 @@ def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorPar
 def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: TensorParallelGroup) -> None:
     """Shard the magnitudes of DoRA, one for each output of `base`."""
     layout = layout_of_vector("DoRA", name, base, is_of_inputs=False)
-    _split_parameter(magnitudes, "weight", layout, group)
+    split_parameter(magnitudes, "weight", layout, group, layout is None and _has_partial_gradients(base))
     magnitudes.__class__ = adapted_class(untyped(type(magnitudes)))
     magnitudes.tp_group, magnitudes.tp_sums = group, _split_of(base)[1]
 
@@ -86,11 +86,12 @@ def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     """Layout of a parameter of an adapter, and whether each rank has a partial sum of its gradient."""
     base = layer.get_base_layer()
     if kind == "ia3_l":
-        return layout_of_vector("IA3", name, base, is_of_inputs=layer.is_feedforward), False
+        layout = layout_of_vector("IA3", name, base, is_of_inputs=layer.is_feedforward)
+        return layout, layout is None and _has_partial_gradients(base)
     split, is_input = _split_of(base)
     dim = _AXES.get(kind, (None, None))[is_input]
     if split is None or dim is None:
-        return None, split is not None and kind.startswith("hada")
+        return None, _has_partial_gradients(base) or (split is not None and kind.startswith("hada"))
     return Layout(dim, split), False
 
 
@@ -120,6 +121,18 @@ def layout_of_vector(adapter: str, name: str, base: nn.Module, *, is_of_inputs: 
     return Layout(1 if is_input else 0, split)
 
 
+def _has_partial_gradients(base: Any) -> bool:
+    """True if vectors that scale all inputs or outputs of `base` get partial sums of their gradients.
+
+    This rank then has only some of the tokens, or the block around `base` sums outputs, and gradients of inputs.
+    """
+    if (strategy := STRATEGY.find(base)) is None:
+        return False
+    signature = strategy.signature
+    is_partial = not {SEQUENCE, BATCH, PARTIAL}.isdisjoint((signature.takes, signature.leaves, signature.gradient))
+    return is_partial or (signature.leaves is FEATURES and signature.inside is None)
+
+
 def _split_of(base: Any) -> tuple[Split | None, bool]:
     """Split of the weight of `base`, and whether it runs over the input features; None if each rank has all of it."""
     shard = SHARD.find(base.weight)
@@ -144,7 +157,7 @@ def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelL
         raise refused from None
 
 
-def _split_parameter(
+def split_parameter(
     owner: nn.Module, name: str, layout: Layout | None, group: TensorParallelGroup, is_partial: bool = False
 ) -> None:
     """Shard one parameter that is not the weight of a module; all ranks take rank 0's values."""

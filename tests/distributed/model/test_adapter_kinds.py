@@ -1,0 +1,156 @@
+"""Other kinds of PEFT's adapters than LoRA on linears; references are the same adapters in one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    PeftModel,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
+
+from tests.support.adapters import TOLERANCE, lora, step, train
+from tests.support.comparisons import gradient_differences, relative
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of
+from tests.support.tiers import wide
+
+pytestmark = pytest.mark.distributed
+
+KINDS = {
+    "IA3": IA3Config(target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "IA3 on inputs": IA3Config(target_modules=["v_proj", "up_proj"], feedforward_modules=["v_proj", "up_proj"]),
+    "LoHa": LoHaConfig(r=2, target_modules="all-linear", init_weights=False),
+    "LN tuning": LNTuningConfig(),
+    "PiSSA": lora("all-linear", init_lora_weights="pissa"),
+    "PiSSA in few steps": lora(["k_proj", "o_proj"], init_lora_weights="pissa_niter_4"),
+    "OLoRA": lora(["v_proj", "down_proj", "lm_head"], init_lora_weights="olora"),
+    "DoRA": lora(["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "up_proj"], use_dora=True),
+    "DoRA with dropout": lora(["q_proj", "o_proj"], use_dora=True, lora_dropout=0.3),
+    "modules to save": lora(["q_proj"], modules_to_save=["lm_head", "embed_tokens", "down_proj"]),
+    "tokens": lora(["q_proj"], trainable_token_indices={"embed_tokens": [1, 5, VOCAB - 1], "lm_head": [17]}),
+    "rsLoRA": lora(["q_proj", "down_proj"], use_rslora=True),
+}
+
+
+QUICK = ("IA3", "LoHa", "PiSSA", "DoRA", "modules to save", "tokens")
+
+
+def train_kind(folder: str, scratch: str, kind: str, **options: Any) -> None:
+    warnings.simplefilter("ignore")
+    config = copy.deepcopy(KINDS[kind])
+    config.task_type = "CAUSAL_LM"
+    train(folder, scratch, config, **options)
+
+
+def train_kinds_with_shards_of_the_sequence(folder: str, scratch: str) -> None:
+    for kind in KINDS:
+        if kind != "DoRA with dropout":  # refused: ranks drop parts of their own
+            train_kind(folder, f"{scratch}/{kind}", kind, tp_sequence_parallel=True)
+
+
+@pytest.mark.slow
+def test_kinds_with_shards_of_the_sequence(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, train_kinds_with_shards_of_the_sequence, cases(9, 3).folder, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_trainable_tokens_of_tied_weights(pool: Any, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, train_tied, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path))
+
+
+def train_tied(folder: str, scratch: str) -> None:
+    warnings.simplefilter("ignore")
+    train(folder, scratch, lora(["q_proj"], trainable_token_indices=[2, VOCAB - 1]))
+
+
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 4), 2)], 1))
+@pytest.mark.parametrize(
+    "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_other_kinds_are_those_of_one_process(
+    pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
+) -> None:
+    pool.run(size, train_kind, cases(*heads).folder, str(tmp_path), kind)
+
+
+EXPERTS = {
+    "Mixtral": MixtralConfig(num_local_experts=5, num_experts_per_tok=2),
+    "GPT-OSS": GptOssConfig(
+        num_local_experts=4, num_experts_per_tok=2, num_hidden_layers=1, head_dim=8, initializer_range=0.2
+    ),
+}
+
+
+def train_experts(folder: str, scratch: str, plan: Any) -> None:
+    warnings.simplefilter("ignore")
+    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    train(folder, scratch, lora(["q_proj", "o_proj"], target_parameters=weights), tp_plan=plan)
+
+
+@pytest.mark.parametrize("size", wide([2, 3], 1))
+@pytest.mark.parametrize("plan", ["auto", "experts"])
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_lora_on_experts_is_that_of_one_process(pool: Any, tmp_path: Path, kind: str, plan: str, size: int) -> None:
+    config = EXPERTS[kind]
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 3}
+    config.update({**sizes, "num_hidden_layers": 1, "vocab_size": VOCAB})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    weights = ("gate_up_proj", "down_proj", *("gate_up_proj_bias", "down_proj_bias") * (kind == "GPT-OSS"))
+    rules = {f"layers.*.mlp.experts.{name}": "local" for name in weights}
+    complete = {"model_type": config.model_type, "extends": config.model_type, "base_model": rules}
+    path = tmp_path / "experts.yaml"
+    path.write_text(yaml.safe_dump(complete))
+    pool.run(size, train_experts, str(tmp_path / "model"), str(tmp_path), "auto" if plan == "auto" else str(path))
+
+
+PROMPT_KINDS = {
+    "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "P-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=16),
+}
+
+
+def train_prompts(folder: str, scratch: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    config, adapted = PROMPT_KINDS[kind], []
+    for model in load_both(folder):
+        torch.manual_seed(11)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)))
+    ours, theirs = adapted
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in adapted]
+    for _ in range(3):
+        for model, optimizer in zip(adapted, optimizers, strict=True):
+            step(model.train(), optimizer)
+        errors = gradient_differences(ours, theirs)
+        assert max(errors.values()) < TOLERANCE, errors
+        for optimizer in optimizers:
+            optimizer.step()
+    ours.eval(), theirs.eval()
+    expected = logits_of(theirs)
+    assert relative(logits_of(ours), expected) < 1e-3
+    assert torch.equal(*(each.generate(input_ids=PROMPTS, attention_mask=MASK, max_new_tokens=4) for each in adapted))
+    ours.save_pretrained(f"{scratch}/ours")
+    dist.barrier()
+    for base in (load(folder), AutoModelForCausalLM.from_pretrained(folder)):
+        assert relative(logits_of(PeftModel.from_pretrained(base, f"{scratch}/ours")), expected) < 1e-3
+
+
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 4), 3)], 1))
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
+def test_prompts_are_those_of_one_process(
+    pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
+) -> None:
+    pool.run(size, train_prompts, cases(*heads).folder, str(tmp_path), kind)

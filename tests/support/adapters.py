@@ -1,0 +1,119 @@
+"""Adapters of PEFT that are trained, saved, loaded and merged on ranks and in one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support.comparisons import assert_same_tensors, gradient_differences, parameter_differences, relative
+from tests.support.models import MASK, PROMPTS, load, logits_of
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+def adapter_parameters(model: Any) -> dict[str, Any]:
+    return {
+        name: param
+        for name, param in model.named_parameters()
+        if any(kind in name for kind in ("lora_", "hada_", "ia3_", "ln_tuning_", "trainable_tokens_"))
+    }
+
+
+def shake(ours: Any, theirs: Any) -> None:
+    """Give both the same adapters of random values: those that are made add nothing."""
+    mine = adapter_parameters(ours)
+    whole = {}
+    for index, (name, param) in enumerate(adapter_parameters(theirs).items()):
+        error = relative(tp_transformers.full_tensor(mine[name]), param)
+        assert error < TOLERANCE, f"{name}: initialised unlike one process"  # an SVD depends on the weight's alignment
+        whole[name] = torch.randn(param.shape, generator=torch.Generator().manual_seed(index)) * 0.3
+    for each in (ours, theirs):
+        result = each.load_state_dict(whole, strict=False)
+        assert not result.unexpected_keys
+
+
+def step(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    torch.manual_seed(3)  # of what dropout drops
+    model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
+
+
+def lora(targets: Any, **options: Any) -> LoraConfig:
+    return LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **options)
+
+
+def train(folder: str, scratch: str, config: Any, **options: Any) -> None:
+    models = load(folder, **options), AutoModelForCausalLM.from_pretrained(folder)
+    adapted = []
+    for model in models:
+        torch.manual_seed(11)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)).train())
+    ours, theirs = adapted
+    shake(ours, theirs)
+    rank, scratch = dist.get_rank(), f"{scratch}/{len(adapter_parameters(theirs))}"
+    ours.eval(), theirs.eval()
+    expected = logits_of(theirs)
+    assert relative(logits_of(ours), expected) < TOLERANCE
+    with ours.disable_adapter(), theirs.disable_adapter():
+        assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
+
+    # gradients, and a few steps
+    ours.train(), theirs.train()
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in adapted]
+    for _ in range(2):
+        for model, optimizer in zip(adapted, optimizers, strict=True):
+            step(model, optimizer)
+        mine = dict(ours.named_parameters())
+        for name, param in theirs.named_parameters():
+            assert mine[name].requires_grad == param.requires_grad, name
+        errors = gradient_differences(ours, theirs)
+        assert errors.keys() == {name for name, param in mine.items() if param.requires_grad}
+        assert max(errors.values()) < TOLERANCE, errors
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, param in adapter_parameters(theirs).items():
+        # AdamW divides by the root of squares: what is small differs more
+        assert relative(tp_transformers.full_tensor(mine[name]), param) < 1e-2, name
+    trained = {name: tp_transformers.full_tensor(param) for name, param in mine.items() if param.requires_grad}
+    theirs.load_state_dict(trained, strict=False)
+
+    # files
+    ours.eval(), theirs.eval()
+    expected = logits_of(theirs)
+    ours.save_pretrained(f"{scratch}/ours")
+    if rank == 0:
+        theirs.save_pretrained(f"{scratch}/theirs")
+    dist.barrier()
+    assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
+    files = [sorted(path.name for path in Path(scratch, who).iterdir()) for who in ("ours", "theirs")]
+    assert files[0] == files[1]
+    torch.manual_seed(11)  # a randomised SVD subtracts the same from the weights again
+    again = PeftModel.from_pretrained(load(folder, **options), f"{scratch}/ours")
+    assert relative(logits_of(again), expected) < TOLERANCE
+    torch.manual_seed(11)
+    alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
+    assert relative(logits_of(alone), expected) < TOLERANCE
+    trainable = [[name for name, param in each.named_parameters() if param.requires_grad] for each in (again, alone)]
+    assert trainable[0] == trainable[1]
+
+    # merged, and taken apart
+    for safe in (False, True):
+        ours.merge_adapter(safe_merge=safe), theirs.merge_adapter(safe_merge=safe)
+        assert relative(logits_of(ours), expected) < TOLERANCE
+        errors = parameter_differences(*(model.get_base_model() for model in (ours, theirs)))
+        assert max(errors.values()) < TOLERANCE, errors
+        ours.unmerge_adapter(), theirs.unmerge_adapter()
+        assert relative(logits_of(ours), expected) < TOLERANCE
+    merged = ours.merge_and_unload()
+    assert tp_transformers.is_tensor_parallel(merged)
+    assert not adapter_parameters(merged)
+    merged.save_pretrained(f"{scratch}/merged")
+    dist.barrier()
+    assert relative(logits_of(AutoModelForCausalLM.from_pretrained(f"{scratch}/merged")), expected) < TOLERANCE

@@ -1,0 +1,95 @@
+"""PEFT's trainable tokens on a sharded embedding or head: each rank puts in the rows that it has.
+
+LoraConfig(..., trainable_token_indices=[7, 9])      rows 7 and 9, replicated; their gradients are summed
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...marks import untyped
+from ...ranks.group import TensorParallelGroup
+from ...strategies import SHARD, local_tensor, take
+from .shard import split_parameter
+
+_Layer: Any = object
+
+
+class AdaptedTokens(_Layer):
+    """A TrainableTokensLayer of PEFT on a sharded base layer."""
+
+    def get_merged_weights(self, active_adapters: list[str]) -> Tensor:
+        """This rank's weight with the rows of the adapters."""
+        param = self.base_layer._parameters["weight"]
+        weight = SHARD.of(param).view(param)
+        for adapter in active_adapters:
+            owner = self.trainable_tokens_delta
+            weight = self._put(weight, adapter, owner.tp_shards[adapter].view(owner._parameters[adapter]))
+        return weight
+
+    def forward_adapters(self, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> Any:
+        """The forward of the base layer, with its communication, on `get_merged_weights`."""
+        if self.disable_adapters or not active_adapters or self.merged:
+            return super().forward_adapters(x, active_adapters, *args, **kwargs)
+        self._check_overlapping_tokens(active_adapters)
+        params = self.base_layer._parameters
+        param, params["weight"] = params["weight"], self.get_merged_weights(active_adapters)
+        try:
+            return self.base_layer(x, *args, **kwargs)
+        finally:
+            params["weight"] = param
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Put the rows into this rank's weight; `safe_merge` raises ValueError for values that are not finite."""
+        from peft.tuners.tuners_utils import check_adapters_to_merge
+
+        names = check_adapters_to_merge(self, adapter_names)
+        self._check_overlapping_tokens(names)
+        for name in names:
+            rows = self.trainable_tokens_delta._parameters[name]
+            if safe_merge and not torch.isfinite(rows).all():
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            self._overwrite(name, rows)
+        self.merged_adapters.extend(names)
+
+    def unmerge(self) -> None:
+        """Put the original rows into this rank's weight."""
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            self._overwrite(name, self.trainable_tokens_original[name])
+
+    def _overwrite(self, adapter: str, rows: Tensor) -> None:
+        weight = local_tensor(self.base_layer._parameters["weight"])
+        with torch.no_grad():
+            weight.copy_(self._put(weight, adapter, rows))
+
+    def _put(self, weight: Tensor, adapter: str, rows: Tensor) -> Tensor:
+        """`weight: (rows/size, features)` or `(rows, features/size)` with full rows of the adapter's tokens."""
+        shard, tokens = SHARD.of(self.base_layer._parameters["weight"]), torch.tensor(self.token_indices[adapter])
+        rows = rows.to(weight)
+        if shard.layout is None:
+            return weight.index_copy(0, tokens.to(weight.device), rows)
+        if shard.layout.dim == 1:
+            return weight.index_copy(0, tokens.to(weight.device), untyped(take(rows, shard.layout, shard.group.rank)))
+        own: Tensor = untyped(take(torch.arange(shard.shape[0]), shard.layout, shard.group.rank))
+        position, number = (own[:, None] == tokens).nonzero(as_tuple=True)
+        return weight.index_copy(0, position.to(weight.device), rows[number.to(weight.device)])
+
+
+def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
+    """Keep the rows of a TrainableTokensLayer replicated, with partial gradients if the base layer is sharded."""
+    layer.__class__ = _adapted_class(untyped(type(layer)))
+    if adapter in layer.trainable_tokens_delta:
+        is_partial = SHARD.of(layer.base_layer.weight).layout is not None
+        split_parameter(layer.trainable_tokens_delta, adapter, None, group, is_partial)
+
+
+@cache
+def _adapted_class(cls: type) -> type:
+    if issubclass(cls, AdaptedTokens):
+        return cls
+    return type(cls.__name__, (AdaptedTokens, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
