@@ -15,15 +15,24 @@ from peft import (
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
+    LoraConfig,
     PeftModel,
+    PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
     get_peft_model,
 )
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GptOssConfig,
+    MixtralConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from tests.support.adapters import TOLERANCE, lora, step, train
-from tests.support.comparisons import gradient_differences, relative
+from tests.support.adapters import TOLERANCE, lora, shake, step, train
+from tests.support.comparisons import assert_same_tensors, gradient_differences, parameter_differences, relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of
 from tests.support.tiers import wide
 
@@ -117,8 +126,50 @@ def test_lora_on_experts_is_that_of_one_process(pool: Any, tmp_path: Path, kind:
     pool.run(size, train_experts, str(tmp_path / "model"), str(tmp_path), "auto" if plan == "auto" else str(path))
 
 
+OF_T5 = {
+    "LoRA": LoraConfig(r=3, target_modules=["q", "k", "v", "o", "wi", "wo", "shared"]),
+    "DoRA": LoraConfig(r=3, target_modules=["q", "k", "v", "o", "wi", "wo"], use_dora=True),
+    "PiSSA": LoraConfig(r=2, target_modules=["q", "v", "wo"], init_lora_weights="pissa"),
+    "IA3": IA3Config(target_modules=["k", "v", "wo"], feedforward_modules=["wo"]),
+    "LoHa": LoHaConfig(r=2, target_modules=["q", "o", "wi", "wo"], init_weights=False),
+}
+
+
+def train_t5(folder: str, scratch: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    config, adapted = OF_T5[kind], []
+    for model in load_both(folder, AutoModelForSeq2SeqLM):
+        torch.manual_seed(11)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)))
+    ours, theirs = adapted
+    shake(ours, theirs)
+    for model in adapted:
+        model(PROMPTS, attention_mask=MASK, labels=PROMPTS[:, :4].contiguous()).loss.backward()
+    errors = gradient_differences(ours, theirs)
+    assert max(errors.values()) < TOLERANCE, errors
+    ours.save_pretrained(f"{scratch}/ours")
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(f"{scratch}/theirs")
+    dist.barrier()
+    assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
+    merged = [model.merge_and_unload() for model in adapted]
+    assert max(parameter_differences(*merged).values()) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", OF_T5)
+def test_adapters_of_t5(pool: Any, tmp_path: Path, kind: str, size: int) -> None:
+    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 3, "vocab_size": VOCAB}
+    torch.manual_seed(0)
+    config = T5Config(**sizes, dropout_rate=0.0, initializer_factor=1.0, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    pool.run(size, train_t5, str(tmp_path / "model"), str(tmp_path), kind)
+
+
 PROMPT_KINDS = {
     "prompt tuning": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "P-tuning": PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=16),
 }
 

@@ -32,7 +32,7 @@ from ...ranks.random_state import random_state
 from ...strategies import SHARD, batch_sharded, full_tensor, local_tensor
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
-from .prompts import set_up_prompts
+from .prompts import get_prompt, set_up_prompts
 from .shard import full_adapters, layout_of_vector, split_adapter, strategies_of, unsupported
 from .tokens import split_tokens
 
@@ -181,6 +181,7 @@ _PEFT_MODEL: dict[str, Callable[..., Any]] = {
     "save_pretrained": save_peft_model,
     "push_to_hub": push_peft_model,
     "_setup_prompt_encoder": set_up_prompts,
+    "get_prompt": get_prompt,
 }
 _TUNER: dict[str, Callable[..., Any]] = {
     "inject_adapter": _inject_adapter,

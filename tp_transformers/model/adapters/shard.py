@@ -178,7 +178,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{subject} on a tensor-parallel model",
         got=got,
-        expected="LoRA on linears and embeddings, DoRA on linears, IA3, LoHa, LN tuning, prompt tuning or P-tuning",
+        expected="LoRA, DoRA on linears, IA3, LoHa, LN tuning, prompt tuning, P-tuning or prefix tuning",
         fix="Leave it out, or train this adapter in one process.",
     )
 
