@@ -22,6 +22,7 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -31,6 +32,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import tp_transformers
 from tests.support.adapters import TOLERANCE, lora, shake, step, train
 from tests.support.comparisons import assert_same_tensors, gradient_differences, parameter_differences, relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of
@@ -103,27 +105,70 @@ EXPERTS = {
 }
 
 
+WEIGHTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def save_experts(kind: str, folder: Path) -> None:
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 3}
+    config = copy.deepcopy(EXPERTS[kind])
+    config.update({**sizes, "num_hidden_layers": 1, "vocab_size": VOCAB})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
 def train_experts(folder: str, scratch: str, plan: Any) -> None:
     warnings.simplefilter("ignore")
-    weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    train(folder, scratch, lora(["q_proj", "o_proj"], target_parameters=weights), tp_plan=plan)
+    train(folder, scratch, lora(["q_proj", "o_proj"], target_parameters=WEIGHTS), tp_plan=plan)
 
 
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 @pytest.mark.parametrize("plan", ["auto", "experts"])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_lora_on_experts_is_that_of_one_process(pool: Any, tmp_path: Path, kind: str, plan: str, size: int) -> None:
-    config = EXPERTS[kind]
-    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": 3, "num_key_value_heads": 3}
-    config.update({**sizes, "num_hidden_layers": 1, "vocab_size": VOCAB})
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    save_experts(kind, tmp_path / "model")
     weights = ("gate_up_proj", "down_proj", *("gate_up_proj_bias", "down_proj_bias") * (kind == "GPT-OSS"))
     rules = {f"layers.*.mlp.experts.{name}": "local" for name in weights}
-    complete = {"model_type": config.model_type, "extends": config.model_type, "base_model": rules}
+    model_type = EXPERTS[kind].model_type
+    complete = {"model_type": model_type, "extends": model_type, "base_model": rules}
     path = tmp_path / "experts.yaml"
     path.write_text(yaml.safe_dump(complete))
     pool.run(size, train_experts, str(tmp_path / "model"), str(tmp_path), "auto" if plan == "auto" else str(path))
+
+
+def train_copies(folder: str, kind: str, mode: str) -> None:
+    """Run on every rank: gradients of two copies of two ranks against one process with the whole batch."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    config = lora(["q_proj"], target_parameters=WEIGHTS) if kind == "experts" else copy.deepcopy(KINDS[kind])
+    adapted = []
+    for model in (load(folder, device_mesh=mesh), AutoModelForCausalLM.from_pretrained(folder)):
+        torch.manual_seed(11)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)))
+    ours, theirs = adapted
+    shake(ours, theirs)
+    tp_transformers.data_parallel(ours, mesh, mode=mode)
+    batch = PROMPTS.new_tensor([[1, 5, 17, 3, 9], [VOCAB - 1, 2, 5, 5, 8]])
+    ours(batch[mesh["dp"].get_local_rank()][None], labels=batch[mesh["dp"].get_local_rank()][None]).loss.backward()
+    theirs(batch, labels=batch).loss.backward()
+    params = dict(ours.named_parameters())
+    for name, param in theirs.named_parameters():
+        if param.grad is not None:
+            error = relative(tp_transformers.full_tensor(params[name], params[name].grad), param.grad)
+            assert error < TOLERANCE, f"{name}: {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("kind", ["IA3", "LoHa", "LN tuning", "PiSSA", "DoRA", "modules to save", "tokens", "experts"])
+def test_kinds_in_copies(pool: Any, cases: Any, mixtral: str, kind: str, mode: str) -> None:
+    pool.run(4, train_copies, mixtral if kind == "experts" else cases(9, 3).folder, kind, mode)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("mixtral")
+    save_experts("Mixtral", folder)
+    return str(folder)
 
 
 OF_T5 = {

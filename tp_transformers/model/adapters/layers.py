@@ -128,7 +128,7 @@ class AdaptedParam(AdaptedLora):
             return scaling * (b @ a)  # type: ignore[no-any-return]
         a = a.reshape(self.num_experts, -1, a.shape[-1])
         b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
-        shard = SHARD.of(param)
+        shard: ParamShard = self.get_base_layer().tp_shards[self.parameter_name]
         if shard.layout is not None and shard.layout.dim == 0:  # this rank's experts
             a, b = (take(each, shard.layout, shard.group.rank) for each in (a, b))
         delta: Tensor = scaling * (b @ a)
@@ -139,7 +139,7 @@ class AdaptedParam(AdaptedLora):
         """Replace the parameter by this rank's values with the adapters added, in the block."""
         base, name = self.get_base_layer(), self.parameter_name
         param = base._parameters[name]
-        weight = SHARD.of(param).view(param)
+        weight = base.tp_shards[name].view(param)
         for adapter in active_adapters:
             if adapter in self.lora_A:
                 weight = weight + self._delta(adapter)
@@ -180,7 +180,8 @@ class AdaptedDora(_Layer):
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Tensor | None = None, **named: Any) -> Tensor:
         """The update of the base layer's outputs, as PEFT computes it, on this rank's rows or columns."""
         magnitudes, params = self._parameters["weight"], dict(base_layer._parameters)
-        local = {name: None if param is None else SHARD.of(param).view(param) for name, param in params.items()}
+        shards = base_layer.tp_shards
+        local = {name: shards[name].view(param) if name in shards else param for name, param in params.items()}
         if base_result is None:  # of inputs that dropout changed
             base_result = _product(base_layer, x)
             if local["bias"] is not None:
@@ -215,8 +216,8 @@ class AdaptedLoha(AdaptedLayer):
 
 def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """`product` of this rank's inputs, with the communication of the linear `base`."""
-    strategy, shard = STRATEGY.find(base), SHARD.of(base.weight)
-    if strategy is None or shard.layout is None:
+    strategy, shard = STRATEGY.find(base), base.tp_shards.get("weight")
+    if strategy is None or shard is None or shard.layout is None:
         return product(x)
     mesh = untyped(shard.group.device_mesh)
     with open_forward(base):
@@ -227,7 +228,7 @@ def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) ->
 
 def _product(base: Any, x: Tensor) -> Tensor:
     """`x` times the weight of the linear `base`, without its bias."""
-    weight = local_tensor(base.weight)
+    weight = base.tp_shards["weight"].view(base.weight) if base.tp_shards else base.weight
     return _communicating(base, x, lambda own: linear(own, weight.T if isinstance(base, Conv1D) else weight))
 
 

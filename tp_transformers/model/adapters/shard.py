@@ -44,6 +44,7 @@ _AXES: dict[str, tuple[int | None, int | None]] = {
 def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGroup) -> None:
     """Shard the adapter called `adapter` of a layer of PEFT like its base layer, if it is not sharded yet."""
     layer.__class__ = adapted_class(untyped(type(layer)))
+    keep_shards_of(layer.get_base_layer())
     for kind in layer.adapter_layer_names:
         owner = getattr(layer, kind)
         if adapter not in owner:
@@ -58,6 +59,12 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
         elif kind == "lora_magnitude_vector":
             _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
+
+
+def keep_shards_of(base: nn.Module) -> None:
+    """Store the shards of the parameters of `base` on it, too: parameters of FSDP lose theirs."""
+    shards = {name: SHARD.find(param) for name, param in base._parameters.items()}
+    base.__dict__.setdefault("tp_shards", {name: shard for name, shard in shards.items() if shard is not None})
 
 
 def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorParallelGroup) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
-from ...strategies import SHARD, local_tensor, take
-from .shard import split_parameter
+from ...strategies import ParamShard, local_tensor, take
+from .shard import keep_shards_of, split_parameter
 
 _Layer: Any = object
 
@@ -25,7 +25,7 @@ class AdaptedTokens(_Layer):
     def get_merged_weights(self, active_adapters: list[str]) -> Tensor:
         """This rank's weight with the rows of the adapters."""
         param = self.base_layer._parameters["weight"]
-        weight = SHARD.of(param).view(param)
+        weight: Tensor = self.base_layer.tp_shards["weight"].view(param)
         for adapter in active_adapters:
             owner = self.trainable_tokens_delta
             weight = self._put(weight, adapter, owner.tp_shards[adapter].view(owner._parameters[adapter]))
@@ -69,7 +69,8 @@ class AdaptedTokens(_Layer):
 
     def _put(self, weight: Tensor, adapter: str, rows: Tensor) -> Tensor:
         """`weight: (rows/size, features)` or `(rows, features/size)` with full rows of the adapter's tokens."""
-        shard, tokens = SHARD.of(self.base_layer._parameters["weight"]), torch.tensor(self.token_indices[adapter])
+        shard: ParamShard = self.base_layer.tp_shards["weight"]
+        tokens = torch.tensor(self.token_indices[adapter])
         rows = rows.to(weight)
         if shard.layout is None:
             return weight.index_copy(0, tokens.to(weight.device), rows)
@@ -83,8 +84,9 @@ class AdaptedTokens(_Layer):
 def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
     """Keep the rows of a TrainableTokensLayer replicated, with partial gradients if the base layer is sharded."""
     layer.__class__ = _adapted_class(untyped(type(layer)))
+    keep_shards_of(layer.base_layer)
     if adapter in layer.trainable_tokens_delta:
-        is_partial = SHARD.of(layer.base_layer.weight).layout is not None
+        is_partial = layer.base_layer.tp_shards["weight"].layout is not None
         split_parameter(layer.trainable_tokens_delta, adapter, None, group, is_partial)
 
 
