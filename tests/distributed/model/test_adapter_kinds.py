@@ -15,11 +15,13 @@ from peft import (
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
+    LoKrConfig,
     LoraConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
+    VeraConfig,
     get_peft_model,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,6 +46,10 @@ KINDS = {
     "IA3": IA3Config(target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "IA3 on inputs": IA3Config(target_modules=["v_proj", "up_proj"], feedforward_modules=["v_proj", "up_proj"]),
     "LoHa": LoHaConfig(r=2, target_modules="all-linear", init_weights=False),
+    "LoKr": LoKrConfig(r=2, target_modules="all-linear", init_weights=False),
+    "LoKr of two matrices": LoKrConfig(r=2, target_modules=["q_proj", "down_proj"], decompose_both=True),
+    "VeRA": VeraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
+    "VeRA with dropout": VeraConfig(r=4, target_modules=["q_proj", "o_proj"], vera_dropout=0.3),
     "LN tuning": LNTuningConfig(),
     "PiSSA": lora("all-linear", init_lora_weights="pissa"),
     "PiSSA in few steps": lora(["k_proj", "o_proj"], init_lora_weights="pissa_niter_4"),
@@ -159,7 +165,9 @@ def train_copies(folder: str, kind: str, mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
-@pytest.mark.parametrize("kind", ["IA3", "LoHa", "LN tuning", "PiSSA", "DoRA", "modules to save", "tokens", "experts"])
+@pytest.mark.parametrize(
+    "kind", ["IA3", "LoHa", "LoKr", "VeRA", "LN tuning", "PiSSA", "DoRA", "modules to save", "tokens", "experts"]
+)
 def test_kinds_in_copies(pool: Any, cases: Any, mixtral: str, kind: str, mode: str) -> None:
     pool.run(4, train_copies, mixtral if kind == "experts" else cases(9, 3).folder, kind, mode)
 

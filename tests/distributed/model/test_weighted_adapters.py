@@ -82,6 +82,38 @@ def combine(folder: str) -> dict[str, str]:
     return rows
 
 
+def combine_dora(folder: str) -> None:
+    """Combinations and a merge of two DoRA adapters: as one process has them, or refuses them."""
+    warnings.simplefilter("ignore")
+    both = []
+    for model in load_both(folder):
+        torch.manual_seed(11)
+        configs = [LoraConfig(r=r, target_modules=["q_proj", "o_proj", "up_proj"], use_dora=True) for r in (2, 3)]
+        both.append(get_peft_model(model, configs[0], adapter_name="one").eval())
+        both[-1].add_adapter("two", configs[1])
+    for kind in ("linear", "cat", "svd", "magnitude_prune"):
+        outcomes = []
+        for model in both:
+            try:
+                torch.manual_seed(7)
+                model.add_weighted_adapter(["one", "two"], [0.7, -0.4], kind, kind, density=0.5)
+                model.set_adapter(kind)
+                outcomes.append(logits_of(model))
+            except ValueError as error:
+                outcomes.append(str(error))
+        print(kind, outcomes[0] if isinstance(outcomes[0], str) else "combined")
+        assert type(outcomes[0]) is type(outcomes[1])
+        assert outcomes[0] == outcomes[1] if isinstance(outcomes[0], str) else relative(*outcomes) < TOLERANCE
+    for model in both:
+        model.set_adapter("two")
+    assert relative(*map(logits_of, both)) < TOLERANCE
+    assert relative(*(logits_of(model.merge_and_unload()) for model in both)) < TOLERANCE
+
+
+def test_combinations_of_dora(pool: Any, cases: Any) -> None:
+    pool.run(2, combine_dora, cases(9, 3, num_hidden_layers=1).folder)
+
+
 def test_every_combination_is_that_of_one_process(pool: Any, cases: Any) -> None:
     columns = {}
     for heads, size in LAYOUTS:

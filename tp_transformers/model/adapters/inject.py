@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...patches import Patch
 from ...ranks import direct
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
-from ...strategies import SHARD, batch_sharded, full_tensor, local_tensor
+from ...strategies import SHARD, STRATEGY, batch_sharded, full_tensor, local_tensor
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import get_prompt, set_up_prompts
@@ -40,7 +40,7 @@ INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""
 OF_WEIGHTS = re.compile(r"pissa(_niter_\d+)?|olora", re.IGNORECASE)
 """Values that read the base layer's weight alone, and subtract the adapter from it."""
-KINDS = ("LORA", "IA3", "LOHA", "LN_TUNING")
+KINDS = ("LORA", "IA3", "LOHA", "LOKR", "VERA", "LN_TUNING")
 """Types of adapters that are sharded."""
 
 
@@ -83,7 +83,7 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
         if hasattr(model, "set_requires_gradient_sync"):
             raise unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
-    for dropout in ("lora_dropout", "module_dropout"):
+    for dropout in ("lora_dropout", "module_dropout", "vera_dropout"):
         if getattr(config, dropout, None):
             _check_random_state(dropout, group)
     with group.agree():
@@ -140,6 +140,16 @@ def _create_and_replace(
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
 
 
+def _find_dim(tuner: Any, config: Any) -> tuple[int, int]:
+    """`_find_dim` of VeRA's tuner, the largest widths, on full shapes."""
+    with ExitStack() as stack:
+        for module in tuner.model.modules():
+            if STRATEGY.find(module) is not None:
+                stack.enter_context(_full_shapes(module))
+        largest: tuple[int, int] = type(tuner)._find_dim(tuner, config)
+        return largest
+
+
 @contextmanager
 def _full_shapes(base: nn.Module) -> Iterator[None]:
     """Give `base` parameters of the full shapes in the block, in the memory of one element each."""
@@ -186,6 +196,7 @@ _PEFT_MODEL: dict[str, Callable[..., Any]] = {
 _TUNER: dict[str, Callable[..., Any]] = {
     "inject_adapter": _inject_adapter,
     "_create_and_replace": _create_and_replace,
+    "_find_dim": _find_dim,
     "_cast_adapter_dtype": _cast_adapter_dtype,
     "add_weighted_adapter": _add_weighted_adapter,
 }

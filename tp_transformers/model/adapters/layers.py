@@ -41,10 +41,11 @@ class AdaptedLayer(_Layer):
 
     def owners(self) -> tuple[nn.Module, ...]:
         """The modules that hold its adapters' parameters."""
-        dicts = [getattr(self, name) for name in self.adapter_layer_names]
-        return tuple(
-            owner for each in dicts for owner in (each.values() if isinstance(each, nn.ModuleDict) else [each])
-        )
+        owners: list[nn.Module] = []
+        for name in self.adapter_layer_names:
+            parameters = getattr(self, name)
+            owners += parameters.values() if isinstance(parameters, nn.ModuleDict) else [parameters]
+        return tuple(owners)
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Add the adapters to this rank's weight. Raises UnsupportedError if it is packed."""
@@ -61,16 +62,20 @@ class AdaptedLayer(_Layer):
         """The forward of the layer's own class, on this rank's shards of parameters that are not a module's weight."""
         owners: list[Any] = [own for own in self.owners() if isinstance(own, nn.ParameterDict) and own._parameters]
         if not owners:
-            return super().forward(*args, **kwargs)
+            return self.compute(*args, **kwargs)
         saved = [dict(owner._parameters) for owner in owners]
         try:
             for owner in owners:
                 for name, param in owner._parameters.items():  # FSDP's parameters have no shard
                     owner._parameters[name] = owner.tp_shards[name].view(param)
-            return super().forward(*args, **kwargs)
+            return self.compute(*args, **kwargs)
         finally:
             for owner, params in zip(owners, saved, strict=True):
                 owner._parameters.update(params)
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward on local tensors; by default, that of the layer's class in PEFT."""
+        return super().forward(*args, **kwargs)
 
 
 class AdaptedLora(AdaptedLayer):
@@ -214,6 +219,72 @@ class AdaptedLoha(AdaptedLayer):
         return _communicating(self.get_base_layer(), x, partial(super()._get_delta_activations, adapter_name))
 
 
+class AdaptedLokr(AdaptedLoha):
+    """A LoKr layer: this rank's rows or columns of a Kronecker product, which every rank computes in full."""
+
+    def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        base = untyped(self.get_base_layer())
+        weight, shard = base.weight, base.tp_shards["weight"]
+        base._parameters["weight"] = torch.empty(1, dtype=weight.dtype, device="meta").expand(shard.shape)
+        try:
+            delta: Tensor = super(AdaptedLoha, self).get_delta_weight(adapter_name, **options)
+        finally:
+            base._parameters["weight"] = weight
+        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank))
+        return own.contiguous()  # a view would keep the product until the backward
+
+
+class AdaptedVera(AdaptedLayer):
+    """A VeRA layer: two frozen random matrices, A (r, in) and B (out, r), between trained vectors of r and out."""
+
+    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The base layer's outputs, with the adapters' updates of this rank's rows or columns added."""
+        if self.disable_adapters or self.merged:
+            merged: Tensor = super().compute(x, *args, **kwargs)
+            return merged
+        base = self.get_base_layer()
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        for adapter in self.active_adapters:
+            if adapter in self.vera_lambda_d:
+                inputs = self._cast_input_dtype(x, self.vera_lambda_d[adapter].dtype)
+                inputs = self.vera_dropout[adapter](inputs)
+                result = result + self._update(base, adapter, inputs).to(result.dtype)
+        return result
+
+    def _update(self, base: Any, adapter: str, x: Tensor) -> Tensor:
+        a, b = self._projections(adapter)
+        if _splits_inputs(base):
+            reduced = _communicating(base, x, lambda own: linear(own, a))  # summed while it is as wide as r
+            update: Tensor = self.vera_lambda_b[adapter] * linear(self.vera_lambda_d[adapter] * reduced, b)
+            return update
+        scale, out_scale = self.vera_lambda_d[adapter], self.vera_lambda_b[adapter]
+        return _communicating(base, x, lambda own: out_scale * linear(scale * linear(own, a), b))
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        a, b = self._projections(adapter)
+        update: Tensor = (self.vera_lambda_b[adapter][:, None] * b) @ (self.vera_lambda_d[adapter][:, None] * a)
+        return update.T if self.fan_in_fan_out else update
+
+    def _projections(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """This rank's columns of A or rows of B; PEFT's are as large as the largest layer needs."""
+        base = self.get_base_layer()
+        a, b = self.vera_A[adapter][:, : self.in_features], self.vera_B[adapter][: self.out_features]
+        shard = base.tp_shards.get("weight")
+        if shard is None or shard.layout is None:
+            return a, b
+        if _splits_inputs(base):
+            return untyped(take(a, Layout(1, shard.layout.split), shard.group.rank)), b
+        return a, untyped(take(b, Layout(0, shard.layout.split), shard.group.rank))
+
+
+def _splits_inputs(base: Any) -> bool:
+    """True if this rank has a shard of the input features of the linear `base`."""
+    shard = base.tp_shards.get("weight")
+    return shard is not None and shard.layout is not None and shard.layout.dim == (0 if isinstance(base, Conv1D) else 1)
+
+
 def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """`product` of this rank's inputs, with the communication of the linear `base`."""
     strategy, shard = STRATEGY.find(base), base.tp_shards.get("weight")
@@ -232,7 +303,12 @@ def _product(base: Any, x: Tensor) -> Tensor:
     return _communicating(base, x, lambda own: linear(own, weight.T if isinstance(base, Conv1D) else weight))
 
 
-_MIXINS: dict[str, type] = {"lora_A": AdaptedLora, "hada_w1_a": AdaptedLoha}
+_MIXINS: dict[str, type] = {
+    "lora_A": AdaptedLora,
+    "hada_w1_a": AdaptedLoha,
+    "lokr_w1": AdaptedLokr,
+    "vera_lambda_d": AdaptedVera,
+}
 """Parameters of a layer of PEFT -> its mixin; others have AdaptedLayer."""
 
 

@@ -37,6 +37,7 @@ _AXES: dict[str, tuple[int | None, int | None]] = {
     "hada_w1_b": (None, 1),
     "hada_w2_a": (0, None),
     "hada_w2_b": (None, 1),
+    "vera_lambda_b": (0, None),
 }
 """Name of adapters' parameters -> their dims of the base layer's output and input features; None without such a dim."""
 
@@ -59,6 +60,9 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
         elif kind == "lora_magnitude_vector":
             _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
+    split, is_input = _split_of(layer.get_base_layer())
+    if is_input and adapter in getattr(layer, "vera_dropout", {}):
+        _slice_dropout(layer.vera_dropout, adapter, split, group.rank)
 
 
 def keep_shards_of(base: nn.Module) -> None:
@@ -76,9 +80,15 @@ def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorPar
     shard = SHARD.find(base.weight)
     split = shard.layout.split if shard is not None and shard.layout is not None else None
     split_module(module, strategy.bind(module, group.size, name=name, split=split, config=strategy.config), group)
-    dropped = layer.lora_dropout[adapter]
-    if split is not None and strategy.signature.takes is FEATURES and isinstance(dropped, nn.Dropout):
-        layer.lora_dropout[adapter] = SlicedDropout(dropped.p, split, group.rank)
+    if strategy.signature.takes is FEATURES:
+        _slice_dropout(layer.lora_dropout, adapter, split, group.rank)
+
+
+def _slice_dropout(dropouts: Any, adapter: str, split: Split | None, rank: int) -> None:
+    """Replace the dropout of an adapter by one of this rank's features, if they are sharded by `split`."""
+    dropout = dropouts[adapter]
+    if split is not None and isinstance(dropout, nn.Dropout):
+        dropouts[adapter] = SlicedDropout(dropout.p, split, rank)
 
 
 def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: TensorParallelGroup) -> None:
@@ -98,7 +108,9 @@ def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     split, is_input = _split_of(base)
     dim = _AXES.get(kind, (None, None))[is_input]
     if split is None or dim is None:
-        return None, _has_partial_gradients(base) or (split is not None and kind.startswith("hada"))
+        # Factors of this rank's shard; those of VeRA follow a sum of inputs' features.
+        is_factor = split is not None and not (kind.startswith("vera") and is_input)
+        return None, _has_partial_gradients(base) or is_factor
     return Layout(dim, split), False
 
 
@@ -185,7 +197,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{subject} on a tensor-parallel model",
         got=got,
-        expected="LoRA, DoRA on linears, IA3, LoHa, LN tuning, prompt tuning, P-tuning or prefix tuning",
+        expected="LoRA, DoRA on linears, IA3, LoHa, LoKr, VeRA, LN tuning, prompt tuning, P-tuning or prefix tuning",
         fix="Leave it out, or train this adapter in one process.",
     )
 
@@ -223,7 +235,7 @@ def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collectio
 
 def _parameters(layer: Any, adapters: Collection[str] | None) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name in it, parameter) of the given adapters of a LoRA layer; None for all."""
-    modules = [*layer.lora_A.items(), *layer.lora_B.items()]
+    modules = [*layer.lora_A.items(), *layer.lora_B.items(), *layer.lora_magnitude_vector.items()]
     modules += [(None, owner) for owner in (layer.lora_embedding_A, layer.lora_embedding_B)]
     for adapter, module in modules:
         for name, param in module._parameters.items():
