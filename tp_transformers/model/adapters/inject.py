@@ -83,9 +83,8 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
         if hasattr(model, "set_requires_gradient_sync"):
             raise unsupported("data_parallel", "adapters that come after it")
         _check_config(config, model)
-    for dropout in ("lora_dropout", "module_dropout", "vera_dropout"):
-        if getattr(config, dropout, None):
-            _check_random_state(dropout, group)
+    for dropout in _dropouts(config):
+        _check_random_state(dropout, group)
     with group.agree():
         type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
 
@@ -209,6 +208,8 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         raise unsupported("peft", f"adapters of the type {kind}")
     if getattr(config, "rank_dropout", None):  # it drops rows of the weight's update
         raise unsupported(type(config).__name__, "rank_dropout")
+    if _dropouts(config) and any(batch_sharded(model)):  # ranks draw numbers of their own
+        raise unsupported(type(config).__name__, f"{_dropouts(config)[0]}, where ranks have batches of their own")
     if kind == "IA3" or getattr(config, "use_dora", False):
         _check_vectors(config, model)
     if kind != "LORA":
@@ -231,10 +232,13 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         rejected.append(f"target_parameters with init_lora_weights={config.init_lora_weights!r}")
     if config.init_lora_weights not in INITS and not OF_WEIGHTS.fullmatch(str(config.init_lora_weights)):
         rejected.append(f"init_lora_weights={config.init_lora_weights!r}")
-    if config.lora_dropout and any(batch_sharded(model)):  # ranks draw numbers of their own
-        rejected.append("lora_dropout, where ranks have batches of their own")
     if rejected:
         raise unsupported("LoraConfig", ", ".join(rejected))
+
+
+def _dropouts(config: Any) -> list[str]:
+    """Names of the dropouts that a config sets."""
+    return [name for name in ("lora_dropout", "module_dropout", "vera_dropout") if getattr(config, name, None)]
 
 
 def _check_vectors(config: Any, model: nn.Module) -> None:

@@ -154,7 +154,7 @@ def _has_partial_gradients(base: Any) -> bool:
 
 def _split_of(base: Any) -> tuple[Split | None, bool]:
     """Split of the weight of `base`, and whether it runs over the input features; None if each rank has all of it."""
-    shard = SHARD.find(base.weight)
+    shard = SHARD.find(getattr(base, "weight", None))
     if STRATEGY.find(base) is None or shard is None or shard.layout is None:
         return None, False
     return shard.layout.split, shard.layout.dim == (0 if isinstance(base, Conv1D | nn.Embedding) else 1)
