@@ -94,8 +94,11 @@ def _gathered(x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Ten
 
     A single head has the stride of the dim before it in memory.
     """
-    strides: tuple[int, ...] = x.stride()
-    order = sorted(range(x.ndim), key=lambda axis: (-strides[axis], axis == dim % x.ndim))
+    strides, heads = x.stride(), dim % x.ndim
+    order: list[int] = []
+    for axis in range(x.ndim):  # not by sorted(), to which torch.compile gives no symbolic strides
+        level = [other for other in order if strides[other] == strides[axis] and (other != heads or axis == heads)]
+        order.insert(len([other for other in order if strides[other] > strides[axis]]) + len(level), axis)
     gathered = all_gather_uneven(x, counts, group, dim=dim)
     return gathered.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
