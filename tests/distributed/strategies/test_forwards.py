@@ -169,7 +169,9 @@ def watch(folder: str) -> tuple[int, int, int, int]:
 
 
 def test_no_hook_outlives_the_models(pool: Pool, cases: Any) -> None:
-    assert pool.run(2, watch, cases(8, 2).folder) == [(0, 1, 1, 0)] * 2
+    assert (
+        pool.run(2, watch, cases(8, 2).folder) == [(0, 2, 2, 0)] * 2
+    )  # adapters, and modules in place of sharded ones
 
 
 # -- nested, and computed again

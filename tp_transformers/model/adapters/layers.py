@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
-from transformers.pytorch_utils import Conv1D
 
+from ...anatomy.linears import is_transposed
 from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import UnsupportedError
 from ...marks import untyped
@@ -282,7 +282,7 @@ class AdaptedVera(AdaptedLayer):
 def _splits_inputs(base: Any) -> bool:
     """True if this rank has a shard of the input features of the linear `base`."""
     shard = base.tp_shards.get("weight")
-    return shard is not None and shard.layout is not None and shard.layout.dim == (0 if isinstance(base, Conv1D) else 1)
+    return shard is not None and shard.layout is not None and shard.layout.dim == (0 if is_transposed(base) else 1)
 
 
 def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
@@ -300,7 +300,7 @@ def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) ->
 def _product(base: Any, x: Tensor) -> Tensor:
     """`x` times the weight of the linear `base`, without its bias."""
     weight = base.tp_shards["weight"].view(base.weight) if base.tp_shards else base.weight
-    return _communicating(base, x, lambda own: linear(own, weight.T if isinstance(base, Conv1D) else weight))
+    return _communicating(base, x, lambda own: linear(own, weight.T if is_transposed(base) else weight))
 
 
 _MIXINS: dict[str, type] = {

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.pytorch_utils import Conv1D
 
+from ...anatomy.linears import is_transposed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks import direct
@@ -108,6 +108,8 @@ def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     split, is_input = _split_of(base)
     dim = _AXES.get(kind, (None, None))[is_input]
     if split is None or dim is None:
+        if kind.startswith("lora"):
+            return None, False
         # Factors of this rank's shard; those of VeRA follow a sum of inputs' features.
         is_factor = split is not None and not (kind.startswith("vera") and is_input)
         return None, _has_partial_gradients(base) or is_factor
@@ -157,7 +159,7 @@ def _split_of(base: Any) -> tuple[Split | None, bool]:
     shard = SHARD.find(getattr(base, "weight", None))
     if STRATEGY.find(base) is None or shard is None or shard.layout is None:
         return None, False
-    return shard.layout.split, shard.layout.dim == (0 if isinstance(base, Conv1D | nn.Embedding) else 1)
+    return shard.layout.split, shard.layout.dim == (0 if isinstance(base, nn.Embedding) or is_transposed(base) else 1)
 
 
 def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:
