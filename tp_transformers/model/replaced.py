@@ -46,8 +46,8 @@ def _registered(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
 
 
 def _splits_features(module: nn.Module | None) -> bool:
-    """True if the inputs or outputs of `module` are this rank's shard of the features."""
-    if (strategy := STRATEGY.find(module)) is None or strategy.size == 1:
+    """True if the inputs or outputs of `module` are this rank's shard of the features; an embedding takes ids."""
+    if (strategy := STRATEGY.find(module)) is None or strategy.size == 1 or strategy.is_embedding:
         return False
     return FEATURES in (strategy.signature.takes, strategy.signature.leaves)
 
