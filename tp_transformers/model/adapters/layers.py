@@ -16,7 +16,6 @@ from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks import direct
-from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, ParamShard, local_tensor, open_forward, take
 
@@ -148,11 +147,8 @@ class AdaptedParam(AdaptedLora):
         for adapter in active_adapters:
             if adapter in self.lora_A:
                 weight = weight + self._delta(adapter)
-        base._parameters[name] = weight
-        try:
+        with parameter_as(base, name, weight):
             yield
-        finally:
-            base._parameters[name] = param
 
 
 class AdaptedDora(_Layer):
@@ -161,7 +157,6 @@ class AdaptedDora(_Layer):
     peft_class: type
     """Its class in PEFT."""
     tp_shards: dict[str, ParamShard]
-    tp_group: TensorParallelGroup
     tp_sums: bool
     """True if this rank has columns of the weight: the squares of a row are summed over the ranks."""
 
@@ -179,7 +174,7 @@ class AdaptedDora(_Layer):
             norms: Tensor = torch.linalg.norm(rows, dim=1)
             return norms.to(rows.dtype)
         squares = rows.float().square().sum(1)
-        direct.all_reduce(squares, self.tp_group.process_group)
+        direct.all_reduce(squares, self.tp_shards["weight"].group.process_group)
         return squares.sqrt().to(rows.dtype)
 
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Tensor | None = None, **named: Any) -> Tensor:
@@ -207,12 +202,8 @@ class AdaptedLoha(AdaptedLayer):
     def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
         """The adapter's update of this rank's weight."""
         base = untyped(self.get_base_layer())
-        weight = base.weight
-        base._parameters["weight"] = local_tensor(weight)  # PEFT reads its shape
-        try:
+        with parameter_as(base, "weight", local_tensor(base.weight)):  # PEFT reads its shape
             delta: Tensor = super().get_delta_weight(adapter_name, **options)
-        finally:
-            base._parameters["weight"] = weight
         return delta
 
     def _get_delta_activations(self, adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -225,12 +216,9 @@ class AdaptedLokr(AdaptedLoha):
     def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
         """The adapter's update of this rank's weight."""
         base = untyped(self.get_base_layer())
-        weight, shard = base.weight, base.tp_shards["weight"]
-        base._parameters["weight"] = torch.empty(1, dtype=weight.dtype, device="meta").expand(shard.shape)
-        try:
+        shard = base.tp_shards["weight"]
+        with parameter_as(base, "weight", torch.empty(1, dtype=base.weight.dtype, device="meta").expand(shard.shape)):
             delta: Tensor = super(AdaptedLoha, self).get_delta_weight(adapter_name, **options)
-        finally:
-            base._parameters["weight"] = weight
         own: Tensor = untyped(take(delta, shard.layout, shard.group.rank))
         return own.contiguous()  # a view would keep the product until the backward
 
@@ -254,7 +242,7 @@ class AdaptedVera(AdaptedLayer):
 
     def _update(self, base: Any, adapter: str, x: Tensor) -> Tensor:
         a, b = self._projections(adapter)
-        if _splits_inputs(base):
+        if split_of(base)[1]:
             reduced = _communicating(base, x, lambda own: linear(own, a))  # summed while it is as wide as r
             update: Tensor = self.vera_lambda_b[adapter] * linear(self.vera_lambda_d[adapter] * reduced, b)
             return update
@@ -271,26 +259,39 @@ class AdaptedVera(AdaptedLayer):
         """This rank's columns of A or rows of B; PEFT's are as large as the largest layer needs."""
         base = self.get_base_layer()
         a, b = self.vera_A[adapter][:, : self.in_features], self.vera_B[adapter][: self.out_features]
-        shard = base.tp_shards.get("weight")
-        if shard is None or shard.layout is None:
+        split, is_input = split_of(base)
+        if split is None:
             return a, b
-        if _splits_inputs(base):
-            return untyped(take(a, Layout(1, shard.layout.split), shard.group.rank)), b
-        return a, untyped(take(b, Layout(0, shard.layout.split), shard.group.rank))
+        rank = base.tp_shards["weight"].group.rank
+        if is_input:
+            return untyped(take(a, Layout(1, split), rank)), b
+        return a, untyped(take(b, Layout(0, split), rank))
 
 
-def _splits_inputs(base: Any) -> bool:
-    """True if this rank has a shard of the input features of the linear `base`."""
-    shard = base.tp_shards.get("weight")
-    return shard is not None and shard.layout is not None and shard.layout.dim == (0 if is_transposed(base) else 1)
+def split_of(base: Any) -> tuple[Split | None, bool]:
+    """Split of the weight of `base`, and whether it runs over the input features; None if each rank has all of it."""
+    shards = vars(base).get("tp_shards")
+    shard = SHARD.find(getattr(base, "weight", None)) if shards is None else shards.get("weight")
+    if STRATEGY.find(base) is None or shard is None or shard.layout is None:
+        return None, False
+    return shard.layout.split, shard.layout.dim == (0 if isinstance(base, nn.Embedding) or is_transposed(base) else 1)
+
+
+@contextmanager
+def parameter_as(module: nn.Module, name: str, tensor: Any) -> Iterator[None]:
+    """Replace a parameter of `module` in the block."""
+    param, module._parameters[name] = module._parameters[name], tensor
+    try:
+        yield
+    finally:
+        module._parameters[name] = param
 
 
 def _communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
     """`product` of this rank's inputs, with the communication of the linear `base`."""
-    strategy, shard = STRATEGY.find(base), base.tp_shards.get("weight")
-    if strategy is None or shard is None or shard.layout is None:
+    if split_of(base)[0] is None:
         return product(x)
-    mesh = untyped(shard.group.device_mesh)
+    strategy, mesh = STRATEGY.of(base), untyped(base.tp_shards["weight"].group.device_mesh)
     with open_forward(base):
         (x,) = strategy.before(base, (x,), mesh)
         output: Tensor = strategy.after(base, product(x), mesh)

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...anatomy.linears import is_transposed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks import direct
@@ -29,7 +28,7 @@ from ...strategies import (
 )
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from ..state_dict import keep_state, split_module
-from .layers import AdaptedLora, SlicedDropout, adapted_class
+from .layers import AdaptedLora, SlicedDropout, adapted_class, split_of
 
 _AXES: dict[str, tuple[int | None, int | None]] = {
     "lora_embedding_A": (None, 1),
@@ -60,7 +59,7 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
         elif kind == "lora_magnitude_vector":
             _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
-    split, is_input = _split_of(layer.get_base_layer())
+    split, is_input = split_of(layer.get_base_layer())
     if is_input and adapter in getattr(layer, "vera_dropout", {}):
         _slice_dropout(layer.vera_dropout, adapter, split, group.rank)
 
@@ -96,7 +95,7 @@ def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: Tensor
     layout = layout_of_vector("DoRA", name, base, is_of_inputs=False)
     split_parameter(magnitudes, "weight", layout, group, layout is None and _has_partial_gradients(base))
     magnitudes.__class__ = adapted_class(untyped(type(magnitudes)))
-    magnitudes.tp_group, magnitudes.tp_sums = group, _split_of(base)[1]
+    magnitudes.tp_sums = split_of(base)[1]
 
 
 def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
@@ -105,7 +104,7 @@ def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     if kind == "ia3_l":
         layout = layout_of_vector("IA3", name, base, is_of_inputs=layer.is_feedforward)
         return layout, layout is None and _has_partial_gradients(base)
-    split, is_input = _split_of(base)
+    split, is_input = split_of(base)
     dim = _AXES.get(kind, (None, None))[is_input]
     if split is None or dim is None:
         if kind.startswith("lora"):
@@ -133,7 +132,7 @@ def layout_of_vector(adapter: str, name: str, base: nn.Module, *, is_of_inputs: 
 
     Raises UnsupportedError if this rank has a shard of the weight along the vector, but all of these activations.
     """
-    split, is_input = _split_of(base)
+    split, is_input = split_of(base)
     if split is None or is_input != is_of_inputs:
         return None
     strategy = STRATEGY.of(base)
@@ -152,14 +151,6 @@ def _has_partial_gradients(base: Any) -> bool:
     signature = strategy.signature
     is_partial = not {SEQUENCE, BATCH, PARTIAL}.isdisjoint((signature.takes, signature.leaves, signature.gradient))
     return is_partial or (signature.leaves is FEATURES and signature.inside is None)
-
-
-def _split_of(base: Any) -> tuple[Split | None, bool]:
-    """Split of the weight of `base`, and whether it runs over the input features; None if each rank has all of it."""
-    shard = SHARD.find(getattr(base, "weight", None))
-    if STRATEGY.find(base) is None or shard is None or shard.layout is None:
-        return None, False
-    return shard.layout.split, shard.layout.dim == (0 if isinstance(base, nn.Embedding) or is_transposed(base) else 1)
 
 
 def strategies_of(base: nn.Module) -> tuple[TensorParallelLayer, TensorParallelLayer]:

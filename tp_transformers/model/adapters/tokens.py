@@ -14,6 +14,7 @@ from torch import Tensor
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...strategies import ParamShard, local_tensor, take
+from .layers import parameter_as
 from .shard import keep_shards_of, split_parameter
 
 _Layer: Any = object
@@ -21,6 +22,9 @@ _Layer: Any = object
 
 class AdaptedTokens(_Layer):
     """A TrainableTokensLayer of PEFT on a sharded base layer."""
+
+    tp_rows: dict[str, tuple[Tensor, Tensor]]
+    """Adapter -> positions of its tokens in this rank's rows, and in its `token_indices`; others are other ranks'."""
 
     def get_merged_weights(self, active_adapters: list[str]) -> Tensor:
         """This rank's weight with the rows of the adapters."""
@@ -36,12 +40,8 @@ class AdaptedTokens(_Layer):
         if self.disable_adapters or not active_adapters or self.merged:
             return super().forward_adapters(x, active_adapters, *args, **kwargs)
         self._check_overlapping_tokens(active_adapters)
-        params = self.base_layer._parameters
-        param, params["weight"] = params["weight"], self.get_merged_weights(active_adapters)
-        try:
+        with parameter_as(self.base_layer, "weight", self.get_merged_weights(active_adapters)):
             return self.base_layer(x, *args, **kwargs)
-        finally:
-            params["weight"] = param
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Put the rows into this rank's weight; `safe_merge` raises ValueError for values that are not finite."""
@@ -70,15 +70,10 @@ class AdaptedTokens(_Layer):
     def _put(self, weight: Tensor, adapter: str, rows: Tensor) -> Tensor:
         """`weight: (rows/size, features)` or `(rows, features/size)` with full rows of the adapter's tokens."""
         shard: ParamShard = self.base_layer.tp_shards["weight"]
-        tokens = torch.tensor(self.token_indices[adapter])
-        rows = rows.to(weight)
-        if shard.layout is None:
-            return weight.index_copy(0, tokens.to(weight.device), rows)
-        if shard.layout.dim == 1:
-            return weight.index_copy(0, tokens.to(weight.device), untyped(take(rows, shard.layout, shard.group.rank)))
-        own: Tensor = untyped(take(torch.arange(shard.shape[0]), shard.layout, shard.group.rank))
-        position, number = (own[:, None] == tokens).nonzero(as_tuple=True)
-        return weight.index_copy(0, position.to(weight.device), rows[number.to(weight.device)])
+        if shard.layout is not None and shard.layout.dim == 1:
+            rows = untyped(take(rows, shard.layout, shard.group.rank))
+        positions, numbers = self.tp_rows[adapter]
+        return weight.index_copy(0, positions, rows.to(weight)[numbers])
 
 
 def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
@@ -86,7 +81,14 @@ def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
     layer.__class__ = _adapted_class(untyped(type(layer)))
     keep_shards_of(layer.base_layer)
     if adapter in layer.trainable_tokens_delta:
-        is_partial = layer.base_layer.tp_shards["weight"].layout is not None
+        shard: ParamShard = layer.base_layer.tp_shards["weight"]
+        is_partial = shard.layout is not None
+        own = torch.arange(shard.shape[0])
+        if shard.layout is not None and shard.layout.dim == 0:
+            own = untyped(take(own, shard.layout, group.rank))
+        found = (own[:, None] == torch.tensor(layer.token_indices[adapter])).nonzero(as_tuple=True)
+        rows = layer.__dict__.setdefault("tp_rows", {})
+        rows[adapter] = tuple(index.to(group.device) for index in found)
         split_parameter(layer.trainable_tokens_delta, adapter, None, group, is_partial)
 
 
