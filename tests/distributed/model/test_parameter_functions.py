@@ -171,5 +171,5 @@ def test_functions_of_parameters_are_right_or_refused(pool, cases, kind) -> None
 
 def test_every_function_of_torch_has_a_row() -> None:
     given = {name.partition(" ")[0] for name in UTILS}
-    assert set(nn.utils.__all__) - given == OF_OTHERS
+    assert set(nn.utils.__all__) - given <= OF_OTHERS
     assert len(DIRECT) >= 14
