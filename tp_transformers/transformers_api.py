@@ -143,6 +143,15 @@ def parallel_styles() -> Any:
     return ALL_PARALLEL_STYLES
 
 
+def expert_implementations() -> Any:
+    """transformers' registry of ways in which experts get their tokens, by name; None before 5.23."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:
+        return None
+    return EPImplementationInterface
+
+
 def gguf_conversion(architecture: str, config: Any) -> list[Any] | None:
     """transformers' conversions for the tensors of a GGUF file; None for an architecture that has a processor."""
     try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,13 +38,15 @@ def observe(model: Any, tiny: Tiny) -> tuple[Tensor, Tensor | None, dict[str, Te
     return output.detach(), tokens, grads
 
 
-def compare_small_models(folders: dict[str, str], shares: Sequence[int] | None = None) -> dict[str, dict[str, Any]]:
+def compare_small_models(
+    folders: dict[str, str], shares: Sequence[int] | None = None, options: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, dict[str, Any]]:
     """Run on every rank: the largest differences from one process, of outputs and gradients, and what is cut."""
     found = {}
     for name, folder in folders.items():
         tiny = MODELS[name]
         kind = model_class(tiny)
-        model, plain = load(folder, kind, tp_shares=shares).eval(), kind.from_pretrained(folder).eval()
+        model, plain = load(folder, kind, tp_shares=shares, **options).eval(), kind.from_pretrained(folder).eval()
         own, tokens, grads = observe(model, tiny)
         expected, all_tokens, all_grads = observe(plain, tiny)
         params = dict(model.named_parameters())

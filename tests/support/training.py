@@ -48,10 +48,11 @@ def with_trainer(
     loss: bool = False,
     fp16: bool = False,
     own: bool = True,
+    config: Any = None,
 ) -> dict[str, Any]:
     """Train on batches of two in all, evaluate, save; `copies`: of the model, which has two ranks each; 0 for one
     process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high;
-    `own`: with our Trainer, else with transformers'.
+    `own`: with our Trainer, else with transformers'. `config`: a DistributedConfig in place of a mesh.
     """
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
@@ -64,8 +65,10 @@ def with_trainer(
             os.environ.pop(name)
     logging.disable(logging.INFO)
     try:
-        mesh = mesh_of(copies) if copies else None
+        mesh = mesh_of(copies) if copies and config is None else None
         options = {"device_mesh": mesh, "tp_loss_parallel": loss}
+        if config is not None:
+            options = {"tp_plan": None, "distributed_config": config}
         model = load(folder, **options) if copies else AutoModelForCausalLM.from_pretrained(folder)
         if adapted:
             torch.manual_seed(1)

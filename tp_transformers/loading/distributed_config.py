@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -10,14 +10,20 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, PlanError, UnsupportedError, shown
+from ..plans.parse import ALONE, EXPERTS
 from ..ranks.group import TP_AXIS
 from ..ranks.mesh import join
+from ..strategies.styles.expert_exchange import EXCHANGE
 from .choose_plan import ChangedPlan
 
 _SERVED = {
     "tp_size",
     "tp_plan",
     "enable_sequence_parallel",
+    "enable_expert_parallel",
+    "ep_size",
+    "ep_plan",
+    "ep_implementation",
     "fsdp_size",
     "dp_replicate_size",
     "fsdp_cpu_offload",
@@ -25,6 +31,7 @@ _SERVED = {
 }
 """Supported fields; all others have to be None, 1 or their default."""
 
+_EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
 _DP_AXIS = "dp"
 
 
@@ -35,23 +42,29 @@ class Parallelism:
     arguments: Mapping[str, Any]
     """Equivalent arguments of this package."""
     tp_size: int
+    """Ranks that share the sharded modules."""
     copies: int = 1
     mode: Literal["replicate", "shard"] = "replicate"
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `fully_shard`."""
 
+    @property
+    def is_data_parallel(self) -> bool:
+        """True if ranks train on different batches."""
+        return self.copies > 1 or "tp_batch_sharded" in self.arguments
+
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of the copies and of the ranks that share each; None for one copy.
+        """The mesh of the copies and of the ranks that share each; None unless the model is data-parallel.
 
         Raises MeshError if another number of ranks was started.
         """
-        if self.copies == 1:
+        if not self.is_data_parallel:
             return None
         group, expected = join(), self.copies * self.tp_size
         if group.size != expected:
             raise MeshError(
                 "distributed_config",
-                got=f"{self.copies} copies of a model on {self.tp_size} ranks each",
+                got=f"{self.copies} {'copy' if self.copies == 1 else 'copies'} of a model on {self.tp_size} ranks each",
                 expected=f"{group.size} ranks in all, as were started",
                 fix=f"Launch with torchrun --nproc-per-node {expected}.",
             )
@@ -69,32 +82,36 @@ class Parallelism:
 def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     """Read the `distributed_config` among the arguments of a `from_pretrained`.
 
-    Returns None without one, or if it asks for no tensor parallelism: transformers handles that. Raises
-    UnsupportedError for fields that are not supported beside tensor parallelism, PlanError if another argument
+    Returns None without one, or if transformers shall shard the model: it asks for no tensor or expert parallelism, or
+    names `ExpertExchange`. Raises UnsupportedError for fields that are not supported, PlanError if another argument
     conflicts with it.
     """
     config = kwargs.get("distributed_config")
-    tp_plan, tp_size = getattr(config, "tp_plan", None), getattr(config, "tp_size", None)
-    if kwargs.get("tp_plan") is not None or (tp_plan is None and tp_size in (None, 1)):
+    if config is None or kwargs.get("tp_plan") is not None:
+        return None
+    if not hasattr(config, "tp_size"):  # transformers before 5.18
+        alone = Parallelism({"tp_plan": "auto", "tp_expert_parallel": ALONE}, 1)
+        return alone if getattr(config, "enable_expert_parallel", False) else None
+    tp_plan, tp_size, ep_size = config.tp_plan, config.tp_size or 1, getattr(config, "ep_size", None) or 1
+    if (tp_plan is None and tp_size == ep_size == 1) or getattr(config, "ep_implementation", "") == EXCHANGE:
         return None
     sharded, replicas = (getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size"))
+    requested = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
     faults = [
         f"{entry.name}={shown(getattr(config, entry.name))}"
-        for entry in fields(config)  # type: ignore[arg-type]
+        for entry in fields(config)
         if entry.name not in _SERVED and repr(getattr(config, entry.name)) not in ("None", "1", repr(entry.default))
     ]
-    if tp_plan == {}:
-        faults.append("tp_plan={}")
-    if sharded > 1 and replicas > 1:
+    faults += _expert_faults(config, tp_size, ep_size) if ep_size > 1 else ["tp_plan={}"] if tp_plan == {} else []
+    if sharded > 1 and replicas > 1 and ep_size <= tp_size:
         faults.append(f"both fsdp_size={sharded} and dp_replicate_size={replicas}")
-    requested = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
     if sharded == 1:
         faults += [f"{name} without fsdp_size" for name in requested]
     if faults:
         raise UnsupportedError(
             "distributed_config",
             got=f"{', '.join(faults)} beside tensor parallelism",
-            expected="tp_size, tp_plan, enable_sequence_parallel, and one of fsdp_size and dp_replicate_size",
+            expected="tp_size, tp_plan, enable_sequence_parallel, ep_size, and one of fsdp_size and dp_replicate_size",
             fix="Leave it out, or call tp_transformers.disable() to load by transformers' own.",
         )
     for name in ("tp_size", "device_mesh", "device_map"):
@@ -105,17 +122,33 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
                 expected="one of them",
                 fix=f"Leave out {name}.",
             )
-    arguments: dict[str, Any] = {"tp_plan": ChangedPlan(tp_plan) if isinstance(tp_plan, Mapping) else "auto"}
-    if isinstance(tp_plan, str):
-        arguments["tp_plan"] = tp_plan
+    rules = {**(tp_plan if isinstance(tp_plan, Mapping) else {}), **(getattr(config, "ep_plan", None) or {})}
+    arguments: dict[str, Any] = {"tp_plan": ChangedPlan(rules) if rules else tp_plan or "auto"}
     if getattr(config, "enable_sequence_parallel", False):
         arguments["tp_sequence_parallel"] = True
+    if ep_size > 1:
+        arguments["tp_expert_parallel"] = ALONE if tp_plan == {} else True
     copies = sharded * replicas
-    if copies == 1:
+    if ep_size > tp_size:  # ranks with batches of their own exchange tokens
+        arguments["tp_batch_sharded"] = EXPERTS
+        copies, tp_size = copies // ep_size, ep_size
+    elif copies == 1:
         arguments["tp_size"] = tp_size
-    return Parallelism(
-        arguments, int(tp_size or 1), copies, "shard" if sharded > 1 else "replicate", _options(requested)
-    )
+    return Parallelism(arguments, tp_size, copies, "shard" if sharded > 1 else "replicate", _options(requested))
+
+
+def _expert_faults(config: Any, tp_size: int, ep_size: int) -> Iterator[str]:
+    """Yield the unsupported fields of expert parallelism."""
+    if 1 < tp_size < ep_size:
+        yield f"ep_size={ep_size} with tp_size={tp_size}, neither equal nor 1 (ep_implementation={EXCHANGE!r} takes it)"
+    fits = ("auto", "all_reduce" if tp_size == ep_size else "all_to_all")
+    implementation = getattr(config, "ep_implementation", "auto")
+    if implementation not in fits:
+        yield f"ep_implementation={implementation!r} where {' and '.join(fits)} fit"
+    styles = {shown(style) for style in (getattr(config, "ep_plan", None) or {}).values()}
+    unknown = styles - {shown(style) for style in _EP_STYLES}
+    if unknown:
+        yield f"ep_plan with {', '.join(sorted(unknown))}"
 
 
 def _options(requested: Collection[str]) -> dict[str, Any]:

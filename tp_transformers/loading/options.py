@@ -11,14 +11,14 @@ import torch
 
 from ..anatomy.classes import is_path
 from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
-from ..plans.parse import is_names, is_shares
+from ..plans.parse import ALONE, EXPERTS, is_names, is_shares
 from ..plans.rules import Plan
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of this package: True, False, or None for the default. `tp_batch_sharded` may also be names of modules,
-    `tp_shares` are numbers or a word, `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
+    """Options of this package: True, False, or None for the default. `tp_batch_sharded` may also be a word or names of
+    modules, `tp_shares` are numbers or a word, `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
     """True: a plan that a transformers class declares may leave layers replicated. None: it may not."""
@@ -34,9 +34,11 @@ class Options:
     """True: activations are split along the sequence between blocks. None: as in the plan."""
     tp_loss_parallel: bool | None = None
     """True: logits stay sharded if there are labels. None: as in the plan."""
-    tp_batch_sharded: bool | list[str] | tuple[str, ...] | None = None
+    tp_batch_sharded: bool | str | list[str] | tuple[str, ...] | None = None
     """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
-    None: as in the plan."""
+    "experts": experts exchange tokens, and all else is replicated. None: as in the plan."""
+    tp_expert_parallel: bool | str | None = None
+    """True: each rank holds complete experts. "alone": all else is replicated. None: as in the plan."""
     tp_invariant: bool | None = None
     """True: results have the bits of one process, on any number of ranks. None: as in the plan."""
     tp_shares: Sequence[float] | str | None = None
@@ -61,6 +63,7 @@ class Options:
             sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
             loss_parallel=plan.loss_parallel if loss is None else loss,
             invariant=plan.invariant if self.tp_invariant is None else self.tp_invariant,
+            expert_parallel=plan.expert_parallel if self.tp_expert_parallel is None else self.tp_expert_parallel,
             batch_sharded=tuple(batch) if isinstance(batch, list) else plan.batch_sharded if batch is None else batch,
             shares=plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares),
         )
@@ -92,8 +95,11 @@ class Options:
             elif option == "tp_shares":
                 fits = value is None or is_shares(value)
                 expected, example = 'a positive number for each rank, "memory" or "speed"', "[2, 1, 1] on three ranks"
+            elif option == "tp_expert_parallel":
+                fits, expected = fits or value == ALONE, f'True, "{ALONE}", False or None'
             elif option == "tp_batch_sharded":
-                fits, expected = fits or is_names(value), f"{expected}, or a list of modules"
+                fits = fits or value == EXPERTS or is_names(value)
+                expected = f'{expected}, "{EXPERTS}", or a list of modules'
             if not fits:
                 fix = f"Pass {option}={example}, or leave it out."
                 raise PlanError(option, got=shown(value), expected=expected, fix=fix)

@@ -30,6 +30,7 @@ from .checks.widths import misfits
 from .heads import split_attention
 from .mixers import MixerHeads, split_mixers
 from .rewrite.batch import shard_batch
+from .rewrite.experts import complete_experts
 from .rewrite.invariant import check_options, make_invariant
 from .rewrite.loss import shard_loss
 from .rewrite.sequence import shard_sequence
@@ -87,7 +88,7 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
         PlanError: with every rule that does not fit.
     """
     check_options(plan)
-    plan = shard_batch(plan.completed(model), model)
+    plan = shard_batch(complete_experts(plan.completed(model), model), model)
     if plan.sequence_parallel:
         plan = shard_sequence(plan, model)
     if plan.loss_parallel:

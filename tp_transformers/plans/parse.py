@@ -39,6 +39,8 @@ IMPLIED_GATHERED: Mapping[str, Any] = {role: "rowwise_rep" if role == "output" e
 DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
 
+EXPERTS, ALONE = "experts", "alone"
+"""Value of `batch_sharded` for the experts that exchange tokens, and of `expert_parallel` to replicate all but them."""
 OPTIONS = ("sequence_parallel", "loss_parallel", "invariant")
 LARGEST = sys.float_info.max
 """The largest share."""
@@ -48,7 +50,7 @@ IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
 SECTIONS = (
     *("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers"),
-    *("batch_sharded", "shares", *OPTIONS),
+    *("batch_sharded", "expert_parallel", "shares", *OPTIONS),
 )
 
 MAX_NAME = 500

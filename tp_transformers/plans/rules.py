@@ -15,7 +15,9 @@ from ..slices.layout import Ranks, ranks_of
 from .catalogue import available_plans
 from .mixers import Mixer, mixer_arguments, mixer_rules
 from .parse import (
+    ALONE,
     DECLARED,
+    EXPERTS,
     IN_BASE_MODEL,
     OPTIONS,
     attention_arguments,
@@ -58,9 +60,12 @@ class Plan:
     """True if logits stay sharded along the vocabulary when the model is given labels."""
     invariant: bool = False
     """True if results have the same bits on any number of ranks."""
-    batch_sharded: bool | tuple[str, ...] | None = None
+    expert_parallel: bool | str = False
+    """True if each rank holds complete experts; "alone" if all else is replicated."""
+    batch_sharded: bool | str | tuple[str, ...] | None = None
     """Full names of modules that gather the samples of all ranks, if ranks have different batches; modules with such
-    rules are added. True: all attention, MLPs and experts. False: none, in spite of rules."""
+    rules are added. True: all attention, MLPs and experts. "experts": the experts that exchange tokens. False: none, in
+    spite of rules."""
     shares: tuple[float, ...] | str | None = None
     """The share of each rank in every split, "memory" or "speed" to find them at the load, or None for even splits."""
     inner_models: tuple[str, ...] = ()
@@ -121,8 +126,11 @@ class Plan:
             if not isinstance(value, bool)
         )
         batch = data.get("batch_sharded", base.batch_sharded)
-        if not (batch is None or isinstance(batch, bool) or is_names(batch)):
-            faults.append(f"batch_sharded is {shown(batch)}, not true, false, or a list of modules")
+        if not (batch in (None, EXPERTS) or isinstance(batch, bool) or is_names(batch)):
+            faults.append(f"batch_sharded is {shown(batch)}, not true, false, {EXPERTS}, or a list of modules")
+        experts = data.get("expert_parallel", base.expert_parallel)
+        if not (isinstance(experts, bool) or experts == ALONE):
+            faults.append(f"expert_parallel is {shown(experts)}, not true, false or {ALONE}")
         shares = data.get("shares", base.shares)
         if not (shares is None or is_shares(shares)):
             faults.append(f"shares is {shown(shares)}, not a positive number for each rank, memory or speed")
@@ -138,6 +146,7 @@ class Plan:
             tuple(mixer for mixer in mixers.values() if mixer is not None),
             model_types or (),
             **options,
+            expert_parallel=experts,
             batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
             shares=tuple(shares) if isinstance(shares, list | tuple) else shares,
             declared=base.declared,

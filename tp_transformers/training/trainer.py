@@ -26,7 +26,6 @@ class Trainer(transformers.Trainer):
     Raises:
         MeshError: if there are several copies of the model without `data_parallel`.
         CheckpointError: if a checkpoint has the optimizer state of one process.
-        UnsupportedError: for a model loaded with `tp_batch_sharded`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

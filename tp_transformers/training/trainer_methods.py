@@ -40,7 +40,8 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
             expected=f"the {ranks} ranks that were started",
             fix="On a CPU, pass use_cpu=True to TrainingArguments, or to the arguments of TRL.",
         )
-    copies = ranks // model.tp_size
+    sharing = _ranks_with_one_batch(model)
+    copies = ranks // sharing
     if copies > 1 and not hasattr(model, "set_requires_gradient_sync"):
         raise MeshError(
             "Trainer",
@@ -48,21 +49,28 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
             expected="copies whose gradients are averaged",
             fix="Call tp_transformers.data_parallel(model, mesh) first.",
         )
-    if any(batch_sharded(model)):
-        raise UnsupportedError(
-            "Trainer gives the ranks that share a model one batch. Load it without tp_batch_sharded, or train in a "
-            "loop of your own."
-        )
-    parallelism = _Parallelism(tp_size=model.tp_size, dp_shard_size=copies)
+    parallelism = _Parallelism(tp_size=sharing, dp_shard_size=copies)
     with _distributed_config(model, copies):
         arguments = original(self, **kwargs)
     return {**arguments, "parallelism_config": parallelism}
 
 
+def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
+    """See `transformers.Trainer`; accelerate does not wrap a model with ranks that have their own batches."""
+    original(self)
+    if is_tensor_parallel(self.model) and _ranks_with_one_batch(self.model) == 1:
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+
+def get_tp_size(original: Any, self: Any) -> int:
+    """See `transformers.Trainer`; the number of ranks that get the same batch."""
+    return _ranks_with_one_batch(self.model) if is_tensor_parallel(self.model) else original(self)
+
+
 def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See `transformers.Trainer`; metrics are gathered from one rank of each copy."""
     if is_tensor_parallel(self.model):
-        gather = partial(_gather_for_metrics, self.accelerator, self.model.tp_size)
+        gather = partial(_gather_for_metrics, self.accelerator, _ranks_with_one_batch(self.model))
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
     return original(self, *args, **kwargs)
 
@@ -94,7 +102,7 @@ def compute_loss(
         self.args.average_tokens_across_devices = averages
     counts_tokens = self.model_accepts_loss_kwargs or self.compute_loss_func
     if averages and counts_tokens and num_items_in_batch is not None:
-        loss = loss * (self.args.world_size // self.model.tp_size)
+        loss = loss * (self.args.world_size // _ranks_with_one_batch(self.model))
     return (loss, outputs) if return_outputs else loss
 
 
@@ -126,6 +134,8 @@ def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) 
 
 _CHANGES = (
     _build_accelerator_args,
+    create_accelerator_and_postprocess,
+    get_tp_size,
     evaluation_loop,
     prediction_step,
     compute_loss,
@@ -140,6 +150,11 @@ _CHANGES = (
 def change_methods() -> Undo:
     """Replace methods of `transformers.Trainer` by `_CHANGES`; return a function that restores them."""
     return replace_all((transformers.Trainer, change.__name__, change) for change in _CHANGES)
+
+
+def _ranks_with_one_batch(model: Any) -> int:
+    """Number of consecutive ranks to which Trainer gives the same batch."""
+    return 1 if any(batch_sharded(model)) else model.tp_size  # type: ignore[no-any-return]
 
 
 def _check_forward(model: Any) -> None:

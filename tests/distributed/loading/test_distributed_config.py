@@ -69,7 +69,6 @@ def test_copies_train_as_one_process(pool: Pool, cases: Any) -> None:
     ("fields", "expected"),
     [
         ({"tp_size": 2, "pp_size": 2}, "got pp_size=2 beside tensor parallelism"),
-        ({"tp_size": 2, "ep_size": 2}, "got enable_expert_parallel=True, ep_size=2 beside"),
         ({"tp_size": 2, "fsdp_mixed_precision": True}, "got fsdp_mixed_precision without fsdp_size beside"),
         ({"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2}, "got both fsdp_size=2 and dp_replicate_size=2"),
         ({"tp_size": 2, "tp_plan": {}}, "got tp_plan={} beside"),

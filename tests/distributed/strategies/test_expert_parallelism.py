@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +11,51 @@ import torch
 import transformers
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, make_case, observe
+from tests.distributed.test_model_types import compare_small_models
+from tests.support.architectures import (
+    ARCHITECTURES,
+    GRADIENT_TOLERANCE,
+    LOGITS_TOLERANCE,
+    make_case,
+    observe,
+)
 from tests.support.comparisons import assert_same_tensors, compare_seen
-from tests.support.models import excess_read, load
+from tests.support.models import excess_read, load, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tests.support.tiny import MODELS
+from tp_transformers.plans import Plan
+from tp_transformers.plans.bind import resolve
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
-PLANS = {
-    "mixtral": """
-model_type: mixtral
-extends: mixtral
-base_model:
-  layers.*.mlp.experts.gate_up_proj: local
-  layers.*.mlp.experts.down_proj: local
-""",
-    "gpt_oss": """
-model_type: gpt_oss
-extends: gpt_oss
-base_model:
-  layers.*.mlp.experts.gate_up_proj: local
-  layers.*.mlp.experts.gate_up_proj_bias: local
-  layers.*.mlp.experts.down_proj: local
-  layers.*.mlp.experts.down_proj_bias: local
-""",
-    "llama4_text": """
-model_type: llama4_text
-extends: llama4_text
-optional:
-  layers.*.feed_forward.experts.gate_up_proj: local
-  layers.*.feed_forward.experts.down_proj: local
-""",
-}
+NAMES = ("gpt_oss", "llama4_text", "mixtral")
+MIXTURES = (
+    "afmoe",
+    "axk2",
+    "glm4_moe_lite",
+    "glm5_next_text",
+    "granitemoe",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hunyuan_v1_moe",
+    "hy_v4",
+    "inkling2_text",
+    "jamba",
+    "lfm2_moe",
+    "muse_spark_text",
+    "nemotron_h",
+    "phimoe",
+    "zaya",
+)
+"""Other model types with experts, of `MODELS`."""
 
 
-def with_plan(name: str, plan: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
+def with_complete_experts(name: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
-    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_plan=plan)
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_expert_parallel=True)
     reference = torch.load(reference_file)
     seen = observe(model)
     found = compare_seen(model, seen, reference)
@@ -65,12 +71,10 @@ def with_plan(name: str, plan: str, folder: str, reference_file: str, saved: str
 
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-@pytest.mark.parametrize("name", sorted(PLANS))
+@pytest.mark.parametrize("name", NAMES)
 def test_whole_experts_a_rank(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
     case = make_case(tmp_path, name, 8, 4)
-    plan = tmp_path / "experts.yaml"
-    plan.write_text(PLANS[name])
-    results = pool.run(size, with_plan, name, str(plan), case.folder, case.reference, str(tmp_path / "saved"))
+    results = pool.run(size, with_complete_experts, name, case.folder, case.reference, str(tmp_path / "saved"))
     for result in results:
         assert result["logits"] < TOLERANCE
         assert result["tokens"]
@@ -80,13 +84,20 @@ def test_whole_experts_a_rank(pool: Pool, tmp_path: Path, name: str, size: int) 
     assert_same_tensors(case.folder, tmp_path / "saved")
 
 
-def test_more_ranks_than_experts_are_refused(pool: Pool, tmp_path: Path) -> None:
-    model = ARCHITECTURES["mixtral"].make(8, 4)
-    model.config.save_pretrained(tmp_path)
-    plan = tmp_path / "experts.yaml"
-    plan.write_text(PLANS["mixtral"])
-    resolved = tp_transformers.plans.Plan.from_yaml(plan)
-    from tp_transformers.plans.bind import resolve
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MIXTURES if name in MODELS])
+def test_complete_experts_of_other_types(pool: Pool, tmp_path: Path, name: str) -> None:
+    save_as_loaded(MODELS[name].make(), tmp_path)
+    for found in pool.run(
+        2, compare_small_models, {name: str(tmp_path / "checkpoint")}, None, {"tp_expert_parallel": True}
+    ):
+        assert found[name]["output"] < LOGITS_TOLERANCE, found
+        assert found[name]["tokens"]
+        assert found[name]["gradients"] < GRADIENT_TOLERANCE, found
 
+
+def test_more_ranks_than_experts_are_refused() -> None:
+    model = ARCHITECTURES["mixtral"].make(8, 4)
+    plan = replace(Plan.for_model(model), expert_parallel=True)
     with pytest.raises(tp_transformers.PlanError, match="4 experts cannot be spread over 5 ranks"):
-        resolve(resolved, model, 5)
+        resolve(plan, model, 5)

@@ -231,9 +231,3 @@ def test_an_embedding_is_cut_by_a_registered_class(pool: Pool, cases: Any) -> No
     for result in pool.run(2, an_embedding, case.folder, case.reference):
         assert result["logits"] < TOLERANCE
         assert len(set(result["width"])) == 1
-
-
-@pytest.mark.distributed
-def test_a_name_of_their_expert_parallelism_is_refused_with_ours(pool: Pool, cases: Any) -> None:
-    messages = pool.run(2, refused, cases(8, 4).folder, {f"{LAYERS}.mlp.gate_proj": "grouped_gemm"})
-    assert all("of transformers' expert parallelism" in message for message in messages)

@@ -274,7 +274,7 @@ def test_what_cannot_gather_batches_is_refused(options: dict[str, Any], says: st
 def test_malformed_choices_are_refused() -> None:
     with pytest.raises(PlanError, match="unknown layout 'batch' of the input; the only one is batch-sharded"):
         Plan.from_dict({LAYER + "mlp": {"input": "batch"}})
-    with pytest.raises(PlanError, match="batch_sharded is 'mlp', not true, false, or a list of modules"):
+    with pytest.raises(PlanError, match="batch_sharded is 'mlp', not true, false, experts, or a list of modules"):
         Plan.parse({"extends": "llama", "batch_sharded": "mlp"}, source="mine")
     with pytest.raises(PlanError, match="mlp: no rules in it shard"):
         rules_of(llama(), Plan.from_dict({LAYER + "mlp": {"input": "batch-sharded"}}))
@@ -283,3 +283,67 @@ def test_malformed_choices_are_refused() -> None:
     model = ARCHITECTURES["t5"].make(8, 8)
     with pytest.raises(PlanError, match="it has an encoder and a decoder"):
         rules_of(model, batch_sharded=True)
+
+
+def mixture() -> Any:
+    return ARCHITECTURES["gpt_oss"].make(8, 4)
+
+
+EXPERTS = LAYER + "mlp.experts"
+
+
+def test_expert_parallel_plans_keep_experts_complete() -> None:
+    usual, rules = rules_of(mixture()), rules_of(mixture(), expert_parallel=True)
+    parameters = {name for name in usual if name.startswith(f"{EXPERTS}.")}
+    assert len(parameters) == 4
+    assert {rules[name] for name in parameters} == {"local"}
+    assert {name: rule for name, rule in rules.items() if name not in parameters} == {
+        name: rule for name, rule in usual.items() if name not in parameters
+    }
+    layouts = resolve(replace(Plan.for_model(mixture()), expert_parallel=True), mixture(), 3).layouts
+    for name in (name for name in layouts if ".mlp.experts." in name):
+        assert layouts[name].dim == 0
+        assert layouts[name].split.widths == (2, 1, 1)
+
+
+def test_all_but_experts_can_be_replicated() -> None:
+    rules = rules_of(mixture(), expert_parallel="alone")
+    assert rules.pop(EXPERTS) == "moe_tp_experts"
+    assert {rules.pop(name) for name in list(rules) if name.startswith(EXPERTS)} == {"local"}
+    assert set(rules.values()) == {"replicate"}
+
+
+def test_experts_exchange_tokens_of_sequences_and_batches() -> None:
+    assert rules_of(mixture(), expert_parallel=True, sequence_parallel=True)[EXPERTS] == "moe_all_to_all"
+    for batch in ("experts", True):
+        rules = rules_of(mixture(), expert_parallel=True, batch_sharded=batch)
+        assert rules[EXPERTS] == "moe_all_to_all, input: batch-sharded"
+        assert rules[LAYER + "self_attn.q_proj"] == ("replicate" if batch == "experts" else "local_colwise")
+
+
+def test_a_plan_file_says_how_experts_are_sharded(tmp_path: Any) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: gpt_oss\nexpert_parallel: alone\nbatch_sharded: experts\n")
+    rules = rules_of(mixture(), Plan.from_yaml(tmp_path / "mine.yaml"))
+    assert rules[EXPERTS] == "moe_all_to_all, input: batch-sharded"
+    (tmp_path / "other.yaml").write_text("extends: mine\nexpert_parallel: false\nbatch_sharded: false\n")
+    assert rules_of(mixture(), Plan.from_yaml(tmp_path / "other.yaml")) == rules_of(mixture())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        (llama, {"expert_parallel": True}, "it has no experts with parameters .experts, out, in. that rules shard"),
+        (mixture, {"batch_sharded": "experts"}, "no experts with a rule moe_all_to_all; expert_parallel gives them"),
+    ],
+)
+def test_models_without_such_experts_are_refused(model: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        rules_of(model(), **options)
+
+
+def test_malformed_expert_options_are_refused() -> None:
+    with pytest.raises(PlanError, match="expert_parallel is 'only', not true, false or alone"):
+        Plan.parse({"extends": "mixtral", "expert_parallel": "only"}, source="mine")
+    whole = {f"{EXPERTS}": "replicate", f"{EXPERTS}.down_proj": "rowwise", f"{EXPERTS}.gate_up_proj": "packed_colwise"}
+    with pytest.raises(PlanError, match=r"mlp\.experts: replicate is a rule for experts; they need moe_tp_experts"):
+        rules_of(ARCHITECTURES["mixtral"].make(8, 4), Plan.from_dict(whole), expert_parallel=True)

@@ -95,6 +95,9 @@ SHARDED_DIMS: dict[str, ShardedDims] = {
     "local": COMPLETE_EXPERTS,
     "moe_tp_experts": NOTHING,
     "moe_all_to_all": {"experts": COMPLETE_EXPERTS["experts"]},
+    "grouped_gemm": COMPLETE_EXPERTS,
+    "ep_dispatch_experts": NOTHING,
+    "ep_router": NOTHING,
     "moe_identity_expert": NOTHING,
     "local_params": NOTHING,
     "gather": NOTHING,
@@ -171,7 +174,7 @@ def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: 
         (name, kind)
         for name, dims in SHARDED_DIMS.items()
         for kind in dims
-        if kind != "experts" or name == "moe_tp_experts"
+        if kind != "experts" or name in ("moe_tp_experts", "ep_dispatch_experts")
     ],
 )
 def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> None:

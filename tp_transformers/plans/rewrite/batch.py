@@ -21,6 +21,7 @@ from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...errors import PlanError, describe, hint_for
 from ...strategies import BATCH_SHARDED, BatchGather, BatchReplicated, BatchStates
+from ..parse import EXPERTS
 from ..pattern import Pattern
 from ..rule import Rule
 from ..rules import Plan
@@ -57,7 +58,9 @@ class _BatchRewriter(StackRewriter):
     unfit = f"no rules in it shard features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:
-        blocks = (*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ()))
+        blocks = [*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ())]
+        if self.plan.batch_sharded == EXPERTS:
+            blocks += self.all_exchanging()
         chosen = dict.fromkeys(module_name for name in blocks for module_name in self._gathering(name))
         inner = [name for name in chosen if any(is_inside(name, outer) for outer in chosen)]
         for name in inner:
@@ -75,7 +78,10 @@ class _BatchRewriter(StackRewriter):
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
         self.rules[self.prefix] = Rule(self.prefix, BatchStates())
         if not (chosen or self.faults):
-            self.faults.append("it has no attention, MLP or experts that rules shard")
+            if self.plan.batch_sharded == EXPERTS:
+                self.faults.append("it has no experts with a rule moe_all_to_all; expert_parallel gives them one")
+            else:
+                self.faults.append("it has no attention, MLP or experts that rules shard")
 
     def _chosen(self) -> Iterator[str]:
         """Yield the modules in the plan's `batch_sharded`, and those with a rule for batch-sharded input."""

@@ -119,7 +119,11 @@ class StackRewriter(Rewriter):
 
     def exchanging(self, name: str) -> list[str]:
         """Experts at or inside the module `name` with rules that exchange tokens between ranks."""
-        rules = ((path, rule.instance) for path, rule in self.rules.items() if path == name or is_inside(path, name))
+        return [path for path in self.all_exchanging() if path == name or is_inside(path, name)]
+
+    def all_exchanging(self) -> list[str]:
+        """All experts with rules that exchange tokens between ranks."""
+        rules = ((path, rule.instance) for path, rule in self.rules.items())
         return [path for path, strategy in rules if strategy is not None and strategy.signature.exchanges_tokens]
 
     def shards_features(self, name: str) -> bool:

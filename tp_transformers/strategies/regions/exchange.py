@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ...anatomy.linears import holds_experts
-from ...ranks.collectives import exchange_counts, exchange_rows, scale_gradient
+from ...ranks.collectives import Group, exchange_counts, exchange_rows, scale_gradient
 from ...slices.layout import Split
 from ..experts import IsolatedParallel, MoEExpertsParallel
 from ..forward.attach import forward_of
@@ -92,52 +92,13 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
     def dispatch(
         self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
     ) -> tuple[Route, Tensor, Tensor, Tensor]:
-        """Send this rank's tokens to their experts, and receive those for its own: a row per (token, expert) pair.
-
-        Args:
-            states: this rank's tokens: (tokens, hidden).
-            ids: expert ids: (tokens, k).
-            weights: routing weights: (tokens, k).
-            mesh: the `tp` axis.
-
-        Returns:
-            The route back; tokens (pairs, hidden); local expert ids (pairs, 1); routing weights (pairs, 1). A rank that
-            receives no token computes one of zeros, so that its backward calls the same collectives.
-        """
+        """See the function `dispatch`."""
         assert isinstance(self.experts, Split)
-        group, ranges = mesh.get_group(), [rank_ranges[0] for rank_ranges in self.experts.ranges]
-        starts, ends = (
-            torch.tensor(bounds, dtype=ids.dtype, device=ids.device) for bounds in zip(*ranges, strict=True)
-        )
-        owners = torch.bucketize(ids.contiguous(), ends, right=True)
-        sends = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
-        counts = sends.sum(0)
-        sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
-        ranks, tokens = sends.t().nonzero(as_tuple=True)
-        is_owner = owners[tokens] == ranks[:, None]
-        local_ids = torch.where(is_owner, ids[tokens] - starts[ranks, None], -1).int()
-        rows = (states.index_select(0, tokens), weights.index_select(0, tokens), local_ids)
-        received_states, received_weights, received_ids = exchange_rows(rows, sent, received, group)
-        if not len(received_states):
-            received_states, received_weights, received_ids = (
-                pad(tensor, (0, 0, 0, 1)) for tensor in (received_states, received_weights, received_ids)
-            )
-        row_index, slots = (received_ids >= 0).nonzero(as_tuple=True)
-        route = Route(sent, received, len(states), tokens, row_index)
-        expert_ids = received_ids[row_index, slots].long()
-        return (
-            route,
-            received_states.index_select(0, row_index),
-            expert_ids[:, None],
-            received_weights[row_index, slots][:, None],
-        )
+        return dispatch(states, ids, weights, self.experts, mesh.get_group())
 
     def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
-        """Send back the outputs of this rank's experts, (pairs, hidden); sum those for its tokens: (tokens, hidden)."""
-        length = sum(route.received)
-        sums = _sum_rows(outputs, route.rows, max(length, 1))[:length]
-        (returned,) = exchange_rows((sums,), route.received, route.sent, mesh.get_group())
-        return _sum_rows(returned, route.tokens, route.count)
+        """See the function `combine`."""
+        return combine(outputs, route, mesh.get_group())
 
 
 class SequenceExpertsParallel(ExchangeExpertsParallel):
@@ -166,10 +127,60 @@ class BatchExpertsParallel(ExchangeExpertsParallel):
 
     def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
         """See `ExchangeExpertsParallel.combine`; divides the gradient by the number of ranks."""
-        return scale_gradient(super().combine(outputs, route, mesh), 1 / mesh.size())
+        return super().combine(scale_gradient(outputs, 1 / mesh.size()), route, mesh)
 
     def __repr__(self) -> str:
         return "moe_all_to_all, input: batch-sharded"
+
+
+def dispatch(
+    states: Tensor, ids: Tensor, weights: Tensor, experts: Split, group: Group
+) -> tuple[Route, Tensor, Tensor, Tensor]:
+    """Send this rank's tokens to their experts, and receive those for its own: a row per (token, expert) pair.
+
+    Args:
+        states: this rank's tokens: (tokens, hidden).
+        ids: expert ids: (tokens, k).
+        weights: routing weights: (tokens, k).
+        experts: the split of the experts over the ranks, a consecutive range each.
+        group: the ranks.
+
+    Returns:
+        The route back; tokens (pairs, hidden); local expert ids (pairs, 1); routing weights (pairs, 1). A rank that
+        receives no token computes one of zeros, so that its backward calls the same collectives.
+    """
+    ranges = [rank_ranges[0] for rank_ranges in experts.ranges]
+    starts, ends = (torch.tensor(bounds, dtype=ids.dtype, device=ids.device) for bounds in zip(*ranges, strict=True))
+    owners = torch.bucketize(ids.contiguous(), ends, right=True)
+    sends = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
+    counts = sends.sum(0)
+    sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
+    ranks, tokens = sends.t().nonzero(as_tuple=True)
+    is_owner = owners[tokens] == ranks[:, None]
+    local_ids = torch.where(is_owner, ids[tokens] - starts[ranks, None], -1).int()
+    rows = (states.index_select(0, tokens), weights.index_select(0, tokens), local_ids)
+    received_states, received_weights, received_ids = exchange_rows(rows, sent, received, group)
+    if not len(received_states):
+        received_states, received_weights, received_ids = (
+            pad(tensor, (0, 0, 0, 1)) for tensor in (received_states, received_weights, received_ids)
+        )
+    row_index, slots = (received_ids >= 0).nonzero(as_tuple=True)
+    route = Route(sent, received, len(states), tokens, row_index)
+    expert_ids = received_ids[row_index, slots].long()
+    return (
+        route,
+        received_states.index_select(0, row_index),
+        expert_ids[:, None],
+        received_weights[row_index, slots][:, None],
+    )
+
+
+def combine(outputs: Tensor, route: Route, group: Group) -> Tensor:
+    """Send back the outputs of this rank's experts, (pairs, hidden); sum those for its tokens: (tokens, hidden)."""
+    length = sum(route.received)
+    sums = _sum_rows(outputs, route.rows, max(length, 1))[:length]
+    (returned,) = exchange_rows((sums,), route.received, route.sent, group)
+    return _sum_rows(returned, route.tokens, route.count)
 
 
 def _sum_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:

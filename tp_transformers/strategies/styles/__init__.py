@@ -78,11 +78,6 @@ def style_hint(name: str) -> str:
     style = parallel_styles().get(name)
     if isinstance(style, type):
         return f" (it is registered with transformers as a class; register an object, {style.__name__}(...))"
-    if style is not None and _is_theirs(type(style)):
-        return (
-            " (of transformers' expert parallelism; here 'local' on the experts' parameters keeps experts complete, "
-            "and 'moe_tp_experts' on the experts adds up what they return)"
-        )
     if style is not None:
         return (
             " (it is registered with transformers, in the form of its releases before 5.16; inherit from "

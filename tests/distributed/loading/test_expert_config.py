@@ -1,0 +1,194 @@
+"""transformers' names for expert parallelism after `enable()`, on experts that do not divide, against one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import tp_transformers
+from tests.support.comparisons import full_gradients, read_folder, relative, relative_errors
+from tests.support.models import VOCAB, load
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
+
+DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
+if not hasattr(DistributedConfig(), "ep_implementation"):
+    pytest.skip("this release's DistributedConfig has no ep_implementation", allow_module_level=True)
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-5  # fp32 sums in another order
+EXPERTS = "model.layers.*.mlp.experts"
+RANGES = {2: [3, 2], 3: [2, 2, 1], 4: [2, 1, 1, 1], 5: [1, 1, 1, 1, 1]}
+"""Ranks -> experts of each, among five."""
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function (experts, KV heads, with auxiliary loss) -> folder of a Mixtral with 6 query heads."""
+
+    @functools.cache
+    def make(experts: int, kv_heads: int, auxiliary: bool = True) -> str:
+        config = MixtralConfig(
+            vocab_size=VOCAB,
+            hidden_size=48,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=kv_heads,
+            num_local_experts=experts,
+            output_router_logits=auxiliary,
+            initializer_range=0.2,
+        )
+        torch.manual_seed(experts)
+        folder = tmp_path_factory.mktemp("mixtral")
+        MixtralForCausalLM(config).save_pretrained(folder)
+        return str(folder)
+
+    return make
+
+
+def batch(index: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(index))
+
+
+def against_one(folder: str, fields: dict[str, Any], saved: str | None = None) -> dict[str, Any]:
+    """Run on every rank: errors of what a forward and a backward compute, and the shapes of this rank's tensors."""
+    model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields)).train()
+    one = AutoModelForCausalLM.from_pretrained(folder).train()
+    batches = fields.get("fsdp_size", 1) * fields.get("dp_replicate_size", 1)
+    own = dist.get_rank() * batches // dist.get_world_size()
+    outputs = model(batch(own), labels=batch(own))
+    outputs.loss.backward()
+    expected = [one(batch(index), labels=batch(index)) for index in range(batches)]
+    torch.stack([each.loss for each in expected]).mean().backward()
+    grads = relative_errors(full_gradients(model), full_gradients(one))
+    if saved is not None:
+        model.save_pretrained(saved)
+    return {
+        "logits": relative(outputs.logits, expected[own].logits),
+        "loss": relative(outputs.loss, expected[own].loss),
+        "aux_loss": relative(outputs.aux_loss, expected[own].aux_loss),
+        "routers": max(map(relative, outputs.router_logits, expected[own].router_logits)),
+        "grads": max(grads.values()),
+        "shapes": {
+            name: list(tp_transformers.local_tensor(param).shape)
+            for name, param in model.named_parameters()
+            if "layers.1" in name
+        },
+        "is_ours": tp_transformers.is_tensor_parallel(model),
+    }
+
+
+def errors_of(found: dict[str, Any]) -> dict[str, float]:
+    return {name: found[name] for name in ("logits", "loss", "aux_loss", "routers", "grads")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    wide(
+        [
+            ({"fsdp_size": 3, "ep_size": 3}, 6),
+            ({"tp_size": 2, "ep_size": 2}, 3),
+            ({"tp_size": 3, "ep_size": 3, "tp_plan": {}}, 6),
+            ({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 3),
+            ({"fsdp_size": 4, "ep_size": 2}, 6),
+            ({"tp_size": 2, "ep_size": 2, "enable_sequence_parallel": True}, 3),
+            ({"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}, 6),
+            ({"dp_replicate_size": 2, "tp_size": 2, "ep_size": 2}, 3),
+            ({"fsdp_size": 5, "ep_size": 5}, 6),
+            ({"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, 6),
+            ({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, 3),
+        ],
+        4,
+    ),
+    ids=str,
+)
+def test_experts_are_complete_and_exact(
+    pool: Pool, mixtral: Any, tmp_path: Path, fields: dict[str, Any], heads: int
+) -> None:
+    size = fields.get("tp_size", 1) * fields.get("fsdp_size", 1) * fields.get("dp_replicate_size", 1)
+    folder, experts = mixtral(5, 3), fields["ep_size"]
+    results = pool.run(size, against_one, folder, fields, str(tmp_path / "saved"))
+    for rank, found in enumerate(results):
+        assert max(errors_of(found).values()) < TOLERANCE, errors_of(found)
+        # FSDP shards experts over the ranks that hold the same.
+        held, among = RANGES[experts][rank % experts], size // experts if "fsdp_size" in fields else 1
+        assert found["shapes"]["model.layers.1.mlp.experts.down_proj"][0] in (held // among, -(-held // among))
+    q_proj = [found["shapes"]["model.layers.1.self_attn.q_proj.weight"][0] for found in results[:experts]]
+    if fields.get("tp_size", 1) == 1:
+        assert sum(q_proj) in (48, 48 + (-48 % experts) * experts)  # FSDP's shards
+    elif "tp_plan" in fields:
+        assert q_proj == [48] * experts
+    else:
+        assert sum(q_proj) * fields.get("fsdp_size", 1) == 48
+    one = AutoModelForCausalLM.from_pretrained(folder)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(map(torch.equal, one.parameters(), again.parameters()))
+
+
+@pytest.mark.parametrize(
+    "fields", wide([{"fsdp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}], 1)
+)
+def test_our_exchange_in_their_expert_parallelism(pool: Pool, mixtral: Any, fields: dict[str, Any]) -> None:
+    """transformers shards the model; tokens are exchanged by `ExpertExchange`."""
+    size = fields["fsdp_size"] * fields.get("tp_size", 1)
+    for found in pool.run(size, against_one, mixtral(4, 2), {**fields, "ep_implementation": "tp_transformers"}):
+        assert max(errors_of(found).values()) < TOLERANCE, errors_of(found)
+        assert not found["is_ours"]
+
+
+def test_trainer_gives_each_rank_a_batch(pool: Pool, mixtral: Any, tmp_path: Path) -> None:
+    folder, saved = mixtral(5, 3, auxiliary=False), [str(tmp_path / name) for name in ("one", "ranks")]
+    (expected,) = pool.run(1, with_trainer, folder, saved[0], 0)
+    config = DistributedConfig(fsdp_size=2, ep_size=2)
+    for found in pool.run(2, with_trainer, folder, saved[1], 2, False, False, False, True, config):
+        assert relative(found["losses"], expected["losses"]) < LOSS_TOLERANCE
+        assert relative(found["norms"], expected["norms"]) < NORM_TOLERANCE
+        assert relative(found["evaluated"], expected["evaluated"]) < LOSS_TOLERANCE
+        assert relative(found["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
+        assert found["answers"] == expected["answers"]
+    one, files = map(read_folder, saved)
+    assert max(relative_errors(files, one).values()) < WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, r"got ep_size=4 with tp_size=2, neither equal nor 1"),
+        ({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, "'all_to_all' where auto and all_reduce fit"),
+        ({"fsdp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, "where auto and all_to_all fit"),
+        ({"tp_size": 2, "ep_size": 2, "ep_plan": {EXPERTS: "ep_router"}}, "got ep_plan with 'ep_router'"),
+        ({"fsdp_size": 2, "ep_size": 2}, "got 1 copy of a model on 2 ranks each, expected 1 ranks"),
+    ],
+)
+def test_the_rest_is_refused_by_name(mixtral: Any, fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises(tp_transformers.TensorParallelError, match=expected):
+        load(mixtral(5, 3), tp_plan=None, distributed_config=DistributedConfig(**fields))
+
+
+def refused(folder: str, fields: dict[str, Any]) -> str:
+    """Run on every rank."""
+    try:
+        load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
+    except tp_transformers.TensorParallelError as error:
+        return str(error)
+    return ""
+
+
+def test_what_does_not_fit_the_model_is_named(pool: Pool, mixtral: Any, cases: Any) -> None:
+    typo = {"tp_size": 2, "ep_size": 2, "ep_plan": {"model.layers.*.mlp.expert": "grouped_gemm"}}
+    for folder, fields, expected in (
+        (mixtral(5, 3), typo, "model.layers.*.mlp.expert: matches no module"),
+        (cases(9, 3).folder, {"tp_size": 2, "ep_size": 2}, "has no experts"),
+        (cases(9, 3).folder, {"fsdp_size": 2, "ep_size": 2}, "has no experts"),
+    ):
+        for said in pool.run(2, refused, folder, fields):
+            assert expected in said

@@ -1,0 +1,60 @@
+"""Expert parallelism: rewrites a plan so that each rank holds complete experts, as evenly as possible.
+
+<experts>.gate_up_proj, ...    packed_colwise, rowwise, ...    -> local
+<experts>                      moe_tp_experts                  -> the same, or moe_all_to_all if the plan shards the
+                                                                  sequence, or the batch
+everything else                any                             -> the same, or replicate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...anatomy.linears import holds_experts
+from ...anatomy.names import fold_layers, is_inside
+from ..parse import ALONE
+from ..rules import Plan
+from .engine import Rewriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SUMS, _EXCHANGES = "moe_tp_experts", "moe_all_to_all"
+_AROUND = (_SUMS, _EXCHANGES, "ep_dispatch_experts")
+
+
+def complete_experts(plan: Plan, model: PreTrainedModel) -> Plan:
+    """Rewrite `plan` so that each rank holds complete experts; unchanged without `expert_parallel`.
+
+    Raises PlanError with all experts that no rank can hold complete, or if there are none.
+    """
+    return _ExpertRewriter(plan, model).rewrite() if plan.expert_parallel else plan
+
+
+class _ExpertRewriter(Rewriter):
+    """State of one `complete_experts`."""
+
+    form = "expert-parallel"
+    done: Mapping[str, object] = {"expert_parallel": False}
+
+    def rewrite_rules(self) -> None:
+        exchanges = self.plan.sequence_parallel or self.plan.batch_sharded not in (None, False)
+        experts = [name for name, module in self.modules.items() if holds_experts(module)]
+        if self.plan.expert_parallel == ALONE:
+            for rule in list(self.rules):
+                if not any(rule == name or is_inside(rule, name) for name in experts):
+                    self.set(rule, "replicate")
+        for name in experts:
+            own = self.rules.get(name)
+            inner = [rule for rule in self.rules if rule.rpartition(".")[0] == name and rule not in self.modules]
+            if own is not None and own.strategy not in _AROUND:
+                self.faults.append(f"{fold_layers(name)}: {own.strategy_name} is a rule for experts; they need {_SUMS}")
+                continue
+            for rule in inner:
+                self.rules[rule] = replace(self.rules[rule], strategy="local", parts=None, unit=None, widths=())
+            if own is not None:
+                self.rules[name] = replace(own, strategy=_EXCHANGES if exchanges else _SUMS, widths=())
+        if not any(name in self.rules or any(is_inside(rule, name) for rule in self.rules) for name in experts):
+            self.faults.append("it has no experts with parameters (experts, out, in) that rules shard")
