@@ -1,4 +1,4 @@
-"""A strategy of your own, in transformers' documented form: torchrun --nproc-per-node 2 strategy.py [MODEL]
+"""A strategy of your own, with the hooks that transformers documents: torchrun --nproc-per-node 2 strategy.py [MODEL]
 
 It cuts gate_proj by its output features, as `colwise` does.
 """
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tp_transformers
-from tp_transformers.strategies import ParallelInterface, TensorParallelLayer, get_tensor_shard
+from tp_transformers.strategies import ParallelInterface, TensorParallelLayer
 
 
 class Columns(TensorParallelLayer):
@@ -19,9 +19,9 @@ class Columns(TensorParallelLayer):
     def __init__(self):
         super().__init__(output_layouts=Shard(-1))  # the features stay cut: down_proj takes them as they are
 
-    def partition_tensor(self, param, empty_param, param_type, param_casting_dtype, to_contiguous, rank, device_mesh):
-        """This rank's slice; of a parameter that is not read yet, only these bytes will be."""
-        return get_tensor_shard(param, empty_param, device_mesh, rank, 0)
+    def split_dim(self, param_type, ndim):
+        """The dim of a parameter that is cut, evenly over any number of ranks; each reads its own bytes alone."""
+        return 0
 
     @staticmethod
     def _prepare_input_fn(input_layouts, desired_input_layouts, module, inputs, device_mesh):

@@ -1,6 +1,7 @@
 """Memory of well-known models on GPUs of 24 GB: `python -m tests.support.fits` writes tests/data/fits.json.
 
-Every number is printed by `tp-transformers plan --memory`, from a config of the published shape; no weights are read.
+Every number is printed by `tp-transformers plan --memory`, from a config of the published shape and, of quantised
+models, the header of a checkpoint; no weights are read.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tp_transformers.commands.cli import main
 
@@ -48,6 +52,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3.3 70B": ("llama", shape(8192, 28672, 80, 64, **LLAMA3)),
 }
 """Name -> model type, and the fields of its config that differ from the defaults of transformers."""
+PACKED = {f"{name}, int4 (AWQ)": MODELS[name] for name in ("Qwen3 32B", "Llama 3.3 70B")}
+"""Models with linears of 4 bits, which stay packed."""
+AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
 
 
 def plan(folder: str, *arguments: str) -> dict[str, Any]:
@@ -57,22 +64,57 @@ def plan(folder: str, *arguments: str) -> dict[str, Any]:
     return json.loads(stdout.getvalue())  # type: ignore[no-any-return]
 
 
-def measure(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The number of parameters, bytes of the fullest rank by number of ranks, and the fewest ranks."""
+def measure(model_type: str, fields: dict[str, Any], packed: bool = False) -> dict[str, Any]:
+    """The number of parameters, bytes of the fullest rank by number of ranks, and the fewest ranks.
+
+    `packed`: as an AWQ checkpoint, which is not trained.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        AutoConfig.for_model(model_type, **fields, dtype="bfloat16").save_pretrained(folder)
-        context = ("--context", str(CONTEXT))
+        config = AutoConfig.for_model(model_type, **fields, dtype="bfloat16")
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        if packed:
+            config.quantization_config = AWQ
+            write_header(model, Path(folder, "model.safetensors"))
+        config.save_pretrained(folder)
+        context = ("--context", str(CONTEXT), *(["--packed"] if packed else []))
         reports = {size: plan(folder, "--tp-size", str(size), *context) for size in SIZES}
-        training = plan(folder, "--tp-size", "2", "--context", "0", "--optimizer", "adamw")
+        training = plan(folder, "--tp-size", "2", "--context", "0", "--optimizer", "adamw") if not packed else {}
         alone = plan(folder, "--tp-size", "1", *context)
     return {
-        "parameters": alone["ranks"][0]["parameter_bytes"] // 2,
+        "parameters": sum(param.numel() for param in model.parameters()),
         "bytes": {size: max(rank["total_bytes"] for rank in report["ranks"]) for size, report in reports.items()},
         "generates on": alone["smallest_tp_size"],
-        "trains on": training["smallest_tp_size"],
+        "trains on": training.get("smallest_tp_size"),
     }
 
 
+def write_header(model: nn.Module, file: Path) -> None:
+    """Write an AWQ checkpoint of `model` without data: a header, and a hole of the size that it says."""
+    stored: dict[str, tuple[str, list[int]]] = {}
+    for name, module in model.named_modules():
+        for key, param in module.named_parameters(name, recurse=False):
+            stored[key] = ("BF16", list(param.shape))
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            rows, columns = module.weight.shape
+            del stored[f"{name}.weight"]
+            groups = columns // AWQ["group_size"]
+            stored[f"{name}.qweight"] = ("I32", [columns, rows // 8])
+            stored[f"{name}.qzeros"] = ("I32", [groups, rows // 8])
+            stored[f"{name}.scales"] = ("F16", [groups, rows])
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in stored.items():
+        start, end = end, end + math.prod(shape) * (4 if dtype == "I32" else 2)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as written:
+        written.write(len(text).to_bytes(8, "little") + text)
+        written.truncate(8 + len(text) + end)
+
+
 if __name__ == "__main__":
-    lines = [f"{json.dumps(name)}: {json.dumps(measure(*model))}" for name, model in MODELS.items()]
+    found = {name: measure(*model) for name, model in MODELS.items()}
+    found |= {name: measure(*model, packed=True) for name, model in PACKED.items()}
+    lines = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

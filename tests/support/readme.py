@@ -300,7 +300,7 @@ def fitting(page: Path) -> str:
     for name, fit in json.loads(fits.FILE.read_text(encoding="utf-8")).items():
         held = [fit["bytes"][str(size)] / 1e9 for size in fits.SIZES]
         cells = [f"{gigabytes:.1f} GB" if gigabytes <= fits.MEMORY else "-" for gigabytes in held]
-        least = [str(fit[task]) for task in ("generates on", "trains on")]
+        least = [str(fit[task] or "-") for task in ("generates on", "trains on")]
         text.append(f"| {' | '.join([name, f'{fit[count] / 1e9:.1f} B', *cells, *least])} |")
     return "\n".join(text)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import TensorParallelError
-from . import env, plans
+from . import env, own_plan, plans
 from .plan import command as plan
 from .run import command as run
 from .run.errors import REFUSED
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.options = unknown  # for commands that pass them on
     arguments.log = partial(_log_step, arguments.command)
     try:
+        own_plan.import_files(getattr(arguments, "imports", ()))
         code = int(arguments.run(arguments))
         sys.stdout.flush()
         return code

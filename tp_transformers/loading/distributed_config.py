@@ -133,7 +133,8 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
         arguments["tp_batch_sharded"] = EXPERTS
         copies, tp_size = copies // ep_size, ep_size
     elif copies == 1:
-        arguments["tp_size"] = tp_size
+        # A config with a plan takes the number of ranks from the launcher: one without a launcher is warned of.
+        arguments["tp_size"] = None if tp_plan is not None and tp_size == 1 else tp_size
     return Parallelism(arguments, tp_size, copies, "shard" if sharded > 1 else "replicate", _options(requested))
 
 

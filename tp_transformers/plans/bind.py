@@ -190,7 +190,8 @@ class _Resolver:
                 name = rule.strategy_name
                 hint = style_hint(name)
                 if not hint:
-                    hint = f"{hint_for(self.faults, name, STRATEGIES)}; import the file that registers your own first"
+                    nearest = hint_for(self.faults, name, STRATEGIES)
+                    hint = f"{nearest}; import the file that registers your own first (--import in commands)"
                 self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
         return [rule for rule in self.plan.rules if rule.instance is not None]
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,9 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import MeshError
+from ..logs import get_logger
 from .environment import launcher, local_device, rendezvous
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
 from .shared_memory.joining import share
+from .waits import PATIENCE
+
+logger = get_logger(__name__)
 
 
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
@@ -132,11 +140,27 @@ def _start_process_group() -> str:
         device = local_device(device_type)
         torch.cuda.set_device(device)
         # Gloo too: FSDP2 with CPU offload has parameters on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous())
+        with _late_ranks_logged():
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous())
     else:
-        dist.init_process_group("gloo", **rendezvous())
+        with _late_ranks_logged():
+            dist.init_process_group("gloo", **rendezvous())
     atexit.register(_stop_process_group)
     return device_type
+
+
+@contextmanager
+def _late_ranks_logged() -> Iterator[None]:
+    """Log that the process group waits for other ranks, once PATIENCE seconds have passed."""
+    rank, address = os.environ.get("RANK", "?"), os.environ.get("MASTER_ADDR", "?")
+    line = "rank %s has waited %d s for the other ranks to start: do all of them run, and reach %s?"
+    timer = threading.Timer(PATIENCE, logger.warning, (line, rank, PATIENCE, address))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _stop_process_group() -> None:

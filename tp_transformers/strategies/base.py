@@ -159,13 +159,18 @@ class TensorParallelLayer(Communication, ParallelStyle):
         """
         return None
 
+    @property
+    def slices_itself(self) -> bool:
+        """True if a subclass overrides `partition_tensor`: `split_length` may then be another split."""
+        return type(self).partition_tensor is not TensorParallelLayer.partition_tensor
+
     def layout(self, param_type: str, shape: Sequence[int], size: int) -> Layout | None:
         """The layout of the parameter `param_type` of `shape` over `size` ranks; None if it is replicated.
 
         A `partition_tensor` that a subclass overrides is called for every rank, with a tensor without data.
         Raises ValueError if the bound split or parts do not fit the shape.
         """
-        if type(self).partition_tensor is not TensorParallelLayer.partition_tensor:
+        if self.slices_itself:
             return traced_layout(self.partition_tensor, param_type, shape, size)
         return self._layout(param_type, shape, size)
 

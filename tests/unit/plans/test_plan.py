@@ -297,7 +297,7 @@ def test_an_unknown_strategy_in_a_declared_plan_is_a_fault() -> None:
     plan = Plan("declared", (Rule("model.norm", strategy="from_the_future", optional=True),), declared=True)
     text = faults(plan, model)
     assert "model.norm: unknown strategy 'from_the_future' (nearest: " in text
-    assert text.endswith("); import the file that registers your own first")
+    assert text.endswith("); import the file that registers your own first (--import in commands)")
 
 
 def fused(parts: Any, size: int = 3) -> Resolution:

@@ -13,6 +13,7 @@ from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
+from tp_transformers.strategies import Signature, State, TensorParallelLayer, get_tensor_shard
 
 MLP = "model.layers.*.mlp."
 
@@ -65,6 +66,23 @@ def test_linears_that_do_not_fit_together_are_named(rules: dict[str, str], says:
 def test_linears_that_fit_together_are_left_alone(rules: dict[str, str], width: int) -> None:
     plan = Plan.from_dict({MLP + name: strategy for name, strategy in rules.items()})
     resolve(plan, meta_model(intermediate_size=width), 3)
+
+
+class Chunks(TensorParallelLayer):
+    """Output features, split as `torch.chunk` splits them."""
+
+    signature = Signature(State.REPLICATED, State.FEATURES)
+
+    def partition_tensor(self, param, empty_param, param_type, param_casting_dtype, to_contiguous, rank, device_mesh):
+        return get_tensor_shard(param, empty_param, device_mesh, rank, 0)
+
+
+def test_slices_of_an_own_strategy_have_to_fit_the_next_linear() -> None:
+    plan = Plan.from_dict({f"{MLP}gate_proj": Chunks(), f"{MLP}up_proj": Chunks(), f"{MLP}down_proj": "rowwise"})
+    model = meta_model(intermediate_size=100)
+    resolve(plan, model, 4)  # 25 each, in both ways
+    with pytest.raises(PlanError, match=r"gate_proj and .*down_proj: the same features are split differently"):
+        resolve(plan, model, 3)  # 34, 34, 32, where rowwise has 34, 33, 33
 
 
 def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:

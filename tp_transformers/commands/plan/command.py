@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from ...errors import UsageError, describe
+from ..own_plan import add_plan
 from ..shares import add_shares, count_ranks, parse_shares
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
@@ -27,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a folder, or a name on the Hub; a config alone will do")
     parser.add_argument("--tp-size", type=int, metavar="N", help="number of ranks, unless --shares or --memory say it")
     add_shares(parser)
-    parser.add_argument("--plan", default="auto", metavar="FILE", help="a YAML plan in place of the model's own")
+    add_plan(parser)
     parser.add_argument("--dtype", default="auto", help='as in from_pretrained: "auto" (default), bf16, fp16, fp32')
     parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
     parser.add_argument("--invariant", action="store_true", help="as with tp_invariant: the bits of one process")
@@ -115,6 +116,6 @@ def _bytes(text: str) -> int:
     known = match is not None and match[2] in UNITS
     count = min(int(Fraction(match[1]) * UNITS[match[2]]), sys.maxsize) if match is not None and known else 0
     if count < LEAST:
-        fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30)."
+        fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30), of three ranks as 24GB,24GB,24GB."
         raise UsageError(describe("--memory", got=repr(text), expected="a number of bytes with its unit", fix=fix))
     return count

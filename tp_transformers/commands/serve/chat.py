@@ -12,6 +12,7 @@ import urllib.request
 
 from ...errors import UsageError
 from ...ranks.launch import end_with_parent
+from ..own_plan import passed_on
 from . import command
 
 SUMMARY = "talk in the terminal to a model on N ranks of this machine, by transformers' own chat"
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     python, url = [sys.executable, "-m"], f"http://127.0.0.1:{port}"
-    serve = ["tp_transformers", "serve", arguments.model, "-n", str(arguments.ranks)]
+    serve = ["tp_transformers", "serve", arguments.model, "-n", str(arguments.ranks), *passed_on(arguments)]
     serve += ["--host", "127.0.0.1", "--port", str(port)]
     with (
         tempfile.TemporaryFile() as log,  # the terminal belongs to the chat

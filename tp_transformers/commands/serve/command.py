@@ -7,8 +7,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from ...errors import UsageError
+from ..own_plan import add_plan, passed_on
 from ..run.start import start
 from ..shares import add_shares, count_ranks, set_shares
 from .ports import bound
@@ -25,13 +27,19 @@ def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers
     parser.add_argument("model", help="a folder or a name on the Hub")
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="how many ranks share the model")
     add_shares(parser, measured=True)
+    add_plan(parser)
     parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
     parser.set_defaults(options=[])
     parser.epilog = f"All other options are those of `{passes_on_to}`. {parser.epilog}"
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Complete the number of ranks. Raises UsageError if it is not positive, or packages of the server are missing."""
+    """Complete the number of ranks.
+
+    Raises UsageError if it is not positive, for a folder that does not exist, or if packages of the server are missing.
+    """
+    if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).expanduser().is_dir():
+        raise UsageError("model", got=f"no folder {arguments.model}", expected="one", fix="Correct the path.")
     arguments.ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
@@ -52,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     for listener in bound(*address(arguments.options)):
         listener.close()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end as well
-    program = ["-m", f"{__package__}.rank", arguments.model, *arguments.options]
+    program = ["-m", f"{__package__}.rank", *passed_on(arguments), "--", arguments.model, *arguments.options]
+    arguments.log(f"{arguments.ranks} {'rank' if arguments.ranks == 1 else 'ranks'} of {arguments.model} are starting")
     # Ctrl-C reaches only this process, which ends the ranks; otherwise each rank would print a traceback.
     return start(program, ranks=arguments.ranks, command="serve", verbose=arguments.verbose, hears_terminal=False)
 

@@ -6,6 +6,7 @@ ranks get its settings of sampling and cache through the store of the process gr
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import signal
@@ -29,6 +30,7 @@ from ...loading.hook import enable
 from ...patches import replace
 from ...ranks.launch import end_with_parent
 from ...torch_api import get_default_store
+from ..own_plan import add_plan, import_files
 from ..run.errors import keep_errors
 from .ports import bound
 
@@ -72,6 +74,9 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket]) -> 
 
     def run(original: Any, self: Any) -> None:
         self.config.timeout_graceful_shutdown = int(STOP)  # otherwise it waits for the last answer to be read
+        host, port = sockets[0].getsockname()[:2]
+        line = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/chat/completions answers for model {name!r}"
+        print(f"tp-transformers serve: {line}", file=sys.stderr, flush=True)
         original(self, sockets=sockets)
 
     managers: list[Any] = []
@@ -118,7 +123,12 @@ def _store() -> Any:
 
 
 def main(arguments: Sequence[str]) -> int:
-    name, *options = arguments
+    """Run one rank; `arguments`: those of `add_plan`, `--`, the model, and the options of transformers' server."""
+    divider = list(arguments).index("--")
+    name, *options = arguments[divider + 1 :]
+    parser = argparse.ArgumentParser()
+    add_plan(parser)
+    own = parser.parse_args(arguments[:divider])
     end_with_parent(signal.SIGKILL)
     context = read_options(name, options)
     is_first = os.environ["RANK"] == "0"
@@ -126,8 +136,9 @@ def main(arguments: Sequence[str]) -> int:
     sockets = bound(context.params["host"], context.params["port"]) if is_first else []
     where = {"trust_remote_code": context.params["trust_remote_code"]}
     read_config(name, **where)  # raises errors with the messages of this package
+    import_files(own.imports)
     enable()
-    model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto", **where)
+    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, **where)
     if not is_first:
         return follow(model)
     serve(model, name, context, sockets)

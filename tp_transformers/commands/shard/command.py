@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ..own_plan import add_plan
 from ..shares import add_shares, count_ranks, parse_shares
 
 SUMMARY = "shard a checkpoint for N ranks, one file a rank, in this process alone, one parameter after the other"
@@ -16,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="OUT", help="where to; made if needed")
     parser.add_argument("--tp-size", type=int, metavar="N", help="how many ranks will load it")
     add_shares(parser)
-    parser.add_argument("--plan", default="auto", metavar="YAML", help="a plan of your own (default: auto)")
+    add_plan(parser)
     parser.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float16", "float32"],

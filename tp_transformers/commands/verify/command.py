@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
+from ..own_plan import add_plan
 from ..shares import add_shares, count_ranks, parse_shares
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a folder, a name on the Hub or a config.json; no weights are read")
     parser.add_argument("--tp-size", metavar="N", help="how many ranks, or several: 2,3 (default: 2)")
     add_shares(parser)
-    parser.add_argument("--plan", metavar="YAML", help="a plan of your own (default: the one that auto takes)")
+    add_plan(parser)
     parser.add_argument("--grads", action="store_true", help="compare gradients too")
     parser.add_argument("--bits", action="store_true", help="ask for the bits of one process, as with tp_invariant")
     parser.add_argument("--seed", type=int, default=0, help="of the small model's weights (default: 0)")

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import nn
 
 from ...anatomy.attention import is_attention
-from ...anatomy.linears import features, input_width, output_width
+from ...anatomy.linears import features, input_width, is_transposed, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Ranks, Split, apportion, count_of
 from ...strategies import TensorParallelLayer
@@ -79,11 +79,12 @@ def misfits(
                         "and torch takes every rank's shard to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
-                elif split != strategies[peer].split_length(input_width(modules[peer]), size):
+                elif split != _split(modules[peer], strategies[peer], input_width(modules[peer]), 1, size):
                     yield (
                         f"{maker} and {taker}: the same features are split differently; fused parts are "
-                        "packed_colwise, everything else colwise, and what follows rowwise; torch's styles split "
-                        "lengths that ranks do not divide in another way than strategies by name"
+                        "packed_colwise, everything else colwise, and what follows rowwise; torch's styles and "
+                        "get_tensor_shard split lengths that ranks do not divide as torch.chunk does, strategies by "
+                        "name evenly"
                     )
 
 
@@ -91,6 +92,16 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> di
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width = output_width(module)
     return {
-        width: strategy.split_length(width, count_of(ranks)),
+        width: _split(module, strategy, width, 0, count_of(ranks)),
         **{length: apportion(length, ranks, unit=strategy.unit_of(length)) for length in strategy.part_lengths(width)},
     }
+
+
+def _split(module: nn.Module, strategy: TensorParallelLayer, width: int, dim: int, size: int) -> Split:
+    """The split of `width` features, along `dim` of the weight (out, in) of a linear."""
+    weight = module._parameters.get("weight")
+    if strategy.slices_itself and weight is not None and weight.ndim == 2:
+        layout = strategy.layout("weight", weight.shape, size)
+        if layout is not None and layout.dim == (1 - dim if is_transposed(module) else dim):
+            return layout.split
+    return strategy.split_length(width, size)
