@@ -34,7 +34,7 @@ class Forwarding:
         self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner" or name.startswith("__set"):  # while it is copied
+        if name == "inner" or name.endswith("state__"):  # while it is copied; Python 3.10 asks the wrapper
             raise AttributeError(name)
         return getattr(self.inner, name)
 
