@@ -93,7 +93,9 @@ METHODS: dict[str, Callable[[str, list[str], str], Any]] = {
     "LoHa": lambda model, linears, task: peft.LoHaConfig(r=2, alpha=2, target_modules=linears, task_type=task),
     "LoKr": lambda model, linears, task: peft.LoKrConfig(r=2, alpha=2, target_modules=linears, task_type=task),
     "VeRA": lambda model, linears, task: peft.VeraConfig(r=4, target_modules=linears[:1], task_type=task),
-    "LN tuning": lambda model, linears, task: peft.LNTuningConfig(task_type=task),
+    "LN tuning": lambda model, linears, task: peft.LNTuningConfig(
+        task_type=task, target_modules=["layer_norm"] if model == "T5" else ["input_layernorm", "norm"]
+    ),
     "prompt tuning": lambda model, linears, task: peft.PromptTuningConfig(task_type=task, num_virtual_tokens=3),
     "P-tuning": lambda model, linears, task: peft.PromptEncoderConfig(
         task_type=task, num_virtual_tokens=3, encoder_hidden_size=16

@@ -15,9 +15,9 @@ import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.groups import join
 from tests.support.mixer_cases import MIXER_CASES
-from tests.support.modules import shard_module
+from tests.support.modules import HIDDEN, Routed, mixtral_experts, shard_module
 from tests.support.strategy_cases import CASES as OTHERS
-from tests.support.strategy_cases import Case
+from tests.support.strategy_cases import TOKENS, Case, randn
 from tests.support.tiers import wide
 from tp_transformers.slices.layout import Split
 from tp_transformers.strategies import STRATEGIES, State, open_forward
@@ -25,7 +25,20 @@ from tp_transformers.strategies.linear import ColwiseParallel, RowwiseParallel
 
 pytestmark = pytest.mark.distributed
 
-CASES = {**OTHERS, **MIXER_CASES}
+THEIR_RULES = {
+    "router": "ep_router",
+    "experts": "ep_dispatch_experts",
+    "experts.gate_up_proj": "grouped_gemm",
+    "experts.down_proj": "grouped_gemm",
+}
+"""Rules of transformers' plans for expert parallelism."""
+
+
+def their_experts(size: int) -> Case:
+    return Case(Routed(mixtral_experts(5), HIDDEN, 5), THEIR_RULES, (randn(TOKENS, HIDDEN),))
+
+
+CASES = {**OTHERS, **MIXER_CASES, **{name: {"5 experts": their_experts} for name in THEIR_RULES.values()}}
 
 
 def own_part(x: Tensor, cut: tuple[int, Split] | None, rank: int) -> Tensor:

@@ -83,8 +83,7 @@ def misfits(
                     yield (
                         f"{maker} and {taker}: the same features are split differently; fused parts are "
                         "packed_colwise, everything else colwise, and what follows rowwise; torch's styles and "
-                        "get_tensor_shard split lengths that ranks do not divide as torch.chunk does, strategies by "
-                        "name evenly"
+                        "get_tensor_shard split by torch.chunk, strategies by name evenly"
                     )
 
 
