@@ -170,7 +170,7 @@ def batch() -> dict[str, Tensor]:
 def train(model: Any) -> tuple[Any, list[float]]:
     """The model after STEPS steps, and the loss of each."""
     # A large epsilon: steps that go by the sign of a gradient alone would show rounding.
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2, eps=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -215,3 +215,47 @@ def run_forward_that_raises() -> str:
 
 def test_a_forward_that_raises_leaves_the_module_whole(pool: Any) -> None:
     assert pool.run(2, run_forward_that_raises) == ["ShardDTensor", "ShardDTensor"]
+
+
+def observed_states(name: str) -> tuple[list[State], list[State]]:
+    """The states that a linear's strategy declares (what it takes, inside, what it leaves), and those that are seen."""
+    group = join()
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 12, dtype=torch.float64)
+    module = shard_module(plain, {"": name}, group)
+    strategy: Any = module.tp_strategy
+    signature = strategy.signature
+    x = torch.randn(5, 8, dtype=torch.float64)
+    takes = (-1, strategy.split_length(8, group.size)) if signature.takes is State.FEATURES else None
+    weight, bias = (None if each is None else each.tp_shard.view(each) for each in (module.weight, module.bias))
+    seen = []
+    with open_forward(module), torch.no_grad():
+        given = own_part(x, takes, group.rank)
+        (inner,) = strategy.before(module, (given,), group.device_mesh)
+        raw = linear(inner, weight, None if "bias" in strategy.hidden else bias)
+        full = plain(x)
+        unbiased = full - plain.bias if "bias" in strategy.hidden else full
+        states = [state_seen(each, expected) for each, expected in ((given, x), (inner, x), (raw, unbiased))]
+        output = strategy.after(module, raw.clone(), group.device_mesh)
+        seen = [*states, state_seen(output, full)]
+    declared = [signature.takes, *(signature.inside or (signature.takes, signature.leaves)), signature.leaves]
+    return declared, seen
+
+
+def state_seen(own: Tensor, full: Tensor) -> State:
+    """The state in which the ranks have `full`."""
+    if own.shape != full.shape:
+        return State.FEATURES
+    total = own.clone()
+    dist.all_reduce(total)
+    return (
+        State.REPLICATED if relative(own, full) < 1e-9 else State.PARTIAL if relative(total, full) < 1e-9 else State.ANY
+    )
+
+
+@pytest.mark.parametrize("name", LINEARS)
+def test_signatures_say_what_ranks_have(pool: Any, name: str) -> None:
+    for declared, seen in pool.run(2, observed_states, name):
+        assert [
+            each if state is not State.LOCAL else State.LOCAL for state, each in zip(declared, seen, strict=True)
+        ] == declared
