@@ -89,7 +89,7 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     config = kwargs.get("distributed_config")
     if config is None or kwargs.get("tp_plan") is not None:
         return None
-    if not hasattr(config, "tp_size"):  # transformers before 5.18
+    if not hasattr(config, "tp_size"):  # older releases of transformers: it is the only field
         alone = Parallelism({"tp_plan": "auto", "tp_expert_parallel": ALONE}, 1)
         return alone if getattr(config, "enable_expert_parallel", False) else None
     tp_plan, tp_size, ep_size = config.tp_plan, config.tp_size or 1, getattr(config, "ep_size", None) or 1
