@@ -100,6 +100,8 @@ def with_trainer(
         if fp16:  # accelerate makes no scaler on a CPU, and does what it does on a GPU where there is one
             trainer.accelerator.native_amp = True
             trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, backoff_factor=2.0**-20)
+        if config is not None:
+            tp_transformers.training.ExpertLoad(model)
         trainer.train()
         trainer.save_model()
         seen = trainer.evaluate()
@@ -112,6 +114,7 @@ def with_trainer(
                 logits = PeftModel.from_pretrained(base, saved).eval()(BATCH).logits
             reloaded = relative(logits, torch.from_numpy(predicted.predictions))
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+        assert config is None or all(entry["expert_imbalance_max"] >= 1 for entry in history)
         return {
             "losses": torch.tensor([entry["loss"] for entry in history]),
             "norms": torch.tensor([float(entry["grad_norm"]) for entry in history]),

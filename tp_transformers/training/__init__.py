@@ -8,14 +8,16 @@ from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
     from ..model.optimizers.groups import parameter_groups
+    from .expert_load import ExpertLoad
     from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "expert_load": "ExpertLoad",
             "optimizer_state": "load_optimizer_state_dict optimizer_state_dict",
             ".model.optimizers.groups": "parameter_groups",
         },
     )
 
-__all__ = ["load_optimizer_state_dict", "optimizer_state_dict", "parameter_groups"]
+__all__ = ["ExpertLoad", "load_optimizer_state_dict", "optimizer_state_dict", "parameter_groups"]

@@ -25,6 +25,7 @@ from ..patches import Undo, replace, replace_all
 from ..strategies import batch_sharded, shard_of
 from ..strategies.loss.head import gather_logits
 from . import trainer_checkpoints
+from .expert_load import EXPERT_LOAD
 
 
 def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str, Any]:
@@ -65,6 +66,12 @@ def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
 def get_tp_size(original: Any, self: Any) -> int:
     """See `transformers.Trainer`; the number of ranks that get the same batch."""
     return _ranks_with_one_batch(self.model) if is_tensor_parallel(self.model) else original(self)
+
+
+def log(original: Any, self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    """See `transformers.Trainer`; adds the balance of experts that an `ExpertLoad` counts."""
+    load = EXPERT_LOAD.find(self.model) if "loss" in logs else None
+    original(self, logs if load is None else {**logs, **load.log()}, *args, **kwargs)
 
 
 def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +143,7 @@ _CHANGES = (
     _build_accelerator_args,
     create_accelerator_and_postprocess,
     get_tp_size,
+    log,
     evaluation_loop,
     prediction_step,
     compute_loss,

@@ -144,6 +144,38 @@ def test_our_exchange_in_their_expert_parallelism(pool: Pool, mixtral: Any, fiel
         assert not found["is_ours"]
 
 
+def loads(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Run on every rank: the loads of a training forward, by module."""
+    model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
+    counter = tp_transformers.training.ExpertLoad(model)
+    own = dist.get_rank() if "fsdp_size" in fields else 0
+    model.train()(batch(own))
+    model.eval()(batch(own))  # not counted
+    seen = counter.read()
+    assert not any(sum(layer.experts) for layer in counter.read().values())
+    return {name: (layer.experts, layer.ranks, layer.imbalance) for name, layer in seen.items()}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2}], ids=str
+)
+def test_tokens_of_experts_and_ranks_are_counted(pool: Pool, mixtral: Any, fields: dict[str, Any]) -> None:
+    folder = mixtral(5, 3)
+    one = AutoModelForCausalLM.from_pretrained(folder)
+    logits = [one(batch(index), output_router_logits=True).router_logits for index in range(fields.get("fsdp_size", 1))]
+    expected = {
+        f"model.layers.{layer}.mlp.experts": tuple(
+            torch.bincount(torch.cat(rows).topk(2).indices.flatten(), minlength=5).tolist()
+        )
+        for layer, rows in enumerate(zip(*logits, strict=True))
+    }
+    for found in pool.run(2, loads, folder, fields):
+        assert {name: experts for name, (experts, _, _) in found.items()} == expected
+        for experts, ranks, imbalance in found.values():
+            assert ranks == ((sum(experts[:3]), sum(experts[3:])) if "ep_size" in fields else ())
+            assert imbalance == max(ranks or experts) * len(ranks or experts) / sum(experts)
+
+
 @pytest.mark.slow
 def test_trainer_gives_each_rank_a_batch(pool: Pool, mixtral: Any, tmp_path: Path) -> None:
     folder, saved = mixtral(5, 3, auxiliary=False), [str(tmp_path / name) for name in ("one", "ranks")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...anatomy.attention import is_attention
 from ...anatomy.linears import features, input_width, is_transposed, output_width
@@ -98,8 +98,8 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> di
 
 def _split(module: nn.Module, strategy: TensorParallelLayer, width: int, dim: int, size: int) -> Split:
     """The split of `width` features, along `dim` of the weight (out, in) of a linear."""
-    weight = module._parameters.get("weight")
-    if strategy.slices_itself and weight is not None and weight.ndim == 2:
+    weight = getattr(module, "weight", None)
+    if strategy.slices_itself and isinstance(weight, Tensor) and weight.ndim == 2:
         layout = strategy.layout("weight", weight.shape, size)
         if layout is not None and layout.dim == (1 - dim if is_transposed(module) else dim):
             return layout.split

@@ -1,0 +1,126 @@
+"""Tokens of each expert and of each rank in training: how evenly routers use a mixture of experts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..anatomy.linears import holds_experts
+from ..marks import Mark
+from ..ranks.group import GROUP
+from ..strategies import STRATEGY
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """Load of the experts of one layer, in pairs of a token and one of its experts."""
+
+    experts: tuple[int, ...]
+    """Pairs of each expert, over the batches of all ranks."""
+    ranks: tuple[int, ...] = ()
+    """Pairs that each rank computes; empty if each expert is sharded, and all ranks compute all pairs."""
+
+    @property
+    def imbalance(self) -> float:
+        """The largest load of a rank, or else of an expert, relative to the mean; 1 if all are equal."""
+        loads = self.ranks or self.experts
+        return max(loads) * len(loads) / max(sum(loads), 1)
+
+
+class ExpertLoad:
+    """Counts the tokens that routers send to each expert, in forwards of `model` in training.
+
+    Trainer adds the imbalance of the layers since the last log to its log. In a loop of your own:
+
+        load = tp_transformers.training.ExpertLoad(model)
+        ...
+        for name, layer in load.read().items():
+            print(name, layer.experts, layer.ranks, layer.imbalance)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: a mixture of experts, loaded with a plan or without one. Raises ValueError if it has no experts that
+        are called with expert ids."""
+        self.model = model
+        self.modules = {name: module for name, module in model.named_modules() if _takes_ids(module)}
+        if not self.modules:
+            raise ValueError(f"{type(model).__name__} has no experts that are called with the ids of their experts")
+        self.counts: dict[str, Tensor] = {}
+        self.handles = [
+            module.register_forward_pre_hook(self._counting(name), with_kwargs=True)
+            for name, module in self.modules.items()
+        ]
+        EXPERT_LOAD.put(model, self)
+
+    def read(self) -> dict[str, LayerLoad]:
+        """The loads by the names of the modules, since the last call. Collective over the ranks of all copies."""
+        counts, self.counts = self.counts, {}
+        found = {}
+        group = GROUP.find(self.model)
+        for name, module in self.modules.items():
+            strategy = STRATEGY.find(module)
+            split = getattr(strategy, "experts", None)
+            total = counts.get(name)
+            if total is None:
+                total = torch.zeros(_expert_count(module, split), dtype=torch.long)
+            if group is not None and group.mesh is not None:
+                exchanges = strategy is not None and strategy.signature.exchanges_tokens
+                if group.rank and not exchanges:  # it has the tokens of rank 0
+                    total = torch.zeros_like(total)
+                total = total.to(group.device)
+                for process_group in group.mesh.get_all_groups():
+                    dist.all_reduce(total, group=process_group)
+            experts = tuple(total.tolist())
+            ranges = () if split is None else split.ranges
+            by_rank = (sum(sum(experts[start:stop]) for start, stop in own) for own in ranges)
+            found[name] = LayerLoad(experts, tuple(by_rank))
+        return found
+
+    def log(self) -> dict[str, float]:
+        """Numbers for the log of a trainer: the largest and the mean imbalance of all layers. Collective."""
+        values = [layer.imbalance for layer in self.read().values() if sum(layer.experts)]
+        if not values:
+            return {}
+        return {"expert_imbalance_max": max(values), "expert_imbalance": sum(values) / len(values)}
+
+    def remove(self) -> None:
+        """Count no longer."""
+        for handle in self.handles:
+            handle.remove()
+        EXPERT_LOAD.put(self.model, None)
+
+    def _counting(self, name: str) -> Any:
+        def count(module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
+            if not module.training or not torch.is_grad_enabled():
+                return
+            ids = args[1] if len(args) > 1 else keywords[_arguments(module)[1]]
+            length = _expert_count(module, getattr(STRATEGY.find(module), "experts", None))
+            seen = torch.bincount(ids.detach().flatten().long(), minlength=length)
+            before = self.counts.get(name)
+            self.counts[name] = seen if before is None else before + seen
+
+        return torch.compiler.disable(count)
+
+
+EXPERT_LOAD: Mark[ExpertLoad | None] = Mark("tp_expert_load")
+"""The counter of a model."""
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _takes_ids(module: nn.Module) -> bool:
+    """True for experts that are called with tokens, expert ids and routing weights."""
+    return holds_experts(module) and len(_arguments(module)) > 2
+
+
+def _expert_count(module: nn.Module, split: Any) -> int:
+    """Number of all experts of a module."""
+    return split.length if split is not None else next(len(p) for p in module.parameters() if p.ndim == 3)
