@@ -216,7 +216,7 @@ def test_copies_train_as_one_process(
         assert result["accumulated"] < GRADIENT_TOLERANCE * chaos
         assert result["names"]
         assert result["generated"]
-        assert "adapters that come after it" in result["adapters"]
+        assert "add the adapter, then call tp_transformers.data_parallel" in result["adapters"]
         assert result["shapes"]
         assert result["gathers"]
         assert result["checkpoint"]

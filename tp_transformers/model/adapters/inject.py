@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...checkpoint.quantization.packed import check_not_packed
-from ...errors import MeshError
+from ...errors import MeshError, UnsupportedError
 from ...marks import untyped
 from ...patches import Patch
 from ...ranks import direct
@@ -81,7 +81,12 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
     assert group is not None
     with group.agree():
         if hasattr(model, "set_requires_gradient_sync"):
-            raise unsupported("data_parallel", "adapters that come after it")
+            raise UnsupportedError(
+                "peft on a model with data-parallel copies",
+                got="adapters that come after the copies",
+                expected="adapters before them",
+                fix="Load with device_mesh=mesh, add the adapter, then call tp_transformers.data_parallel(model, mesh).",
+            )
         _check_config(config, model)
     for dropout in _dropouts(config):
         _check_random_state(dropout, group)
