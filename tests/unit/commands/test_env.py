@@ -16,6 +16,7 @@ import transformers
 import tp_transformers
 from tests.support.commands import main
 from tp_transformers import patches, torch_api, transformers_api
+from tp_transformers.loading import hook  # noqa: F401 - makes all patches, before a test takes them away
 from tp_transformers.patches import Patch, nothing, replace_all
 
 

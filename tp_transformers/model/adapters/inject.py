@@ -85,7 +85,7 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
                 "peft on a model with data-parallel copies",
                 got="adapters that come after the copies",
                 expected="adapters before them",
-                fix="Load with device_mesh=mesh, add the adapter, then call tp_transformers.data_parallel(model, mesh).",
+                fix="Load with device_mesh, add the adapter, then call tp_transformers.data_parallel(model, mesh).",
             )
         _check_config(config, model)
     for dropout in _dropouts(config):
