@@ -14,7 +14,7 @@ from ..errors import UsageError
 def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", default="auto", metavar="YAML", help="a plan of your own (default: auto)")
     parser.add_argument(
-        *("--import",),
+        "--import",
         dest="imports",
         action="append",
         default=[],

@@ -1,7 +1,9 @@
 """PEFT's prompts and prefixes before a tensor-parallel model: replicated, with rank 0's values.
 
-prompt tuning, P-tuning   embeddings before those of the tokens
-prefix tuning             keys and values before those of each layer: every rank's cache gets those of its heads
+They come before the tokens of a prompt:
+
+    prompt tuning, P-tuning   embeddings before those of the tokens
+    prefix tuning             keys and values before those of each layer: every rank's cache gets those of its heads
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Expert parallelism: rewrites a plan so that each rank holds complete experts, as evenly as possible.
 
-<experts>.gate_up_proj, ...    packed_colwise, rowwise, ...    -> local
-<experts>                      moe_tp_experts                  -> the same, or moe_all_to_all if the plan shards the
-                                                                  sequence, or the batch
-everything else                any                             -> the same, or replicate
+The rules of experts change, and all others if the plan says `alone`:
+
+    <experts>.gate_up_proj, ...   packed_colwise, rowwise, ...   -> local
+    <experts>                     moe_tp_experts                 -> the same; moe_all_to_all if tokens are sharded
+    everything else               any                            -> the same, or replicate
 """
 
 from __future__ import annotations
