@@ -261,6 +261,7 @@ def test_quantised_weights_follow_shares(
         check_errors(rank["errors"])
 
 
+@pytest.mark.slow
 def test_adapters_follow_shares(pool: Pool, made: Any, tmp_path: Path) -> None:
     pool.run(2, with_shares, "3,1", train_all, made("llama", (9, 3)).folder, str(tmp_path))
 

@@ -164,7 +164,7 @@ def stay_packed(folder: str) -> dict[str, Any]:
             ("qwen3", 2, {"down_proj"}),
             ("qwen3_moe", 2, set()),
         ],
-        2,
+        1,
     ),
 )
 def test_packed_weights_compute_as_dequantised_ones(

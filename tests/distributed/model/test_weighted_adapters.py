@@ -114,6 +114,7 @@ def test_combinations_of_dora(pool: Any, cases: Any) -> None:
     pool.run(2, combine_dora, cases(9, 3, num_hidden_layers=1).folder)
 
 
+@pytest.mark.slow
 def test_every_combination_is_that_of_one_process(pool: Any, cases: Any) -> None:
     columns = {}
     for heads, size in LAYOUTS:

@@ -187,7 +187,7 @@ def compiled(folder: str, file: Path, dynamic: bool) -> list[str]:
     ]
 
 
-DYNAMIC = {"qwen3": True, "llama": False, "phi3": False, "olmo2": True, "gemma3": False}
+DYNAMIC = {"llama": False, "qwen3": True, "phi3": False, "olmo2": True, "gemma3": False}
 """Model -> whether its graph is for all lengths."""
 
 

@@ -168,7 +168,7 @@ def copies(folder: str, mode: str) -> dict[str, float]:
     return result
 
 
-@pytest.mark.parametrize(("heads", "mode"), wide([((9, 3), "shard"), ((8, 4), "shard"), ((9, 3), "replicate")], 1))
+@pytest.mark.parametrize(("heads", "mode"), wide([((9, 3), "shard"), ((8, 4), "shard"), ((9, 3), "replicate")], 0))
 def test_copies_take_the_steps_of_one_process(pool: Pool, cases: Any, heads: Any, mode: str) -> None:
     for errors in pool.run(4, copies, cases(*heads).folder, mode):
         assert max(errors.values()) < TOLERANCE, errors
@@ -218,7 +218,7 @@ def resume(folder: str, name: str, target: str) -> list[Tensor]:
     return wholes(model)
 
 
-@pytest.mark.parametrize("name", wide(SAVED, 2))
+@pytest.mark.parametrize("name", wide(SAVED, 1))
 def test_states_go_on_on_another_number_of_ranks(pool: Pool, cases: Any, tmp_path: Path, name: str) -> None:
     folder = cases(9, 3).folder
     expected, *_ = pool.run(2, leave, folder, name, str(tmp_path))
