@@ -15,6 +15,7 @@ from ..anatomy.linears import holds_experts
 from ..marks import Mark
 from ..ranks.group import GROUP
 from ..strategies import STRATEGY
+from ..strategies.regions.region import in_backward
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class ExpertLoad:
 
     def _counting(self, name: str) -> Any:
         def count(module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-            if not module.training or not torch.is_grad_enabled():
+            is_repeated = in_backward() >= 0  # by gradient checkpointing
+            if is_repeated or not module.training or not torch.is_grad_enabled():
                 return
             ids = args[1] if len(args) > 1 else keywords[_arguments(module)[1]]
             length = _expert_count(module, getattr(STRATEGY.find(module), "experts", None))

@@ -27,10 +27,12 @@ class ExpertExchange:
     needs_shared_batch = False
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        """Args:
-        experts: experts with parameters (experts of this rank, ...) and their number as `num_experts`.
-        ep_mesh: the ranks that have different experts, as many each.
-        tp_mesh: the ranks that have the same tokens.
+        """Prepare the exchange for one module of experts.
+
+        Args:
+            experts: experts with parameters (experts of this rank, ...) and their number as `num_experts`.
+            ep_mesh: the ranks that have different experts, as many each.
+            tp_mesh: the ranks that have the same tokens.
         """
         self.forward = experts.forward
         self.experts = apportion(int(experts.num_experts) * ep_mesh.size(), ep_mesh.size())  # type: ignore[arg-type]
