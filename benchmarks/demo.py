@@ -125,6 +125,7 @@ def main() -> int:
 
     folder = prepare(arguments.folder)
     print(f"checkpoint  {folder}")
+    print(f"{arguments.ranks} ranks load it, and answer ...", file=sys.stderr, flush=True)
     results = launch(folder, arguments.ranks)
     for rank, result in enumerate(results):
         print(
@@ -134,6 +135,7 @@ def main() -> int:
         )
     print(f"prompt      {PROMPT}")
     print(f"{arguments.ranks} ranks     {results[0]['text']}")
+    print("one process loads it, and answers ...", file=sys.stderr, flush=True)
     one = generate(AutoModelForCausalLM.from_pretrained(folder), folder)
     same = all(result["text"] == one for result in results)
     print("one process " + ("says the same" if same else f"says otherwise: {one}"))

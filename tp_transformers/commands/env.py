@@ -30,35 +30,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; returns 1 if the installed torch or transformers is not supported, else 0."""
-    found = report()
+    found = {}
+    for name, values in sections():
+        found[name] = values
+        if not arguments.json:
+            _print(name, values)
     if arguments.json:
         print(json.dumps(found, indent=2))
-    else:
-        width = max(map(len, found))
-        for name, values in found.items():
-            lines = [f"{key} {value}".strip() for key, value in values.items()] if isinstance(values, dict) else values
-            for line in lines or ["none"]:
-                print(f"{name:{width}}  {line}")
-                name = ""
     return 1 if found["not supported"] else 0
 
 
-def report() -> dict[str, Any]:
-    """The sections of the report: name -> lines, or {key: value}."""
+def _print(name: str, values: Any) -> None:
+    """Print a section, at once: the next one may import for seconds."""
+    lines = [f"{key} {value}".strip() for key, value in values.items()] if isinstance(values, dict) else values
+    for line in lines or ["none"]:
+        print(f"{name:15}  {line}", flush=True)
+        name = ""
+
+
+def sections() -> Iterator[tuple[str, Any]]:
+    """Yield the sections of the report: a name, and lines or {key: value}."""
     from .. import __version__
 
-    versions = {name: version for name in LIBRARIES if (version := _version(name)) is not None}
-    return {
-        "tp_transformers": [__version__],
-        "python": [f"{platform.python_version()} ({platform.python_implementation()}) on {platform.platform()}"],
-        "libraries": versions,
-        "devices": list(_devices()),
-        "ranks": list(_ranks()),
-        "variables": {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)},
-        "not supported": _refusals(),
-        "patched": {owner: ", ".join(names) for owner, names in sorted(_patched().items())},
-        "lacking": _lacking(),
-    }
+    yield "tp_transformers", [__version__]
+    yield "python", [f"{platform.python_version()} ({platform.python_implementation()}) on {platform.platform()}"]
+    yield "libraries", {name: version for name in LIBRARIES if (version := _version(name)) is not None}
+    yield "variables", {name: os.environ[name] for name in sorted(os.environ) if _is_shown(name)}
+    yield "devices", list(_devices())
+    yield "ranks", list(_ranks())
+    yield "not supported", _refusals()
+    yield "patched", {owner: ", ".join(names) for owner, names in sorted(_patched().items())}
+    yield "lacking", _lacking()
 
 
 def _version(name: str) -> str | None:

@@ -272,6 +272,19 @@ def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert all(any(line.startswith(entry.title) for line in lines) for entry in catalogue())
 
 
+def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ARCHITECTURES["mixtral"].make(8, 4).config.save_pretrained(tmp_path)
+    (tmp_path / "plan.yaml").write_text("extends: mixtral\nexpert_parallel: true\n")
+    command = ["plan", str(tmp_path), "--tp-size", "3"]
+    assert main([*command, "--plan", str(tmp_path / "plan.yaml")]) == 0
+    line = "experts     2, 1, 1 of 4: with an even routing, the fullest rank computes 1.50 times the mean"
+    assert line in capsys.readouterr().out
+    assert main(command) == 0
+    assert "even routing" not in capsys.readouterr().out
+
+
 def test_what_plans_were_proven_with_is_what_ci_runs() -> None:
     (older,) = re.findall(r'^make versions VERSIONS="(.+)"$', (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     *before, newest = PROVEN_WITH

@@ -39,6 +39,8 @@ def as_text(planned: MemoryPlan, room: Room | None) -> str:
 
 
 _REPLICATED = "replicated  "
+_COMPLETE = ("local", "grouped_gemm", "moe_all_to_all")
+"""Strategies of experts that are complete on one rank."""
 
 
 def _fold(line: str, width: int) -> list[str]:
@@ -55,7 +57,16 @@ def _head(planned: MemoryPlan) -> Iterator[str]:
     shipped = survey.plan.source in map(str, available_plans().values())
     yield f"plan        {'model_plans/' + os.path.basename(survey.plan.source) if shipped else survey.plan.source}"
     yield from _checkpoint(survey)
+    yield from (f"experts     {line}" for line in _balance(planned))
     yield from (f"note        {note}" for note in planned.notes)
+
+
+def _balance(planned: MemoryPlan) -> Iterator[str]:
+    """Lines about complete experts: their numbers on the ranks, and the load of the fullest under an even routing."""
+    complete = (each for each in planned.parameters if each.strategy in _COMPLETE and each.layout is not None)
+    for split in dict.fromkeys(each.layout.split for each in complete if each.layout and each.layout.dim == 0):
+        numbers, most = ", ".join(map(str, split.widths)), max(split.widths) * split.size / split.length
+        yield f"{numbers} of {split.length}: with an even routing, the fullest rank computes {most:.2f} times the mean"
 
 
 def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
