@@ -39,7 +39,8 @@ def check(arguments: argparse.Namespace) -> None:
     Raises UsageError if it is not positive, for a folder that does not exist, or if packages of the server are missing.
     """
     if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).expanduser().is_dir():
-        raise UsageError("model", got=f"no folder {arguments.model}", expected="one", fix="Correct the path.")
+        fix = "Correct the path, or name a model on the Hub (org/name)."
+        raise UsageError(arguments.model, got="no such folder", expected="one with config.json", fix=fix)
     arguments.ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
