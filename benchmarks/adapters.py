@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import tp_transformers
+from tp_transformers.commands.verify.differences import relative
 
 VOCAB, SAMPLES, LENGTH, STEPS = 211, 4, 12, 20
 _TEXT = {
@@ -185,11 +186,6 @@ def train(model: Any) -> tuple[Any, list[float]]:
 def logits(model: Any) -> Tensor:
     result: Tensor = model.eval()(**batch()).logits
     return result
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-9)).item()
 
 
 if __name__ == "__main__":

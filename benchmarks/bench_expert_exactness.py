@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
 import tp_transformers
+from tp_transformers.commands.verify.differences import relative
 
 from . import machine, processes
 from .report import save, shown_machine
@@ -151,11 +152,6 @@ def full_gradient(param: nn.Parameter) -> Tensor:
     grad = tp_transformers.full_tensor(param, param.grad)
     assert grad is not None
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
-
-
-def relative(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value."""
-    return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
 def tokens_by_expert(router_logits: tuple[Tensor, ...]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Sizes, ranges of integers and tables as text."""
+"""Sizes, ranges of integers and tables as text; names that are paths."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import groupby, zip_longest
+
+
+def is_path(name: str) -> bool:
+    """True if `name` cannot be the name of a model on the Hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def size(nbytes: int) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedError, UsageError, describe
+from ..text import is_path
 from ..transformers_api import get_class_from_dynamic_module
 
 
@@ -44,11 +45,6 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
         )
         raise UsageError(describe(str(name), got=got, expected=expected, fix="See its path or name.")) from error
     return config
-
-
-def is_path(name: str) -> bool:
-    """True if `name` cannot be the name of a model on the Hub."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def own_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..anatomy.classes import is_path
 from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
 from ..plans.parse import ALONE, EXPERTS, is_names, is_shares
 from ..plans.rules import Plan
+from ..text import is_path
 
 
 @dataclass(frozen=True)

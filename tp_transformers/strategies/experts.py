@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from ..anatomy.linears import holds_experts
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Ranks, Split, count_of
 from .base import TensorParallelLayer
@@ -141,6 +142,12 @@ class IdentityExpertParallel(TensorParallelLayer):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (inputs[0] / mesh.size(), *inputs[1:])
+
+
+def takes_expert_ids(module: nn.Module) -> bool:
+    """True for experts that are called with tokens, expert ids and routing weights."""
+    names = [*inspect.signature(type(module).forward).parameters][2:4]
+    return holds_experts(module) and len(names) == 2 and "weight" in names[1]
 
 
 def _is_routed(module: nn.Module) -> bool:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..anatomy.linears import holds_experts
 from ..marks import Mark
 from ..ranks.group import GROUP
+from ..slices.layout import Split
 from ..strategies import STRATEGY
+from ..strategies.experts import takes_expert_ids
 from ..strategies.regions.region import in_backward
 
 
@@ -49,7 +50,7 @@ class ExpertLoad:
         """`model`: a mixture of experts, loaded with a plan or without one. Raises ValueError if it has no experts that
         are called with expert ids."""
         self.model = model
-        self.modules = {name: module for name, module in model.named_modules() if _takes_ids(module)}
+        self.modules = {name: module for name, module in model.named_modules() if takes_expert_ids(module)}
         if not self.modules:
             raise ValueError(f"{type(model).__name__} has no experts that are called with the ids of their experts")
         self.counts: dict[str, Tensor] = {}
@@ -65,11 +66,10 @@ class ExpertLoad:
         found = {}
         group = GROUP.find(self.model)
         for name, module in self.modules.items():
-            strategy = STRATEGY.find(module)
-            split = getattr(strategy, "experts", None)
+            strategy, split = STRATEGY.find(module), _split(module)
             total = counts.get(name)
             if total is None:
-                total = torch.zeros(_expert_count(module, split), dtype=torch.long)
+                total = torch.zeros(_expert_count(module), dtype=torch.long)
             if group is not None and group.mesh is not None:
                 exchanges = strategy is not None and strategy.signature.exchanges_tokens
                 if group.rank and not exchanges:  # it has the tokens of rank 0
@@ -101,9 +101,8 @@ class ExpertLoad:
             is_repeated = in_backward() >= 0  # by gradient checkpointing
             if is_repeated or not module.training or not torch.is_grad_enabled():
                 return
-            ids = args[1] if len(args) > 1 else keywords[_arguments(module)[1]]
-            length = _expert_count(module, getattr(STRATEGY.find(module), "experts", None))
-            seen = torch.bincount(ids.detach().flatten().long(), minlength=length)
+            ids = args[1] if len(args) > 1 else keywords[[*inspect.signature(type(module).forward).parameters][2]]
+            seen = torch.bincount(ids.detach().flatten().long(), minlength=_expert_count(module))
             before = self.counts.get(name)
             self.counts[name] = seen if before is None else before + seen
 
@@ -114,15 +113,12 @@ EXPERT_LOAD: Mark[ExpertLoad | None] = Mark("tp_expert_load")
 """The counter of a model."""
 
 
-def _arguments(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+def _split(module: nn.Module) -> Split | None:
+    """The split of complete experts over the ranks."""
+    return getattr(STRATEGY.find(module), "experts", None)
 
 
-def _takes_ids(module: nn.Module) -> bool:
-    """True for experts that are called with tokens, expert ids and routing weights."""
-    return holds_experts(module) and len(_arguments(module)) > 2
-
-
-def _expert_count(module: nn.Module, split: Any) -> int:
+def _expert_count(module: nn.Module) -> int:
     """Number of all experts of a module."""
+    split = _split(module)
     return split.length if split is not None else next(len(p) for p in module.parameters() if p.ndim == 3)

@@ -63,8 +63,8 @@ def _head(planned: MemoryPlan) -> Iterator[str]:
 
 def _balance(planned: MemoryPlan) -> Iterator[str]:
     """Lines about complete experts: their numbers on the ranks, and the load of the fullest under an even routing."""
-    complete = (each for each in planned.parameters if each.strategy in _COMPLETE and each.layout is not None)
-    for split in dict.fromkeys(each.layout.split for each in complete if each.layout and each.layout.dim == 0):
+    layouts = (each.layout for each in planned.parameters if each.strategy in _COMPLETE)
+    for split in dict.fromkeys(layout.split for layout in layouts if layout is not None and layout.dim == 0):
         numbers, most = ", ".join(map(str, split.widths)), max(split.widths) * split.size / split.length
         yield f"{numbers} of {split.length}: with an even routing, the fullest rank computes {most:.2f} times the mean"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from ...errors import UsageError
+from ...text import is_path
 from ..own_plan import add_plan, passed_on
 from ..run.start import start
 from ..shares import add_shares, count_ranks, set_shares
@@ -38,7 +39,7 @@ def check(arguments: argparse.Namespace) -> None:
 
     Raises UsageError if it is not positive, for a folder that does not exist, or if packages of the server are missing.
     """
-    if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).expanduser().is_dir():
+    if is_path(arguments.model) and not os.path.exists(arguments.model):
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(arguments.model, got="no such folder", expected="one with config.json", fix=fix)
     arguments.ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})

@@ -10,7 +10,6 @@ returns one weighted sum over its experts.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from ...anatomy.linears import holds_experts
 from ...ranks.collectives import Group, exchange_counts, exchange_rows, scale_gradient
 from ...slices.layout import Split
-from ..experts import IsolatedParallel, MoEExpertsParallel
+from ..experts import IsolatedParallel, MoEExpertsParallel, takes_expert_ids
 from ..forward.attach import forward_of
 from ..forward.short_forwards import Forwarder
 from ..local import to_local
@@ -69,8 +67,7 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError unless `module` holds experts and takes tokens, expert ids and routing weights."""
-        names = [*inspect.signature(type(module).forward).parameters][2:4]
-        if not holds_experts(module) or len(names) < 2 or "weight" not in names[1]:
+        if not takes_expert_ids(module):
             raise ValueError(
                 f"moe_all_to_all sends tokens by the ids of their experts, which {type(module).__name__} is not called "
                 "with; use moe_tp_experts"
