@@ -99,7 +99,8 @@ class ExpertLoad:
     def _counting(self, name: str) -> Any:
         def count(module: nn.Module, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             is_repeated = in_backward() >= 0  # by gradient checkpointing
-            if is_repeated or not module.training or not torch.is_grad_enabled():
+            is_copied = module is not self.modules[name]  # a deep copy of a model has its hooks, too
+            if is_repeated or is_copied or not module.training or not torch.is_grad_enabled():
                 return
             ids = args[1] if len(args) > 1 else keywords[[*inspect.signature(type(module).forward).parameters][2]]
             seen = torch.bincount(ids.detach().flatten().long(), minlength=_expert_count(module))

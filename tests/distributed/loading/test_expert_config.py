@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from types import SimpleNamespace
@@ -152,6 +153,8 @@ def loads(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     model.gradient_checkpointing_enable()
     model.train()(batch(own), labels=batch(own)).loss.backward()  # counted once
     model.eval()(batch(own))  # not counted
+    if fields.get("fsdp_size", 1) == 1:  # FSDP makes no copies
+        copy.deepcopy(model).train()(batch(own))  # not either: it is another model
     seen = counter.read()
     assert not any(sum(layer.experts) for layer in counter.read().values())
     return {name: (layer.experts, layer.ranks, layer.imbalance) for name, layer in seen.items()}
