@@ -75,6 +75,7 @@ CLIENTS = (
     Client("vision", ("transformers",), "vision.py", ("SIGHT", "PICTURE", "w48 w49")),
     Client("a strategy", ("transformers",), "strategy.py"),
     Client("hooks", ("torch",), "hooks.py"),
+    Client("nnsight", ("nnsight",), "lens.py"),
     Client("sentence-transformers", ("sentence_transformers",), "embed.py"),
     Client("accelerate launch", ("accelerate",), "accelerated.py"),
 )

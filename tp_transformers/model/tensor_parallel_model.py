@@ -30,6 +30,7 @@ from .failures import WatchedModel, fail_together
 from .generate import TensorParallelGeneration
 from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
+from .nnsight import FULL_ACTIVATIONS
 from .optimizers.step import STEPS_ON_SHARDS
 from .replaced import UNSHARDED_MODULES_RAISE
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
@@ -169,6 +170,7 @@ class TensorParallelModel(WatchedModel, _Model):
 _PATCHES = (
     WATCH_ADAPTERS,
     HOT_SWAPS,
+    FULL_ACTIVATIONS,
     STEPS_ON_SHARDS,
     SHARED_INFINITIES,
     FULL_NORMS,

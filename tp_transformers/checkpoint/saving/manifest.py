@@ -80,7 +80,8 @@ class Manifest:
     """A pre-sharded checkpoint, without the content of its files."""
 
     folder: Path
-    save: str
+    save_id: str
+    """The random id of one save, in its rank files too. (nnsight gives all objects, so a field `save`, a default.)"""
     files: tuple[RankFile, ...]
     tensors: Mapping[str, ManifestTensor]
     conversions: tuple[Any, ...]
@@ -119,7 +120,7 @@ class Manifest:
             "metadata": {"dtype": self.dtype},
             "weight_map": {f"rank {rank}": file.name for rank, file in enumerate(self.files)},
             "version": _VERSION,
-            "save": self.save,
+            "save": self.save_id,
             "source": self.source,
             "plan": self.plan,
             "shares": self.shares,
@@ -194,7 +195,7 @@ class _Parser:
         layouts = [self.layout(layout, len(files)) for layout in self.entry("layouts", list)]
         return Manifest(
             folder=self.path.parent,
-            save=self.entry("save", str),
+            save_id=self.entry("save", str),
             files=files,
             tensors={name: self.tensor(name, tensor, layouts) for name, tensor in self.entry("tensors", dict).items()},
             conversions=tuple(self.entry("conversions", list)),

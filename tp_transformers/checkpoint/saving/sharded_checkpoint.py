@@ -89,7 +89,7 @@ class ShardedCheckpoint(Checkpoint):
     @property
     def signature(self) -> object:
         """Unique name of the save, and its files."""
-        return self.manifest.save, self.manifest.files
+        return self.manifest.save_id, self.manifest.files
 
 
 class _FullTensor(Expression):
@@ -148,7 +148,7 @@ def _open(folder: Path, file: RankFile) -> LocalFile:
 
 def _checked_header(source: Source, manifest: Manifest, rank: int) -> dict[str, Stored]:
     """Read the tensors in the file of `rank`. Raises CheckpointError if they differ from the manifest."""
-    header = read_header(source, metadata={"save": manifest.save, "rank": str(rank)})
+    header = read_header(source, metadata={"save": manifest.save_id, "rank": str(rank)})
     actual = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
     expected = {name: (tensor.dtype, tensor.local_shape(rank)) for name, tensor in manifest.tensors.items()}
     for name in sorted(actual.keys() | expected.keys()):

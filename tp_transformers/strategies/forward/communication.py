@@ -111,9 +111,9 @@ class Communication:
         """Split of the output features over the ranks; None if they are replicated, or it is unknown."""
         return None
 
-    def group_of(self, mesh: DeviceMesh) -> Group:
-        """The same as `mesh.get_group()`, but faster, by its name."""
-        if self.group_name is None or torch.compiler.is_dynamo_compiling():
+    def group_of(self, mesh: DeviceMesh | None = None) -> Group:
+        """The same as `mesh.get_group()`, but faster, by its name; torch.compile needs the mesh."""
+        if mesh is not None and (self.group_name is None or torch.compiler.is_dynamo_compiling()):
             return mesh.get_group()
         group: Group = resolve_process_group(self.group_name)
         return group

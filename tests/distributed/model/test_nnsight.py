@@ -1,0 +1,91 @@
+"""nnsight on ranks: it shows and edits the activations of one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tp_transformers
+from tests.support.comparisons import relative_errors
+from tests.support.models import PROMPTS, load, load_both
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+
+nnsight = pytest.importorskip("nnsight")
+pytestmark = pytest.mark.distributed
+TOLERANCE = 1e-4
+
+
+def trace(model: Any) -> dict[str, Tensor]:
+    """Activations, with edits of some, and the tokens that follow."""
+    tree, seen = nnsight.NNsight(model), {}
+    layers = tree.model.layers
+    with torch.no_grad(), tree.trace(PROMPTS):
+        query = layers[0].self_attn.q_proj.output.save()
+        keys = layers[0].self_attn.k_proj.output.save()
+        heads = layers[0].self_attn.o_proj.input.save()
+        added = layers[0].self_attn.o_proj.output.save()
+        layers[0].mlp.gate_proj.output[..., 1::7] = 3
+        layers[0].mlp.down_proj.output = layers[0].mlp.down_proj.output * 2
+        other_query = layers[1].self_attn.q_proj(layers[0].output).save()
+        other_added = layers[1].self_attn.o_proj(other_query).save()
+        lens = tree.lm_head(tree.model.norm(layers[0].output)).save()
+        logits = tree.lm_head.output.save()
+    seen |= {"query": query, "keys": keys, "heads": heads, "added": added, "lens": lens, "logits": logits}
+    seen |= {"other query": other_query, "other added": other_added}
+    return {name: value.detach().clone() for name, value in seen.items()}
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients of activations, those of shared KV heads too."""
+    tree = nnsight.NNsight(model)
+    layer = tree.model.layers[1]
+    with tree.trace(PROMPTS):
+        keys, gate = layer.self_attn.k_proj.output, layer.mlp.gate_proj.output
+        loss = tree.lm_head.output[..., 5].sum()
+        with loss.backward():
+            of_gate = gate.grad.save()
+            of_keys = keys.grad.save()
+    return {"gate": of_gate.detach().clone(), "keys": of_keys.detach().clone()}
+
+
+def differences(folder: str) -> dict[str, float]:
+    """Run on every rank: from one process, with nnsight too."""
+    ours, plain = load_both(folder)
+    found = relative_errors(trace(ours), trace(plain))
+    return found | {f"gradient of {key}": x for key, x in relative_errors(gradients(ours), gradients(plain)).items()}
+
+
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 4), ((9, 3), 3)], 2))
+def test_nnsight_sees_one_process(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
+    for found in pool.run(size, differences, cases(*heads).folder):
+        assert len(found) == 10
+        assert max(found.values()) < TOLERANCE, found
+
+
+def refused(folder: str) -> str:
+    """Run on every rank: the error for a model with shards of the sequence."""
+    with pytest.raises(tp_transformers.UnsupportedError) as raised:
+        nnsight.NNsight(load(folder, tp_sequence_parallel=True))
+    return str(raised.value)
+
+
+def test_shards_of_the_sequence_are_refused(pool: Pool, cases: Any) -> None:
+    for text in pool.run(2, refused, cases(9, 3).folder):
+        assert "tp_sequence_parallel" in text
+
+
+def test_it_may_be_imported_first() -> None:
+    """nnsight adds a method `save` to `object`."""
+    code = (
+        "import importlib, pkgutil, nnsight, tp_transformers\n"
+        "for module in pkgutil.walk_packages(tp_transformers.__path__, 'tp_transformers.'):\n"
+        "    module.name.endswith('__main__') or importlib.import_module(module.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,128 @@
+"""nnsight shows and edits full activations of tensor-parallel models, also where features are split unevenly.
+
+nnsight's interleaver asks an object, its fragments, which activations are shards, and how to gather them. That of
+nnsight knows DTensor's even placements; `FullActivations` takes its place and asks the strategies of our models. Values
+inside a forward, which no module takes or returns (nnsight's `.source`), remain this rank's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..patches import Patch, Undo, nothing, replace_all
+from ..strategies.activations import Side, features_split, full_activation, local_activation
+from ..strategies.signature import BATCH, SEQUENCE, Signature
+
+_MODULE = "nnsight.intervention.interleaver"
+
+
+class FullActivations:
+    """nnsight's fragments of a tensor-parallel model; those of any other model are `original`, or none."""
+
+    def __init__(self, original: Any = None) -> None:
+        """`original`: what nnsight itself would ask."""
+        self.original = original
+        self.modules: dict[str, nn.Module] | None = None
+        """{nnsight's path: module with a strategy} of a tensor-parallel model, which comes before its modules."""
+
+    @property
+    def enabled(self) -> bool:
+        """True if any activation is a shard."""
+        if self.modules is None:
+            return self.original is not None and bool(self.original.enabled)
+        return bool(self.modules)
+
+    def instrument(self, envoy: Any) -> None:
+        """Note a module of the model, after those that contain it.
+
+        Raises UnsupportedError if ranks have other tokens or samples, which nnsight cannot index.
+        """
+        module = envoy._module
+        if self.modules is None and any("tp_strategy" in vars(inner) for inner in module.modules()):
+            self.modules = {}
+        if self.modules is None:
+            if self.original is not None:
+                self.original.instrument(envoy)
+        elif (strategy := vars(module).get("tp_strategy")) is not None:
+            signature: Signature = strategy.signature
+            if {signature.takes, signature.leaves} & {SEQUENCE, BATCH}:
+                raise UnsupportedError(
+                    f"nnsight at {envoy.path}",
+                    got="a plan that shards the sequence or the batch",
+                    expected="all tokens of all samples on every rank",
+                    fix="Load without tp_sequence_parallel and tp_batch_sharded.",
+                )
+            self.modules[envoy.path] = module
+
+    def fragmented(self, location: str) -> bool:
+        """True if the input or output at `location` ("model.lm_head.output") is a shard."""
+        if self.modules is None:
+            return bool(self.original.fragmented(location))
+        path, side = _place(location)
+        return path in self.modules and features_split(self.modules[path], side) is not None
+
+    def whole(self, location: str, value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+        """The full value, and the function that returns this rank's shard of it after an edit. Collective."""
+        if self.modules is None:
+            return self.original.whole(location, value)  # type: ignore[no-any-return]
+        path, side = _place(location)
+        return self._apply(full_activation, path, side, value), lambda full: self.split(location, full)
+
+    def split(self, location: str, full: Any) -> Any:
+        """This rank's shard of a full value."""
+        if self.modules is None:
+            return self.original.split(location, full)
+        return self._apply(local_activation, *_place(location), full)
+
+    def style_at(self, path: str) -> tuple[Any, Any]:
+        """The style and mesh of nnsight's own rules; for our models, a style of which nnsight changes no call."""
+        return self.original.style_at(path) if self.modules is None else ("rowwise_split_input", None)
+
+    def call(self, module: Callable[..., Any], path: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a module outside of the model's forward: it takes and returns full activations. Collective."""
+        if self.modules is None or path not in self.modules:
+            return module(*args, **kwargs)
+        args, kwargs = self._apply(local_activation, path, "input", (args, kwargs))
+        return self._apply(full_activation, path, "output", module(*args, **kwargs))
+
+    def _apply(self, function: Callable[[nn.Module, Tensor, Side], Tensor], path: str, side: Side, value: Any) -> Any:
+        """Apply `function` to all tensors in `value`; ids and masks have no features."""
+        from nnsight.util import apply
+
+        assert self.modules is not None
+        module = self.modules[path]
+        return apply(value, lambda x: function(module, x, side) if x.is_floating_point() else x, Tensor)
+
+
+def _place(location: str) -> tuple[str, Side]:
+    path, _, side = location.rpartition(".")
+    return path, side  # type: ignore[return-value]
+
+
+def _make(original: Callable[..., None], interleaver: Any, fragments: Any = None) -> None:
+    """`Interleaver.__init__`."""
+    original(interleaver, FullActivations(fragments))
+
+
+def _call(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Envoy.__call__`: a trace calls a module on its own, such as the head on an inner layer's output."""
+    fragments = envoy.interleaver.fragments
+    if not isinstance(fragments, FullActivations):
+        return original(envoy, *args, **kwargs)
+    return fragments.call(partial(original, envoy), envoy.path, *args, **kwargs)
+
+
+def _install() -> Undo:
+    from nnsight.intervention.envoy import Envoy
+
+    return replace_all([(sys.modules[_MODULE].Interleaver, "__init__", _make), (Envoy, "__call__", _call)])
+
+
+FULL_ACTIVATIONS = Patch("nnsight", "activations that it shows", _install, module=_MODULE, without=nothing)
+"""Makes nnsight gather activations by our strategies, and shard them again after an edit."""

@@ -1,0 +1,127 @@
+"""Full activations of modules between sharded linears, for hooks and tools that read or edit them.
+
+full_activation(q_proj, x)     [x of rank 0 | x of rank 1] on every rank; backward: own features
+local_activation(q_proj, x)    own features; backward: [gradient of rank 0 | gradient of rank 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..ranks import direct
+from ..ranks.collectives import Group, apply_function
+from ..slices.layout import Split
+from .forward.communication import Communication
+from .signature import ANY, FEATURES, REPLICATED
+
+Side = Literal["input", "output"]
+
+
+def full_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Tensor:
+    """All features of `x: (..., features)`, an input or output of `module` on this rank. Collective over `tp`.
+
+    Returns `x` itself if every rank has all features. The backward keeps this rank's gradient.
+
+    Raises UnsupportedError if ranks have other shards than of features: of the sequence, of heads, of the batch, or
+    partial sums.
+    """
+    split = features_split(module, side)
+    return x if split is None else apply_function(_Full, x, split, *_ranks(module))
+
+
+def local_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Tensor:
+    """This rank's features of `x: (..., all features)`, the reverse of `full_activation`. Its backward is collective.
+
+    Raises UnsupportedError as `full_activation` does.
+    """
+    split = features_split(module, side)
+    return x if split is None else apply_function(_Local, x, split, *_ranks(module))
+
+
+def features_split(module: nn.Module, side: Side) -> Split | None:
+    """Split of the features of a module's "input" or "output" over the ranks; None if every rank has all.
+
+    Raises UnsupportedError if ranks have other shards than of features.
+    """
+    strategy: Communication | None = vars(module).get("tp_strategy")
+    if strategy is None:
+        return None
+    state = strategy.signature.takes if side == "input" else strategy.signature.leaves
+    split = strategy.sharded_input if side == "input" else strategy.sharded_output
+    if state in (ANY, REPLICATED) or (state is FEATURES and split is not None):
+        return split
+    raise UnsupportedError(
+        f"the {side} of a module with the strategy {strategy.name!r}",
+        got=f"a tensor that is {state.value} over the ranks",
+        expected="shards of the last dim, or equal tensors",
+        fix="Read the output of a linear before it or the input of one after it, or load without tp_sequence_parallel.",
+    )
+
+
+def _ranks(module: nn.Module) -> tuple[int, Group]:
+    strategy: Communication = vars(module)["tp_strategy"]
+    return strategy.rank, strategy.group_of()
+
+
+Ranges = Iterable[tuple[int, int, int]]
+"""(start in the shard, start in the full tensor, length)."""
+
+
+def _held(split: Split, rank: int) -> Ranges:
+    """All ranges of `rank`."""
+    local = 0
+    for start, stop in split.ranges[rank]:
+        yield local, start, stop - start
+        local += stop - start
+
+
+def _read(split: Split, rank: int) -> Ranges:
+    """Ranges of `rank` that no lower rank holds too; over all ranks, a cover of the full length."""
+    return ((entry.local, entry.start, entry.length) for entry in split.shard_ranges if entry.rank == rank)
+
+
+def _sum(x: Tensor, ranges: Ranges, length: int, group: Group) -> Tensor:
+    """Put ranges of `x` into a full tensor, and add those of all ranks; exact where the others have zeros."""
+    full = x.new_zeros(*x.shape[:-1], length)
+    for local, start, count in ranges:
+        full.narrow(-1, start, count).copy_(x.narrow(-1, local, count))
+    direct.all_reduce(full, group)
+    return full
+
+
+def _take(full: Tensor, ranges: Ranges, width: int) -> Tensor:
+    x = full.new_zeros(*full.shape[:-1], width)
+    for local, start, count in ranges:
+        x.narrow(-1, local, count).copy_(full.narrow(-1, start, count))
+    return x
+
+
+class _Full(torch.autograd.Function):
+    """Gather; backward: own features, those of shared KV heads on the first of their ranks alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, split: Split, rank: int, group: Group) -> Tensor:
+        ctx.split, ctx.rank = split, rank
+        return _sum(x, _read(split, rank), split.length, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _take(grad, _read(ctx.split, ctx.rank), ctx.split.widths[ctx.rank]), None, None, None
+
+
+class _Local(torch.autograd.Function):
+    """Own features; backward: the gradients of all ranks, added where they share KV heads."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, split: Split, rank: int, group: Group) -> Tensor:
+        ctx.split, ctx.rank, ctx.group = split, rank, group
+        return _take(full, _held(split, rank), split.widths[rank])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _sum(grad, _held(ctx.split, ctx.rank), ctx.split.length, ctx.group), None, None, None
