@@ -103,9 +103,9 @@ METHODS: dict[str, Callable[[str, list[str], str], Any]] = {
     ),
     "prefix tuning": lambda model, linears, task: peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=3),
     "AdaLoRA": lambda model, linears, task: peft.AdaLoraConfig(
-        target_modules=linears, task_type=task, total_step=STEPS, init_r=3, target_r=2
+        target_modules=linears, task_type=task, total_step=STEPS, tinit=2, tfinal=5, init_r=3, target_r=2
     ),
-    "OFT": lambda model, linears, task: peft.OFTConfig(oft_block_size=4, target_modules=linears, task_type=task),
+    "OFT": lambda model, linears, task: peft.OFTConfig(oft_block_size=8, target_modules=linears[:4], task_type=task),
     "BOFT": lambda model, linears, task: peft.BOFTConfig(boft_block_size=4, target_modules=linears, task_type=task),
 }
 """Method -> its config for a model; None where it has none."""
@@ -173,11 +173,13 @@ def train(model: Any) -> tuple[Any, list[float]]:
     # A large epsilon: steps that go by the sign of a gradient alone would show rounding.
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-2)
     losses = []
-    for _ in range(STEPS):
+    for index in range(STEPS):
         optimizer.zero_grad()
         loss = model.train()(**batch()).loss
         loss.backward()
         optimizer.step()
+        if hasattr(model.base_model, "update_and_allocate"):  # AdaLoRA
+            model.base_model.update_and_allocate(index)
         losses.append(loss.item())
     return model, losses
 

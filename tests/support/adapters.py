@@ -22,7 +22,10 @@ def adapter_parameters(model: Any) -> dict[str, Any]:
     return {
         name: param
         for name, param in model.named_parameters()
-        if any(kind in name for kind in ("lora_", "hada_", "lokr_", "vera_", "ia3_", "ln_tuning_", "trainable_tokens_"))
+        if any(
+            kind in name
+            for kind in ("lora_", "hada_", "lokr_", "vera_", "ia3_", "oft_", "ln_tuning_", "trainable_tokens_")
+        )
     }
 
 

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 import yaml
 from peft import (
+    AdaLoraConfig,
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
     LoKrConfig,
     LoraConfig,
+    OFTConfig,
     PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
@@ -48,6 +50,13 @@ KINDS = {
     "LoHa": LoHaConfig(r=2, target_modules="all-linear", init_weights=False),
     "LoKr": LoKrConfig(r=2, target_modules="all-linear", init_weights=False),
     "LoKr of two matrices": LoKrConfig(r=2, target_modules=["q_proj", "down_proj"], decompose_both=True),
+    "AdaLoRA": AdaLoraConfig(init_r=3, target_r=2, lora_alpha=5, target_modules="all-linear", total_step=9),
+    "AdaLoRA with dropout": AdaLoraConfig(
+        init_r=3, target_modules=["q_proj", "down_proj"], total_step=9, lora_dropout=0.3
+    ),
+    "OFT": OFTConfig(oft_block_size=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "lm_head"]),
+    "OFT with shared blocks": OFTConfig(oft_block_size=8, target_modules=["q_proj", "o_proj"], block_share=True),
+    "OFT, exactly": OFTConfig(oft_block_size=8, target_modules=["v_proj", "o_proj"], use_cayley_neumann=False),
     "VeRA": VeraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]),
     "VeRA with dropout": VeraConfig(r=4, target_modules=["q_proj", "o_proj"], vera_dropout=0.3),
     "LN tuning": LNTuningConfig(),
@@ -62,7 +71,7 @@ KINDS = {
 }
 
 
-QUICK = ("IA3", "LoHa", "PiSSA", "DoRA", "modules to save", "tokens")
+QUICK = ("IA3", "AdaLoRA", "OFT", "LoHa", "PiSSA", "DoRA", "modules to save", "tokens")
 
 
 def train_kind(folder: str, scratch: str, kind: str, **options: Any) -> None:
@@ -100,6 +109,47 @@ def test_other_kinds_are_those_of_one_process(
     pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
 ) -> None:
     pool.run(size, train_kind, cases(*heads).folder, str(tmp_path), kind)
+
+
+def allocate(folder: str, scratch: str) -> dict[str, Any]:
+    """Run on every rank: AdaLoRA takes ranks from some matrices and leaves them to others, as in one process."""
+    config = AdaLoraConfig(
+        init_r=4, target_r=2, target_modules="all-linear", task_type="CAUSAL_LM", total_step=8, tinit=1, tfinal=2
+    )
+    adapted: list[Any] = []
+    for model in load_both(folder):
+        torch.manual_seed(11)
+        adapted.append(get_peft_model(model, copy.deepcopy(config)).train())
+        optimizer = torch.optim.SGD([p for p in adapted[-1].parameters() if p.requires_grad], lr=0.5)
+        for index in range(8):
+            step(adapted[-1], optimizer)
+            optimizer.step()
+            adapted[-1].base_model.update_and_allocate(index)
+    ours, theirs = adapted
+    patterns = [dict(model.peft_config["default"].rank_pattern) for model in adapted]
+    found = {"patterns": patterns[0] == patterns[1], "ranks": {sum(kept) for kept in patterns[0].values()}}
+    found["weights"] = max(parameter_differences(ours, theirs).values())
+    expected = logits_of(ours.eval())
+    found["logits"] = relative(expected, logits_of(theirs.eval()))
+    ours.save_pretrained(f"{scratch}/ours")
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(f"{scratch}/theirs")
+    dist.barrier()
+    for name, model in (("ranks", load(folder)), ("one process", AutoModelForCausalLM.from_pretrained(folder))):
+        again = PeftModel.from_pretrained(model, f"{scratch}/{'ours' if name == 'one process' else 'theirs'}")
+        found[f"loaded on {name}"] = relative(logits_of(again.eval()), expected)
+    found["merged"] = relative(logits_of(ours.merge_and_unload()), expected)
+    return found
+
+
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 2), 4)], 1))
+def test_adalora_allocates_as_one_process(
+    pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int
+) -> None:
+    for found in pool.run(size, allocate, cases(*heads).folder, str(tmp_path)):
+        assert found.pop("patterns"), found
+        assert len(found.pop("ranks")) > 1
+        assert max(found.values()) < TOLERANCE, found
 
 
 EXPERTS = {

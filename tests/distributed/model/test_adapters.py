@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from peft import CPTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from peft import BOFTConfig, CPTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import tp_transformers
@@ -146,7 +146,12 @@ def other_ways(folder: str, scratch: str) -> None:
             "LoHaConfig on a tensor-parallel model: got rank_dropout",
         ),
         (IA3Config(target_modules=["lm_head"], feedforward_modules=[]), "IA3 .*lm_head, which has the strategy"),
-        (OFTConfig(target_modules=["k_proj"], oft_block_size=4), "adapters of the type OFT"),
+        (
+            OFTConfig(target_modules=["o_proj"], oft_block_size=9),
+            "OFT on .*o_proj: got blocks of 9 inputs, .* that divides 24",
+        ),
+        (OFTConfig(target_modules=["q_proj"], oft_block_size=8, coft=True), "OFTConfig .* got coft"),
+        (BOFTConfig(target_modules=["k_proj"], boft_block_size=4), "adapters of the type BOFT"),
         (CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1]), "type CPT"),
     ):
         with pytest.raises(tp_transformers.UnsupportedError, match=message):

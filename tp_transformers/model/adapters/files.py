@@ -20,6 +20,7 @@ from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather
 from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
+from ...marks import untyped
 from ...ranks.group import GROUP
 from ...transformers_api import LoadStateDictInfo
 from .shard import unsupported
@@ -160,6 +161,14 @@ def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options
     # PEFT gets indices in place of tensors: it would gather every DTensor of the model.
     tensors = list(state.values())
     numbers = {key: torch.tensor([index]) for index, key in enumerate(state)}
-    picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)
+    config: Any = untyped(model).peft_config[name]
+    pattern = getattr(config, "rank_pattern", None)
+    if config.peft_type == "ADALORA":  # PEFT would take the ranks that are left of each number
+        config.rank_pattern = None
+    try:
+        picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)
+    finally:
+        if config.peft_type == "ADALORA":
+            config.rank_pattern = pattern
     # Prompts come as they are; every rank has them.
     return {key: tensors[int(number)] for key, number in picked.items() if key != "prompt_embeddings"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -33,14 +33,22 @@ from ...strategies import SHARD, STRATEGY, batch_sharded, full_tensor, local_ten
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import get_prompt, set_up_prompts
-from .shard import full_adapters, layout_of_vector, split_adapter, strategies_of, unsupported
+from .shard import (
+    check_rotations,
+    full_adapters,
+    layout_of_vector,
+    split_adapter,
+    strategies_of,
+    take_indices,
+    unsupported,
+)
 from .tokens import split_tokens
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""
 OF_WEIGHTS = re.compile(r"pissa(_niter_\d+)?|olora", re.IGNORECASE)
 """Values that read the base layer's weight alone, and subtract the adapter from it."""
-KINDS = ("LORA", "IA3", "LOHA", "LOKR", "VERA", "LN_TUNING")
+KINDS = ("LORA", "ADALORA", "OFT", "IA3", "LOHA", "LOKR", "VERA", "LN_TUNING")
 """Types of adapters that are sharded."""
 
 
@@ -154,6 +162,17 @@ def _find_dim(tuner: Any, config: Any) -> tuple[int, int]:
         return largest
 
 
+def _keep_ranks(tuner: Any, rank_pattern: Mapping[str, Sequence[bool]], adapter_name: str) -> None:
+    """`resize_modules_by_rank_pattern` of AdaLoRA's tuner, for an adapter that was saved with fewer ranks."""
+    for name, kept in rank_pattern.items():
+        layer: Any = tuner.model.get_submodule(name.partition(".lora_E")[0])
+        layer.r[adapter_name] = sum(kept)
+        if layer.lora_alpha[adapter_name] <= 0:
+            layer.scaling[adapter_name] = float(sum(kept))
+        for owner, dim in ((layer.lora_A, 0), (layer.lora_B, 1), (layer.lora_E, 0)):
+            take_indices(owner, adapter_name, dim, [index for index, is_kept in enumerate(kept) if is_kept])
+
+
 @contextmanager
 def _full_shapes(base: nn.Module) -> Iterator[None]:
     """Give `base` parameters of the full shapes in the block, in the memory of one element each."""
@@ -201,6 +220,7 @@ _TUNER: dict[str, Callable[..., Any]] = {
     "inject_adapter": _inject_adapter,
     "_create_and_replace": _create_and_replace,
     "_find_dim": _find_dim,
+    "resize_modules_by_rank_pattern": _keep_ranks,
     "_cast_adapter_dtype": _cast_adapter_dtype,
     "add_weighted_adapter": _add_weighted_adapter,
 }
@@ -215,8 +235,11 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         raise unsupported(type(config).__name__, "rank_dropout")
     if _dropouts(config) and any(batch_sharded(model)):  # ranks draw numbers of their own
         raise unsupported(type(config).__name__, f"{_dropouts(config)[0]}, where ranks have batches of their own")
-    if kind == "IA3" or getattr(config, "use_dora", False):
-        _check_vectors(config, model)
+    rejected = [name for name in ("coft", "module_dropout") if kind == "OFT" and getattr(config, name)]
+    if rejected:  # they depend on the number of blocks
+        raise unsupported(type(config).__name__, ", ".join(rejected))
+    if kind in ("IA3", "OFT") or getattr(config, "use_dora", False):
+        _check_targets(config, model)
     if kind != "LORA":
         return
     converted = copy.deepcopy(config)
@@ -246,15 +269,17 @@ def _dropouts(config: Any) -> list[str]:
     return [name for name in ("lora_dropout", "module_dropout", "vera_dropout") if getattr(config, name, None)]
 
 
-def _check_vectors(config: Any, model: nn.Module) -> None:
-    """Raise UnsupportedError if a vector of IA3 or DoRA does not fit the activations of its layer."""
+def _check_targets(config: Any, model: nn.Module) -> None:
+    """Raise UnsupportedError if a vector of IA3 or DoRA, or a block of OFT, does not fit the shards of its layer."""
     from peft import IA3Model
     from peft.tuners.tuners_utils import check_target_module_exists
 
     for name, module in model.named_modules():
         if not check_target_module_exists(config, name):
             continue
-        if config.peft_type == "IA3":
+        if config.peft_type == "OFT":
+            check_rotations(name, module, config)
+        elif config.peft_type == "IA3":
             is_feedforward = IA3Model._check_target_module_feedforward(config, name)
             layout_of_vector("IA3", name, module, is_of_inputs=is_feedforward)
         elif isinstance(module, nn.Embedding):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +30,14 @@ from ...strategies import (
 )
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from ..state_dict import keep_state, split_module
-from .layers import AdaptedLora, SlicedDropout, adapted_class, split_of
+from .kinds import adapted_class
+from .layers import SlicedDropout, split_of
+from .lora import AdaptedLora
 
 _AXES: dict[str, tuple[int | None, int | None]] = {
     "lora_embedding_A": (None, 1),
+    "lora_A": (None, 1),
+    "lora_B": (0, None),
     "hada_w1_a": (0, None),
     "hada_w1_b": (None, 1),
     "hada_w2_a": (0, None),
@@ -57,11 +63,14 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             split_parameter(owner[adapter], "weight", layout, group, is_partial)
         elif kind in ("lora_A", "lora_B"):
             _split_lora(f"{name}.{kind}", layer, kind, adapter, group)
+        elif kind == "oft_R":
+            _split_rotations(name, layer, owner[adapter], group)
         elif kind == "lora_magnitude_vector":
             _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
     split, is_input = split_of(layer.get_base_layer())
-    if is_input and adapter in getattr(layer, "vera_dropout", {}):
-        _slice_dropout(layer.vera_dropout, adapter, split, group.rank)
+    dropouts = getattr(layer, "vera_dropout", layer.lora_dropout if hasattr(layer, "lora_E") else {})
+    if is_input and adapter in dropouts:
+        _slice_dropout(dropouts, adapter, split, group.rank)
 
 
 def keep_shards_of(base: nn.Module) -> None:
@@ -98,6 +107,41 @@ def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: Tensor
     magnitudes.tp_sums = split_of(base)[1]
 
 
+def _split_rotations(name: str, layer: Any, rotations: Any, group: TensorParallelGroup) -> None:
+    """Shard the blocks of OFT, of (blocks, elements), where the inputs of the base layer are sharded."""
+    base, size = layer.get_base_layer(), rotations.block_size
+    split, is_input = split_of(base)
+    if split is None or not is_input:  # the gradients of rotated inputs are summed over the ranks
+        split_parameter(rotations, "weight", None, group, _has_partial_gradients(base))
+        return
+    rotations.in_features = split.widths[group.rank]
+    if rotations.block_share:
+        split_parameter(rotations, "weight", None, group, is_partial=True)
+        return
+    ranges = tuple(tuple((start // size, stop // size) for start, stop in of_rank) for of_rank in split.ranges)
+    blocks = Split(split.length // size, ranges)
+    rotations.r = blocks.widths[group.rank]
+    split_parameter(rotations, "weight", Layout(0, blocks), group)
+
+
+def check_rotations(name: str, base: nn.Module, config: Any) -> None:
+    """Raise UnsupportedError if ranks have parts of the blocks of inputs that OFT rotates."""
+    split, is_input = split_of(base)
+    if isinstance(base, nn.Embedding):
+        raise unsupported("OFT", f"the embedding {name}")
+    if split is None or not is_input:
+        return
+    size = config.oft_block_size or split.length // config.r
+    largest = math.gcd(split.length, *(index for of_rank in split.ranges for span in of_rank for index in span))
+    if largest % size:
+        raise UnsupportedError(
+            f"OFT on {name}",
+            got=f"blocks of {size} inputs, of which some are on two ranks",
+            expected="complete blocks on each rank",
+            fix=f"Take an oft_block_size that divides {largest}, or leave out this module.",
+        )
+
+
 def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     """Layout of a parameter of an adapter, and whether each rank has a partial sum of its gradient."""
     base = layer.get_base_layer()
@@ -107,10 +151,10 @@ def _layout_of(name: str, layer: Any, kind: str) -> tuple[Layout | None, bool]:
     split, is_input = split_of(base)
     dim = _AXES.get(kind, (None, None))[is_input]
     if split is None or dim is None:
-        if kind.startswith("lora"):
+        if kind.startswith("lora_embedding"):
             return None, False
-        # Factors of this rank's shard; those of VeRA follow a sum of inputs' features.
-        is_factor = split is not None and not (kind.startswith("vera") and is_input)
+        # Factors of this rank's shard; those of VeRA and AdaLoRA follow a sum of inputs' features.
+        is_factor = split is not None and not (kind.startswith(("vera", "lora")) and is_input)
         return None, _has_partial_gradients(base) or is_factor
     return Layout(dim, split), False
 
@@ -186,11 +230,21 @@ def split_parameter(
     keep_state(owner)
 
 
+def take_indices(owner: Any, name: str, dim: int, indices: Sequence[int]) -> None:
+    """Keep `indices` of a dim of a parameter that is not sharded along it."""
+    param, shard = owner._parameters[name], owner.tp_shards[name]
+    assert param is not None
+    local = local_tensor(param).index_select(dim, torch.tensor(indices, dtype=torch.long, device=param.device))
+    shape = torch.Size([*shard.shape[:dim], len(indices), *shard.shape[dim + 1 :]])
+    owner.tp_shards[name] = shard = dataclasses.replace(shard, shape=shape)
+    owner._parameters[name] = shard.wrap(local, requires_grad=param.requires_grad)
+
+
 def unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{subject} on a tensor-parallel model",
         got=got,
-        expected="LoRA, DoRA on linears, IA3, LoHa, LoKr, VeRA, LN tuning, prompt tuning, P-tuning or prefix tuning",
+        expected="LoRA, DoRA and AdaLoRA on linears, IA3, LoHa, LoKr, VeRA, LN tuning, prompts or prefixes",
         fix="Leave it out, or train this adapter in one process.",
     )
 

@@ -1,0 +1,121 @@
+"""Kinds of PEFT's layers on a sharded base layer: LoHa, LoKr, VeRA and OFT, and the class of each layer of PEFT."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ...marks import untyped
+from ...slices.layout import Layout
+from ...strategies import local_tensor, take
+from .layers import AdaptedLayer, communicating, parameter_as, split_of
+from .lora import AdaptedAdalora, AdaptedDora, AdaptedLora, AdaptedParam
+
+
+class AdaptedLoha(AdaptedLayer):
+    """A LoHa layer: the Hadamard product of this rank's rows or columns of two low-rank matrices."""
+
+    def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        base = untyped(self.get_base_layer())
+        with parameter_as(base, "weight", local_tensor(base.weight)):  # PEFT reads its shape
+            delta: Tensor = super().get_delta_weight(adapter_name, **options)
+        return delta
+
+    def _get_delta_activations(self, adapter_name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return communicating(self.get_base_layer(), x, partial(super()._get_delta_activations, adapter_name))
+
+
+class AdaptedLokr(AdaptedLoha):
+    """A LoKr layer: this rank's rows or columns of a Kronecker product, which every rank computes in full."""
+
+    def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        base = untyped(self.get_base_layer())
+        shard = base.tp_shards["weight"]
+        with parameter_as(base, "weight", torch.empty(1, dtype=base.weight.dtype, device="meta").expand(shard.shape)):
+            delta: Tensor = super(AdaptedLoha, self).get_delta_weight(adapter_name, **options)
+        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank))
+        return own.contiguous()  # a view would keep the product until the backward
+
+
+class AdaptedVera(AdaptedLayer):
+    """A VeRA layer: two frozen random matrices, A (r, in) and B (out, r), between trained vectors of r and out."""
+
+    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The base layer's outputs, with the adapters' updates of this rank's rows or columns added."""
+        if self.disable_adapters or self.merged:
+            merged: Tensor = super().compute(x, *args, **kwargs)
+            return merged
+        base = self.get_base_layer()
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        for adapter in self.active_adapters:
+            if adapter in self.vera_lambda_d:
+                inputs = self._cast_input_dtype(x, self.vera_lambda_d[adapter].dtype)
+                inputs = self.vera_dropout[adapter](inputs)
+                result = result + self._update(base, adapter, inputs).to(result.dtype)
+        return result
+
+    def _update(self, base: Any, adapter: str, x: Tensor) -> Tensor:
+        a, b = self._projections(adapter)
+        if split_of(base)[1]:
+            reduced = communicating(base, x, lambda own: linear(own, a))  # summed while it is as wide as r
+            update: Tensor = self.vera_lambda_b[adapter] * linear(self.vera_lambda_d[adapter] * reduced, b)
+            return update
+        scale, out_scale = self.vera_lambda_d[adapter], self.vera_lambda_b[adapter]
+        return communicating(base, x, lambda own: out_scale * linear(scale * linear(own, a), b))
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        a, b = self._projections(adapter)
+        update: Tensor = (self.vera_lambda_b[adapter][:, None] * b) @ (self.vera_lambda_d[adapter][:, None] * a)
+        return update.T if self.fan_in_fan_out else update
+
+    def _projections(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """This rank's columns of A or rows of B; PEFT's are as large as the largest layer needs."""
+        base = self.get_base_layer()
+        a, b = self.vera_A[adapter][:, : self.in_features], self.vera_B[adapter][: self.out_features]
+        split, is_input = split_of(base)
+        if split is None:
+            return a, b
+        rank = base.tp_shards["weight"].group.rank
+        if is_input:
+            return untyped(take(a, Layout(1, split), rank)), b
+        return a, untyped(take(b, Layout(0, split), rank))
+
+
+class AdaptedOft(AdaptedLayer):
+    """An OFT layer, which rotates blocks of inputs: all of them, or those of this rank before a row-parallel linear."""
+
+    reads_parameters_of = nn.Module
+
+
+_MIXINS: dict[str, type] = {
+    "lora_E": AdaptedAdalora,
+    "lora_A": AdaptedLora,
+    "oft_R": AdaptedOft,
+    "hada_w1_a": AdaptedLoha,
+    "lokr_w1": AdaptedLokr,
+    "vera_lambda_d": AdaptedVera,
+}
+"""Parameters of a layer of PEFT -> its mixin, the first that fits; others have AdaptedLayer."""
+
+
+@cache
+def adapted_class(cls: type) -> type:
+    """The subclass of the class of PEFT's layer that is also an AdaptedLayer; for DoRA's magnitudes, AdaptedDora."""
+    if issubclass(cls, AdaptedLayer | AdaptedDora):
+        return cls
+    names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "peft_class": cls}
+    parameters = getattr(cls, "adapter_layer_names", None)
+    if parameters is None:
+        mixin: type = AdaptedDora
+    elif hasattr(cls, "get_param"):
+        mixin = AdaptedParam
+    else:
+        mixin = next((mixin for name, mixin in _MIXINS.items() if name in parameters), AdaptedLayer)
+    return type(cls.__name__, (mixin, cls), names)

@@ -1,0 +1,158 @@
+"""LoRA on a sharded base layer, with DoRA, LoRA on parameters and AdaLoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ...marks import untyped
+from ...ranks import direct
+from ...strategies import SHARD, STRATEGY, ParamShard, local_tensor, open_forward, take
+from .layers import AdaptedLayer, PeftLayer, communicating, local_weights, parameter_as, product, split_of
+
+
+class AdaptedLora(AdaptedLayer):
+    """A LoRA layer; its matrices are modules with strategies, those of an embedding are parameters."""
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        with local_weights(self):
+            delta: Tensor = super().get_delta_weight(adapter)
+        shard = SHARD.of(untyped(self.get_base_layer()).weight)
+        # Adapters of embeddings are full along the hidden size.
+        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta)
+        return own
+
+    def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
+        """Look up this rank's rows of an adapter, and sum over the ranks; weight: (vocab/size, r)."""
+        base = untyped(self.get_base_layer())
+        strategy = STRATEGY.find(base)
+        if strategy is None or strategy.split_dim("weight", 2) != 0:  # the rows are not sharded
+            plain: Tensor = super()._embed(ids, weight, *functions, **named)
+            return plain
+        mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh
+        with open_forward(base):
+            (ids,) = strategy.before(base, (ids,), mesh)
+            local = strategy.local_attributes(base, mesh.get_local_rank())
+            saved = {name: getattr(base, name) for name in local}
+            base.__dict__.update(local)
+            try:
+                embedded = super()._embed(ids, weight)
+            finally:
+                base.__dict__.update(saved)
+            output: Tensor = strategy.after(base, embedded, mesh)
+            return output
+
+
+class AdaptedParam(AdaptedLora):
+    """LoRA on a parameter: the weights of all experts (experts, in, out) or (experts, out, in), or one matrix.
+
+    A is (experts * r, in), and B (out, r * experts).
+    """
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weights."""
+        with local_weights(self):
+            return self._delta(adapter)
+
+    def _delta(self, adapter: str) -> Tensor:
+        a, b = (
+            module[adapter].tp_shards["weight"].view(module[adapter]._parameters["weight"])
+            for module in (self.lora_A, self.lora_B)
+        )
+        param, scaling = self.get_param(), self.scaling[adapter]
+        a, b = a.to(param.dtype), b.to(param.dtype)
+        if param.ndim == 2:
+            return scaling * (b @ a)  # type: ignore[no-any-return]
+        a = a.reshape(self.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        shard: ParamShard = self.get_base_layer().tp_shards[self.parameter_name]
+        if shard.layout is not None and shard.layout.dim == 0:  # this rank's experts
+            a, b = (take(each, shard.layout, shard.group.rank) for each in (a, b))
+        delta: Tensor = scaling * (b @ a)
+        return delta if self._did_swap_in_out_features else delta.transpose(1, 2)
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        """Replace the parameter by this rank's values with the adapters added, in the block."""
+        base, name = self.get_base_layer(), self.parameter_name
+        param = base._parameters[name]
+        weight = base.tp_shards[name].view(param)
+        for adapter in active_adapters:
+            if adapter in self.lora_A:
+                weight = weight + self._delta(adapter)
+        with parameter_as(base, name, weight):
+            yield
+
+
+class AdaptedDora(PeftLayer):
+    """The magnitudes of DoRA: one for each row of a linear's weight, by which the norm of the row is replaced."""
+
+    peft_class: type
+    """Its class in PEFT."""
+    tp_shards: dict[str, ParamShard]
+    tp_sums: bool
+    """True if this rank has columns of the weight: the squares of a row are summed over the ranks."""
+
+    def get_lora_weight(self, **arguments: Any) -> Tensor:
+        """LoRA's update of this rank's weight, without a gradient: (out/size, in) or (out, in/size)."""
+        a, b = (local_tensor(arguments[name].weight).detach() for name in ("lora_A", "lora_B"))
+        return b @ a
+
+    def get_weight_norm(
+        self, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
+    ) -> Tensor:
+        """The norm of each row that this rank has a part of (all-reduce if it has columns): (out/size) or (out)."""
+        rows = (local_tensor(weight).T if self.fan_in_fan_out else local_tensor(weight)) + scaling * lora_weight
+        if not self.tp_sums:
+            norms: Tensor = torch.linalg.norm(rows, dim=1)
+            return norms.to(rows.dtype)
+        squares = rows.float().square().sum(1)
+        direct.all_reduce(squares, self.tp_shards["weight"].group.process_group)
+        return squares.sqrt().to(rows.dtype)
+
+    def forward(self, x: Tensor, *, base_layer: Any, base_result: Tensor | None = None, **named: Any) -> Tensor:
+        """The update of the base layer's outputs, as PEFT computes it, on this rank's rows or columns."""
+        magnitudes, params = self._parameters["weight"], dict(base_layer._parameters)
+        shards = base_layer.tp_shards
+        local = {name: shards[name].view(param) if name in shards else param for name, param in params.items()}
+        if base_result is None:  # of inputs that dropout changed
+            base_result = product(base_layer, x)
+            if local["bias"] is not None:
+                base_result = base_result + local["bias"]  # PEFT subtracts it
+        self._parameters["weight"] = self.tp_shards["weight"].view(magnitudes)
+        base_layer._parameters.update(local)
+        try:
+            updates: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **named)
+        finally:
+            self._parameters["weight"] = magnitudes
+            base_layer._parameters.update(params)
+        return updates
+
+
+class AdaptedAdalora(AdaptedLayer):
+    """An AdaLoRA layer: A (r, in) and B (out, r) as those of LoRA, and a trained value for each of r, E (r, 1)."""
+
+    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The base layer's outputs, with the adapters' updates of this rank's rows or columns added."""
+        if self.disable_adapters or self.merged:
+            merged: Tensor = super().compute(x, *args, **kwargs)
+            return merged
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        for adapter in self.active_adapters:
+            if adapter in self.lora_A:
+                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, self.lora_A[adapter].dtype))
+                scaling = self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
+                result = result + (self._update(adapter, inputs) * scaling).to(result.dtype)
+        return result
+
+    def _update(self, adapter: str, x: Tensor) -> Tensor:
+        base, a, b, e = self.get_base_layer(), self.lora_A[adapter], self.lora_B[adapter], self.lora_E[adapter]
+        if split_of(base)[1]:
+            return linear(communicating(base, x, lambda own: linear(own, a)), b * e.T)  # summed while as wide as r
+        return communicating(base, x, lambda own: linear(linear(own, a * e), b))
