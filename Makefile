@@ -81,12 +81,14 @@ coming: $(VENV)/ready
 	@grep -v '^#' .ci/constraints.txt | diff --side-by-side --suppress-common-lines --width 80 - \
 	  <($(PY) -m pip freeze --exclude-editable) || true
 
-# Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each.
+# Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each. The same
+# folder is for `PYTHONPATH=.venv/optimizers .venv/bin/python -m benchmarks.bench_optimizers`.
 optimizers: $(VENV)/optimizers
 	OPTIMIZERS=1 PYTHONPATH=$< $(PY) -m pytest -s tests/distributed/training/test_optimizers.py
 
 $(VENV)/optimizers: $(VENV)/ready
-	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes torchao galore-torch apollo-torch grokadamw lomo-optim
+	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes torchao galore-torch apollo-torch grokadamw lomo-optim \
+	  pytorch_optimizer
 
 $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..checkpoint.saving.dcp import LocalShard, laid_out, placed
 from ..errors import UnsupportedError
+from ..ranks.group import GROUP
+from ..strategies import local_tensor
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -24,9 +27,15 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     As torch's `get_optimizer_state_dict`, flattened, since parameter groups differ with the number of ranks. States of
     plain shards are saved with their position in the full tensor too. `load_optimizer_state_dict` is the inverse.
 
-    Raises UnsupportedError for a state that is neither tensor nor number (GaLore's projectors, bitsandbytes' states).
+    Raises UnsupportedError, on all ranks, for a state that is neither tensor nor number (GaLore's projectors,
+    bitsandbytes' states), or is quantised in blocks of this rank's elements (torchao's).
     """
-    _check_values(optimizer)
+    group = GROUP.find(model)
+    with nullcontext() if group is None else group.agree():
+        _check_values(optimizer)
+    # Schedule-free optimizers have empty states before the first step, which torch takes for initialized ones.
+    for empty in [param for param, state in optimizer.state.items() if not state]:
+        del optimizer.state[empty]
     params = dict(model.named_parameters(remove_duplicate=False))
     state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
     for key, value in state.items():
@@ -49,11 +58,12 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 def _check_values(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state_dict()["state"].values():
         for name, value in state.items():
-            if not isinstance(value, Tensor | int | float):
+            local = local_tensor(value) if isinstance(value, Tensor) else value
+            if not (isinstance(local, int | float) or type(local) in (Tensor, nn.Parameter)):
                 raise UnsupportedError(
                     f"optimizer_state_dict of {type(optimizer).__name__}",
-                    got=f"a state {name} of type {type(value).__name__}",
-                    expected="tensors and numbers",
+                    got=f"a state {name} of type {type(local).__name__}",
+                    expected="plain tensors and numbers",
                     fix="Save optimizer.state_dict() by torch.save, a file for each rank, for as many ranks.",
                 )
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -80,6 +81,12 @@ def matrices(model: Any) -> list[Tensor]:
     return [param for param in model.parameters() if param.ndim == 2]
 
 
+def schedule_free(model: nn.Module) -> Any:
+    optimizer = AdamWScheduleFree(model.parameters(), lr=1e-2, eps=1e-2)
+    optimizer.train()  # which leaves an empty state for each parameter
+    return optimizer
+
+
 MAKERS: dict[str, Any] = {
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=1e-2),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
@@ -87,8 +94,9 @@ MAKERS: dict[str, Any] = {
     "GlobalNorm": lambda model: GlobalNorm(model.parameters()),
     "Elementwise": lambda model: Elementwise(model.parameters(), eps=1e-2),
     "Lookahead": lambda model: Lookahead(torch.optim.Muon(matrices(model), lr=1e-2)),
+    "schedule-free AdamW": schedule_free,
 }
-SAVED = ("Muon", "Adafactor", "transformers' Adafactor")
+SAVED = ("Muon", "Adafactor", "transformers' Adafactor", "schedule-free AdamW")
 
 
 # -- updates
@@ -225,6 +233,39 @@ def test_states_go_on_on_another_number_of_ranks(pool: Pool, cases: Any, tmp_pat
     for found in pool.run(3, resume, folder, name, str(tmp_path)):
         errors = [relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
         assert max(errors) < TOLERANCE
+
+
+class Codes(Tensor):
+    """A state of a class of its own, as torchao has for states in 8 bits."""
+
+
+class QuantisesLargeStates(torch.optim.SGD):
+    """Has states of that class for parameters of many elements, as torchao: on some ranks only."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            large = param.numel() > 1024
+            self.state[param]["codes"] = torch.zeros_like(param).as_subclass(Codes if large else Tensor)
+        return result
+
+
+QuantisesLargeStates.tp_scope = "shard"  # type: ignore[attr-defined]
+
+
+def quantised(folder: str) -> str:
+    """Run on every rank: the error for a state that only the rank with more heads has quantised."""
+    model = load(folder)
+    optimizer = QuantisesLargeStates([model.model.layers[0].self_attn.k_proj.weight], lr=0.1)
+    steps(model, optimizer, 1)
+    with pytest.raises(tp_transformers.UnsupportedError) as raised:
+        tp_transformers.training.optimizer_state_dict(model, optimizer)
+    return str(raised.value)
+
+
+def test_states_quantised_on_one_rank_are_rejected_on_all(pool: Pool, cases: Any) -> None:
+    for text in pool.run(2, quantised, cases(9, 3).folder):
+        assert "a state codes of type Codes" in text
 
 
 # -- other people's code around a step

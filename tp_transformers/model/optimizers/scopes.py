@@ -37,6 +37,7 @@ _SCOPES: dict[tuple[str, Scope], str] = {
     ),
     ("galore_torch", "parameter"): "GaLoreAdamW GaLoreAdafactor AdamW Adafactor",
     ("apollo_torch", "parameter"): "APOLLOAdamW AdamW",
+    ("pytorch_optimizer", "parameter"): "Lion ScalableShampoo Shampoo SOAP",
     ("optimi", "parameter"): "StableAdamW",
 }
 _KNOWN: dict[tuple[str, str], Scope] = {
