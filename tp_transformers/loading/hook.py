@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..model.nnsight import FULL_ACTIVATIONS
+from ..model.nnsight import ANY_RANKS, FULL_ACTIVATIONS
 from ..patches import Patch, Undo, nothing, replace_all
 from ..strategies.styles.expert_exchange import EXCHANGE, ExpertExchange
 from ..training.trainer_patch import TRAINER
@@ -51,6 +51,7 @@ _HELD = (
     Patch("transformers", "ep_implementation", _add_exchange, without=nothing),
     PIPELINE,
     HARNESS,
+    ANY_RANKS,
     FULL_ACTIVATIONS,  # a model may be loaded after nnsight has made its tree
     TRAINER,
 )

@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..patches import Patch, Undo, nothing, replace_all
+from ..patches import Patch, Undo, nothing, replace, replace_all
 from ..strategies.activations import Side, features_split, full_activation, local_activation
 from ..strategies.signature import BATCH, SEQUENCE, Signature
 
-_MODULE = "nnsight.intervention.interleaver"
+_MODULE, _LOADER = "nnsight.intervention.interleaver", "nnsight.modeling.huggingface"
 
 
 class FullActivations:
@@ -124,5 +124,18 @@ def _install() -> Undo:
     return replace_all([(sys.modules[_MODULE].Interleaver, "__init__", _make), (Envoy, "__call__", _call)])
 
 
+def _accept(*_: Any) -> None:
+    """`HuggingFaceModel._refuse_impossible_tp`, which rejects heads that ranks do not divide."""
+
+
 FULL_ACTIVATIONS = Patch("nnsight", "activations that it shows", _install, module=_MODULE, without=nothing)
 """Makes nnsight gather activations by our strategies, and shard them again after an edit."""
+
+ANY_RANKS = Patch(
+    "nnsight",
+    "the check of ranks",
+    lambda: replace(sys.modules[_LOADER].HuggingFaceModel, "_refuse_impossible_tp", _accept),
+    module=_LOADER,
+    without=nothing,
+)
+"""Held by `enable()`: nnsight loads a model by its name on any number of ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -78,6 +79,14 @@ def refused(folder: str) -> str:
 def test_shards_of_the_sequence_are_refused(pool: Pool, cases: Any) -> None:
     for text in pool.run(2, refused, cases(9, 3).folder):
         assert "tp_sequence_parallel" in text
+
+
+def test_a_name_is_loaded_on_any_number_of_ranks() -> None:
+    loader = import_module("nnsight.modeling.huggingface").HuggingFaceModel
+    original = loader._refuse_impossible_tp
+    with tp_transformers.enable():
+        assert loader._refuse_impossible_tp(None, "a name", {"tp_plan": "auto"}) is None
+    assert loader._refuse_impossible_tp is original
 
 
 def test_it_may_be_imported_first() -> None:
