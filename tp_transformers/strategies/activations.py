@@ -1,7 +1,9 @@
 """Full activations of modules between sharded linears, for hooks and tools that read or edit them.
 
-full_activation(q_proj, x)     [x of rank 0 | x of rank 1] on every rank; backward: own features
-local_activation(q_proj, x)    own features; backward: [gradient of rank 0 | gradient of rank 1]
+    full_activation(q_proj, x)     [x of rank 0 | x of rank 1] on every rank; backward: own features
+    local_activation(q_proj, x)    own features; backward: [gradient of rank 0 | gradient of rank 1]
+
+Gradients are those of one process, also of KV heads that several ranks have.
 """
 
 from __future__ import annotations
