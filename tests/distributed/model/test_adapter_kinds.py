@@ -215,7 +215,21 @@ def train_copies(folder: str, kind: str, mode: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replicate", "shard"])
 @pytest.mark.parametrize(
-    "kind", ["IA3", "LoHa", "LoKr", "VeRA", "LN tuning", "PiSSA", "DoRA", "modules to save", "tokens", "experts"]
+    "kind",
+    [
+        "IA3",
+        "LoHa",
+        "LoKr",
+        "VeRA",
+        "LN tuning",
+        "PiSSA",
+        "AdaLoRA",
+        "OFT",
+        "DoRA",
+        "modules to save",
+        "tokens",
+        "experts",
+    ],
 )
 def test_kinds_in_copies(pool: Any, cases: Any, mixtral: str, kind: str, mode: str) -> None:
     pool.run(4, train_copies, mixtral if kind == "experts" else cases(9, 3).folder, kind, mode)
@@ -234,6 +248,8 @@ OF_T5 = {
     "PiSSA": LoraConfig(r=2, target_modules=["q", "v", "wo"], init_lora_weights="pissa"),
     "IA3": IA3Config(target_modules=["k", "v", "wo"], feedforward_modules=["wo"]),
     "LoHa": LoHaConfig(r=2, target_modules=["q", "o", "wi", "wo"], init_weights=False),
+    "AdaLoRA": AdaLoraConfig(init_r=3, target_modules=["q", "o", "wi", "wo"], total_step=9),
+    "OFT": OFTConfig(oft_block_size=4, target_modules=["q", "o"]),
 }
 
 

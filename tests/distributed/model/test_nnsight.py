@@ -94,7 +94,8 @@ def test_it_may_be_imported_first() -> None:
     code = (
         "import importlib, pkgutil, nnsight, tp_transformers\n"
         "for module in pkgutil.walk_packages(tp_transformers.__path__, 'tp_transformers.'):\n"
-        "    module.name.endswith('__main__') or importlib.import_module(module.name)\n"
+        "    if not module.name.endswith('__main__') and '.commands' not in module.name:\n"
+        "        importlib.import_module(module.name)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
