@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
-from tests.support.comparisons import gradient_errors, relative
+from tests.support.comparisons import gradient_differences, gradient_errors, relative
 from tests.support.compiling import PHASES, observe
 from tests.support.models import PROMPTS, load, load_both, save_as_loaded, with_shares
 from tests.support.pool import Pool
@@ -184,6 +185,7 @@ def trained_by_inductor(folder: str) -> float:
     model, alone = load_both(folder)
     mine, whole = (each.model.layers[0].self_attn.k_proj for each in (model, alone))
     inputs = [torch.randn(2, 5, whole.in_features, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    torch._dynamo.reset()
     for module, x in zip((torch.compile(mine, fullgraph=True), whole), inputs, strict=True):
         module(x.requires_grad_()).square().sum().backward()
     weight = tp_transformers.full_tensor(mine.weight, mine.weight.grad)
@@ -193,6 +195,28 @@ def trained_by_inductor(folder: str) -> float:
 def test_inductor_trains_plain_shards(pool: Pool, cases: Any) -> None:
     """Its kernels are called with the parameters themselves, which compute as full tensors anywhere else."""
     assert max(pool.run(2, trained_by_inductor, cases(9, 3).folder)) < 1e-4  # fp32 sums in another order
+
+
+def layer_by_layer(folder: str) -> tuple[list[int], float]:
+    """Run on every rank: the graphs of a model with each layer compiled, in inference and training; its error."""
+    model, alone = load_both(folder)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend=counter)
+    with torch.no_grad():
+        model(PROMPTS, use_cache=False)
+    in_inference = counter.frame_count
+    for each in (model, alone):
+        each.train()(PROMPTS, labels=PROMPTS, use_cache=False).loss.backward()
+    return [in_inference, counter.frame_count - in_inference], max(gradient_differences(model, alone).values())
+
+
+def test_layers_that_are_compiled_one_by_one_share_a_graph(pool: Pool, cases: Any) -> None:
+    """As in one process; more layers than torch.compile compiles a function for would raise."""
+    for graphs, error in pool.run(2, layer_by_layer, cases(9, 3, num_hidden_layers=9).folder):
+        assert graphs == [1, 1]
+        assert error < GRADIENT_TOLERANCE
 
 
 def compiled_beyond_the_limit(folder: str) -> float:

@@ -70,11 +70,13 @@ class Block:
 
     def local(self, param: Tensor) -> Tensor:
         """The local view of a parameter of one of the layers."""
+        if torch.compiler.is_dynamo_compiling():  # which would compile again for the id of each layer's parameter
+            return local_view(param)
         entry = self.views.get(id(param))
         return self._first(param) if entry is None else entry[1]
 
     def _first(self, param: Tensor) -> Tensor:
-        if not self.is_open or torch.compiler.is_dynamo_compiling():
+        if not self.is_open:
             return local_view(param)
         if not self.views:
             self._enter(None, None)
