@@ -16,8 +16,17 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..patches import Patch, Undo, nothing, replace, replace_all
-from ..strategies.activations import Side, features_split, full_activation, local_activation
-from ..strategies.signature import BATCH, SEQUENCE, Signature
+from ..slices.layout import Split
+from ..strategies.activations import (
+    Side,
+    features_split,
+    full_activation,
+    gather_features,
+    local_activation,
+    own_features,
+    strategy_of,
+)
+from ..strategies.signature import BATCH, SEQUENCE
 
 _MODULE, _LOADER = "nnsight.intervention.interleaver", "nnsight.modeling.huggingface"
 
@@ -30,6 +39,8 @@ class FullActivations:
         self.original = original
         self.modules: dict[str, nn.Module] | None = None
         """{nnsight's path: module with a strategy} of a tensor-parallel model, which comes before its modules."""
+        self.between: dict[str, list[nn.Module]] = {}
+        """{path of a module without weights: the sharded linears beside it}."""
 
     @property
     def enabled(self) -> bool:
@@ -49,9 +60,13 @@ class FullActivations:
         if self.modules is None:
             if self.original is not None:
                 self.original.instrument(envoy)
-        elif (strategy := vars(module).get("tp_strategy")) is not None:
-            signature: Signature = strategy.signature
-            if {signature.takes, signature.leaves} & {SEQUENCE, BATCH}:
+            return
+        children = [child for child in module.children() if _splits(child)]
+        for name, child in module.named_children():
+            if children and strategy_of(child) is None and next(child.parameters(), None) is None:
+                self.between[f"{envoy.path}.{name}"] = children
+        if (strategy := strategy_of(module)) is not None:
+            if {strategy.signature.takes, strategy.signature.leaves} & {SEQUENCE, BATCH}:
                 raise UnsupportedError(
                     f"nnsight at {envoy.path}",
                     got="a plan that shards the sequence or the batch",
@@ -65,23 +80,52 @@ class FullActivations:
         if self.modules is None:
             return bool(self.original.fragmented(location))
         path, side = _place(location)
-        return path in self.modules and features_split(self.modules[path], side) is not None
+        if side not in ("input", "output"):
+            return False
+        return path in self.between or (path in self.modules and features_split(self.modules[path], side) is not None)
 
     def whole(self, location: str, value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
-        """The full value, and the function that returns this rank's shard of it after an edit. Collective."""
+        """The full value, and the function that returns this rank's shard of it after an edit. Collective.
+
+        Raises UnsupportedError for a module without weights if the linears beside it have several splits.
+        """
         if self.modules is None:
             return self.original.whole(location, value)  # type: ignore[no-any-return]
         path, side = _place(location)
+        if path in self.between:
+            return self._between(path, value)
         return self._apply(full_activation, path, side, value), lambda full: self.split(location, full)
+
+    def _between(self, path: str, value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
+        linears = self.between[path]
+        splits, strategy = {split for linear in linears for split in _splits(linear)}, strategy_of(linears[0])
+        assert strategy is not None
+        split = next(iter(splits))
+        widths = {x.shape[-1] for x in _tensors(value)}
+        if len(splits) > 1 or not widths <= {split.length, split.widths[strategy.rank]}:
+            raise UnsupportedError(
+                f"nnsight at {path}",
+                got="a module without weights beside sharded linears of several widths",
+                expected="a linear, or a module between linears of one width",
+                fix="Read the output of the linear before it, or the input of the one after it.",
+            )
+        if widths <= {split.length}:  # after the sum of the last linear
+            return value, None
+        gather = partial(gather_features, split=split, strategy=strategy)
+        return _on_tensors(gather, value), partial(_on_tensors, partial(own_features, split=split, strategy=strategy))
 
     def split(self, location: str, full: Any) -> Any:
         """This rank's shard of a full value."""
         if self.modules is None:
             return self.original.split(location, full)
-        return self._apply(local_activation, *_place(location), full)
+        path, side = _place(location)
+        return full if path in self.between else self._apply(local_activation, path, side, full)
 
     def style_at(self, path: str) -> tuple[Any, Any]:
-        """The style and mesh of nnsight's own rules; for our models, a style of which nnsight changes no call."""
+        """The style and mesh of nnsight's own rules.
+
+        For our models the one style of which nnsight neither shards inputs nor gathers outputs in a call: `call` does.
+        """
         return self.original.style_at(path) if self.modules is None else ("rowwise_split_input", None)
 
     def call(self, module: Callable[..., Any], path: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -92,12 +136,29 @@ class FullActivations:
         return self._apply(full_activation, path, "output", module(*args, **kwargs))
 
     def _apply(self, function: Callable[[nn.Module, Tensor, Side], Tensor], path: str, side: Side, value: Any) -> Any:
-        """Apply `function` to all tensors in `value`; ids and masks have no features."""
-        from nnsight.util import apply
-
         assert self.modules is not None
         module = self.modules[path]
-        return apply(value, lambda x: function(module, x, side) if x.is_floating_point() else x, Tensor)
+        return _on_tensors(lambda x: function(module, x, side), value)
+
+
+def _splits(module: nn.Module) -> list[Split]:
+    """Splits of the features that a linear takes or returns."""
+    strategy = strategy_of(module)
+    splits = () if strategy is None else (strategy.sharded_input, strategy.sharded_output)
+    return [split for split in splits if split is not None]
+
+
+def _on_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Apply `function` to all tensors in `value`; ids and masks have no features."""
+    from nnsight.util import apply
+
+    return apply(value, lambda x: function(x) if x.is_floating_point() else x, Tensor)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _on_tensors(found.append, value)
+    return found
 
 
 def _place(location: str) -> tuple[str, Side]:
@@ -105,12 +166,12 @@ def _place(location: str) -> tuple[str, Side]:
     return path, side  # type: ignore[return-value]
 
 
-def _make(original: Callable[..., None], interleaver: Any, fragments: Any = None) -> None:
+def _init_interleaver(original: Callable[..., None], interleaver: Any, fragments: Any = None) -> None:
     """`Interleaver.__init__`."""
     original(interleaver, FullActivations(fragments))
 
 
-def _call(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_envoy(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -> Any:
     """`Envoy.__call__`: a trace calls a module on its own, such as the head on an inner layer's output."""
     fragments = envoy.interleaver.fragments
     if not isinstance(fragments, FullActivations):
@@ -121,11 +182,15 @@ def _call(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -
 def _install() -> Undo:
     from nnsight.intervention.envoy import Envoy
 
-    return replace_all([(sys.modules[_MODULE].Interleaver, "__init__", _make), (Envoy, "__call__", _call)])
+    return replace_all(
+        [(sys.modules[_MODULE].Interleaver, "__init__", _init_interleaver), (Envoy, "__call__", _call_envoy)]
+    )
 
 
-def _accept(*_: Any) -> None:
-    """`HuggingFaceModel._refuse_impossible_tp`, which rejects heads that ranks do not divide."""
+def _check_ranks(original: Callable[..., None], model: Any, name: str, arguments: Any) -> None:
+    """`HuggingFaceModel._refuse_impossible_tp`: our load takes heads that ranks do not divide."""
+    if arguments.get("tp_plan") is None:
+        original(model, name, arguments)
 
 
 FULL_ACTIVATIONS = Patch("nnsight", "activations that it shows", _install, module=_MODULE, without=nothing)
@@ -133,9 +198,9 @@ FULL_ACTIVATIONS = Patch("nnsight", "activations that it shows", _install, modul
 
 ANY_RANKS = Patch(
     "nnsight",
-    "the check of ranks",
-    lambda: replace(sys.modules[_LOADER].HuggingFaceModel, "_refuse_impossible_tp", _accept),
+    "HuggingFaceModel._refuse_impossible_tp",
+    lambda: replace(sys.modules[_LOADER].HuggingFaceModel, "_refuse_impossible_tp", _check_ranks),
     module=_LOADER,
     without=nothing,
 )
-"""Held by `enable()`: nnsight loads a model by its name on any number of ranks."""
+"""Held by `enable()`: nnsight loads a model by its name and a `tp_plan` on any number of ranks."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
+from ..marks import untyped
 from ..ranks import direct
 from ..ranks.collectives import Group, apply_function
 from ..slices.layout import Split
@@ -27,22 +28,35 @@ Side = Literal["input", "output"]
 def full_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Tensor:
     """All features of `x: (..., features)`, an input or output of `module` on this rank. Collective over `tp`.
 
-    Returns `x` itself if every rank has all features. The backward keeps this rank's gradient.
+    `module` may be PEFT's layer around a sharded linear. Returns `x` itself if every rank has all features. The
+    backward keeps this rank's gradient.
 
     Raises UnsupportedError if ranks have other shards than of features: of the sequence, of heads, of the batch, or
-    partial sums.
+    partial sums. Raises ValueError if `x` has another width than this rank's shard.
     """
-    split = features_split(module, side)
-    return x if split is None else apply_function(_Full, x, split, *_ranks(module))
+    split, strategy = features_split(module, side), strategy_of(module)
+    return x if split is None or strategy is None else gather_features(x, split, strategy)
 
 
 def local_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Tensor:
     """This rank's features of `x: (..., all features)`, the reverse of `full_activation`. Its backward is collective.
 
-    Raises UnsupportedError as `full_activation` does.
+    Raises UnsupportedError as `full_activation` does, and ValueError if `x` has not all features.
     """
-    split = features_split(module, side)
-    return x if split is None else apply_function(_Local, x, split, *_ranks(module))
+    split, strategy = features_split(module, side), strategy_of(module)
+    return x if split is None or strategy is None else own_features(x, split, strategy)
+
+
+def gather_features(x: Tensor, split: Split, strategy: Communication) -> Tensor:
+    """All features of `x`, over the ranks of `strategy`; see `full_activation`."""
+    _check_width(x, split.widths[strategy.rank])
+    return apply_function(_Full, x, split, strategy.rank, strategy.group_of())
+
+
+def own_features(x: Tensor, split: Split, strategy: Communication) -> Tensor:
+    """This rank's features of `x`; see `local_activation`."""
+    _check_width(x, split.length)
+    return apply_function(_Local, x, split, strategy.rank, strategy.group_of())
 
 
 def features_split(module: nn.Module, side: Side) -> Split | None:
@@ -50,7 +64,7 @@ def features_split(module: nn.Module, side: Side) -> Split | None:
 
     Raises UnsupportedError if ranks have other shards than of features.
     """
-    strategy: Communication | None = vars(module).get("tp_strategy")
+    strategy = strategy_of(module)
     if strategy is None:
         return None
     state = strategy.signature.takes if side == "input" else strategy.signature.leaves
@@ -58,16 +72,23 @@ def features_split(module: nn.Module, side: Side) -> Split | None:
     if state in (ANY, REPLICATED) or (state is FEATURES and split is not None):
         return split
     raise UnsupportedError(
-        f"the {side} of a module with the strategy {strategy.name!r}",
-        got=f"a tensor that is {state.value} over the ranks",
+        f"the {side} of {strategy.name}",
+        got=f"a tensor that is {state.value} over the ranks: heads, tokens or partial sums",
         expected="shards of the last dim, or equal tensors",
-        fix="Read the output of a linear before it or the input of one after it, or load without tp_sequence_parallel.",
+        fix="Read the output of the linear before it, or the input of the one after it.",
     )
 
 
-def _ranks(module: nn.Module) -> tuple[int, Group]:
-    strategy: Communication = vars(module)["tp_strategy"]
-    return strategy.rank, strategy.group_of()
+def strategy_of(module: nn.Module) -> Communication | None:
+    """The strategy of a module, or of the linear in a layer of PEFT; None without one."""
+    base = untyped(module).get_base_layer() if hasattr(module, "get_base_layer") else module
+    strategy: Communication | None = vars(base).get("tp_strategy")
+    return strategy
+
+
+def _check_width(x: Tensor, width: int) -> None:
+    if x.shape[-1] != width:
+        raise ValueError(f"activations of {x.shape[-1]} features, not of {width}: gathered twice, or of another module")
 
 
 Ranges = Iterable[tuple[int, int, int]]

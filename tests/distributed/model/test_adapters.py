@@ -150,6 +150,8 @@ def other_ways(folder: str, scratch: str) -> None:
             OFTConfig(target_modules=["o_proj"], oft_block_size=9),
             "OFT on .*o_proj: got blocks of 9 inputs, .* that divides 24",
         ),
+        (OFTConfig(target_modules="all-linear", oft_block_size=9), "OFT on .*: got blocks of 9 inputs"),
+        (OFTConfig(target_modules=["o_proj"], r=8, oft_block_size=0), "OFT on .*o_proj: got blocks of 9 inputs"),
         (OFTConfig(target_modules=["q_proj"], oft_block_size=8, coft=True), "OFTConfig .* got coft"),
         (BOFTConfig(target_modules=["k_proj"], boft_block_size=4), "adapters of the type BOFT"),
         (CPTConfig(task_type="CAUSAL_LM", cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1]), "type CPT"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import tp_transformers
@@ -23,7 +24,7 @@ TOLERANCE = 1e-4
 
 
 def trace(model: Any) -> dict[str, Tensor]:
-    """Activations, with edits of some, and the tokens that follow."""
+    """Activations, with edits of some, and the logits that follow."""
     tree, seen = nnsight.NNsight(model), {}
     layers = tree.model.layers
     with torch.no_grad(), tree.trace(PROMPTS):
@@ -40,6 +41,25 @@ def trace(model: Any) -> dict[str, Tensor]:
     seen |= {"query": query, "keys": keys, "heads": heads, "added": added, "lens": lens, "logits": logits}
     seen |= {"other query": other_query, "other added": other_added}
     return {name: value.detach().clone() for name, value in seen.items()}
+
+
+def trace_between(model: Any) -> dict[str, Tensor]:
+    """Activations of modules without weights and of PEFT's layers, edited and skipped."""
+    tree = nnsight.NNsight(
+        get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+    )
+    layers = tree.base_model.model.model.layers
+    with torch.no_grad(), tree.trace(PROMPTS):
+        query = layers[0].self_attn.q_proj.output.save()
+        values = layers[0].self_attn.v_proj.output
+        heads = layers[0].self_attn.o_proj.input.save()
+        layers[0].mlp.act_fn.output[..., 1::7] = 3
+        active = layers[0].mlp.act_fn.output.save()
+        layers[1].self_attn.q_proj.skip(query * 2)
+        layers[1].self_attn.v_proj.skip(values)
+        logits = tree.base_model.model.lm_head.output.save()
+    seen = {"query": query, "heads": heads, "active": active, "logits": logits}
+    return {f"between, {name}": value.detach().clone() for name, value in seen.items()}
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
@@ -59,13 +79,18 @@ def differences(folder: str) -> dict[str, float]:
     """Run on every rank: from one process, with nnsight too."""
     ours, plain = load_both(folder)
     found = relative_errors(trace(ours), trace(plain))
+    between = []
+    for model in load_both(folder):
+        torch.manual_seed(5)
+        between.append(trace_between(model))
+    found |= relative_errors(*between)
     return found | {f"gradient of {key}": x for key, x in relative_errors(gradients(ours), gradients(plain)).items()}
 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 4), ((9, 3), 3)], 2))
 def test_nnsight_sees_one_process(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
     for found in pool.run(size, differences, cases(*heads).folder):
-        assert len(found) == 10
+        assert len(found) == 14
         assert max(found.values()) < TOLERANCE, found
 
 
@@ -86,6 +111,7 @@ def test_a_name_is_loaded_on_any_number_of_ranks() -> None:
     original = loader._refuse_impossible_tp
     with tp_transformers.enable():
         assert loader._refuse_impossible_tp(None, "a name", {"tp_plan": "auto"}) is None
+        assert loader._refuse_impossible_tp.__wrapped__ is original
     assert loader._refuse_impossible_tp is original
 
 

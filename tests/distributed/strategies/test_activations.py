@@ -119,6 +119,8 @@ def partial_sums(folder: str) -> str:
     """Run on every rank: the error for the partial sums of a block that scatters them over the sequence."""
     model = load(folder, tp_sequence_parallel=True)
     texts: list[str] = []
+    with pytest.raises(ValueError, match="72 features, not of"):
+        full_activation(model.model.layers[0].self_attn.q_proj, torch.zeros(1, 72))
 
     def read(module: nn.Module, args: Any, output: Tensor) -> None:
         with pytest.raises(tp_transformers.UnsupportedError) as raised:

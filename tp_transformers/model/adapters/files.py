@@ -132,6 +132,8 @@ def load_adapter(
         raise ValueError(f"Adapter with name {name} already exists. Please use a different name.")
     with group.agree():
         config = peft_config or PeftConfig.from_pretrained(peft_model_id, **hub)
+        if getattr(config, "rank_pattern", None) and config.peft_type == "ADALORA":
+            raise unsupported("load_adapter", "AdaLoRA with a rank pattern (PeftModel.from_pretrained takes it)")
         weights = adapter_state_dict or load_peft_weights(peft_model_id, device=str(group.device), **hub)
     config.inference_mode = not is_trainable
     inject_adapter_in_model(config, model, name)
@@ -139,7 +141,7 @@ def load_adapter(
     prefix = "base_model.model."
     with group.agree():
         result = set_peft_model_state_dict(model, {k.removeprefix(prefix): v for k, v in weights.items()}, name)
-        missing = {key for key in result.missing_keys if f".{name}" in key and "lora_" in key}
+        missing = {key for key in result.missing_keys if f".{name}" in key and ".ranknum." not in key}
         if result.unexpected_keys or missing:
             raise CheckpointError(
                 f"adapter {peft_model_id or name}: missing {sorted(missing) or 'nothing'}, unexpected "

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ...anatomy.linears import features
 from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import MeshError, UnsupportedError
 from ...marks import untyped
@@ -95,6 +96,8 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
                 expected="adapters before them",
                 fix="Load with device_mesh, add the adapter, then call tp_transformers.data_parallel(model, mesh).",
             )
+        if getattr(type(tuner), "tuner_layer_cls", None) is None:
+            raise unsupported("PeftMixedModel", "adapters of several types in one model")
         _check_config(config, model)
     for dropout in _dropouts(config):
         _check_random_state(dropout, group)
@@ -269,13 +272,20 @@ def _dropouts(config: Any) -> list[str]:
     return [name for name in ("lora_dropout", "module_dropout", "vera_dropout") if getattr(config, name, None)]
 
 
-def _check_targets(config: Any, model: nn.Module) -> None:
+def _check_targets(config: Any, model: PreTrainedModel) -> None:
     """Raise UnsupportedError if a vector of IA3 or DoRA, or a block of OFT, does not fit the shards of its layer."""
     from peft import IA3Model
     from peft.tuners.tuners_utils import check_target_module_exists
 
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if not check_target_module_exists(config, name):
+        if hasattr(module, "get_base_layer"):  # an adapter is there
+            module = module.get_base_layer()
+        if config.target_modules == "all-linear":
+            is_target = features(module) is not None and not isinstance(module, nn.Embedding) and module is not head
+        else:
+            is_target = check_target_module_exists(config, name)
+        if not is_target or ".base_layer" in name:
             continue
         if config.peft_type == "OFT":
             check_rotations(name, module, config)

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from ...marks import untyped
 from ...slices.layout import Layout
 from ...strategies import local_tensor, take
-from .layers import AdaptedLayer, communicating, parameter_as, split_of
+from .layers import AdaptedFactors, AdaptedLayer, communicating, parameter_as, split_of
 from .lora import AdaptedAdalora, AdaptedDora, AdaptedLora, AdaptedParam
 
 
@@ -43,25 +43,14 @@ class AdaptedLokr(AdaptedLoha):
         return own.contiguous()  # a view would keep the product until the backward
 
 
-class AdaptedVera(AdaptedLayer):
+class AdaptedVera(AdaptedFactors):
     """A VeRA layer: two frozen random matrices, A (r, in) and B (out, r), between trained vectors of r and out."""
 
-    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The base layer's outputs, with the adapters' updates of this rank's rows or columns added."""
-        if self.disable_adapters or self.merged:
-            merged: Tensor = super().compute(x, *args, **kwargs)
-            return merged
-        base = self.get_base_layer()
-        result: Tensor = self.base_layer(x, *args, **kwargs)
-        for adapter in self.active_adapters:
-            if adapter in self.vera_lambda_d:
-                inputs = self._cast_input_dtype(x, self.vera_lambda_d[adapter].dtype)
-                inputs = self.vera_dropout[adapter](inputs)
-                result = result + self._update(base, adapter, inputs).to(result.dtype)
-        return result
+    factor, dropouts = "vera_lambda_d", "vera_dropout"
 
-    def _update(self, base: Any, adapter: str, x: Tensor) -> Tensor:
-        a, b = self._projections(adapter)
+    def update(self, adapter: str, x: Tensor) -> Tensor:
+        """The adapter's update of this rank's outputs."""
+        base, (a, b) = self.get_base_layer(), self._projections(adapter)
         if split_of(base)[1]:
             reduced = communicating(base, x, lambda own: linear(own, a))  # summed while it is as wide as r
             update: Tensor = self.vera_lambda_b[adapter] * linear(self.vera_lambda_d[adapter] * reduced, b)

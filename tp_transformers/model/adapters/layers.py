@@ -15,6 +15,7 @@ from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
+from ...strategies.signature import FEATURES
 
 PeftLayer: Any = object
 """Base of the mixins; in the class of a layer, a layer of PEFT follows them in the MRO."""
@@ -76,6 +77,38 @@ class AdaptedLayer(PeftLayer):
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The forward on local tensors; by default, that of the layer's class in PEFT."""
         return super().forward(*args, **kwargs)
+
+
+class AdaptedFactors(AdaptedLayer):
+    """A layer of two matrices, A (r, in) and B (out, r), with trained factors beside them."""
+
+    factor: str
+    """The attribute with a factor of each adapter."""
+    dropouts: str
+    """The attribute with the dropout of each adapter."""
+
+    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The base layer's outputs, with the adapters' updates of this rank's rows or columns added."""
+        if self.disable_adapters or self.merged:
+            merged: Tensor = super().compute(x, *args, **kwargs)
+            return merged
+        result: Tensor = self.base_layer(x, *args, **kwargs)
+        factors = getattr(self, self.factor)
+        for adapter in self.active_adapters:
+            if adapter in factors:
+                inputs = getattr(self, self.dropouts)[adapter](self._cast_input_dtype(x, factors[adapter].dtype))
+                result = result + self.update(adapter, inputs).to(result.dtype)
+        return result
+
+    def update(self, adapter: str, x: Tensor) -> Tensor:
+        """The adapter's update of this rank's outputs."""
+        raise NotImplementedError
+
+
+def inputs_split(base: Any) -> Split | None:
+    """Split of the inputs that `base` takes; None if it takes all of them."""
+    split, is_input = split_of(base)
+    return split if is_input and STRATEGY.of(base).signature.takes is FEATURES else None
 
 
 def split_of(base: Any) -> tuple[Split | None, bool]:

@@ -13,7 +13,16 @@ from torch.nn.functional import linear
 from ...marks import untyped
 from ...ranks import direct
 from ...strategies import SHARD, STRATEGY, ParamShard, local_tensor, open_forward, take
-from .layers import AdaptedLayer, PeftLayer, communicating, local_weights, parameter_as, product, split_of
+from .layers import (
+    AdaptedFactors,
+    AdaptedLayer,
+    PeftLayer,
+    communicating,
+    local_weights,
+    parameter_as,
+    product,
+    split_of,
+)
 
 
 class AdaptedLora(AdaptedLayer):
@@ -135,24 +144,17 @@ class AdaptedDora(PeftLayer):
         return updates
 
 
-class AdaptedAdalora(AdaptedLayer):
-    """An AdaLoRA layer: A (r, in) and B (out, r) as those of LoRA, and a trained value for each of r, E (r, 1)."""
+class AdaptedAdalora(AdaptedFactors):
+    """An AdaLoRA layer: between LoRA's matrices a trained value for each of r, E (r, 1)."""
 
-    def compute(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The base layer's outputs, with the adapters' updates of this rank's rows or columns added."""
-        if self.disable_adapters or self.merged:
-            merged: Tensor = super().compute(x, *args, **kwargs)
-            return merged
-        result: Tensor = self.base_layer(x, *args, **kwargs)
-        for adapter in self.active_adapters:
-            if adapter in self.lora_A:
-                inputs = self.lora_dropout[adapter](self._cast_input_dtype(x, self.lora_A[adapter].dtype))
-                scaling = self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
-                result = result + (self._update(adapter, inputs) * scaling).to(result.dtype)
-        return result
+    factor, dropouts = "lora_A", "lora_dropout"
 
-    def _update(self, adapter: str, x: Tensor) -> Tensor:
+    def update(self, adapter: str, x: Tensor) -> Tensor:
+        """The adapter's update of this rank's outputs; if the inputs are sharded, summed while it is as wide as r."""
         base, a, b, e = self.get_base_layer(), self.lora_A[adapter], self.lora_B[adapter], self.lora_E[adapter]
         if split_of(base)[1]:
-            return linear(communicating(base, x, lambda own: linear(own, a)), b * e.T)  # summed while as wide as r
-        return communicating(base, x, lambda own: linear(linear(own, a * e), b))
+            product = linear(communicating(base, x, lambda own: linear(own, a)), b * e.T)
+        else:
+            product = communicating(base, x, lambda own: linear(linear(own, a * e), b))
+        update: Tensor = product * self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
+        return update

@@ -31,7 +31,7 @@ from ...strategies import (
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from ..state_dict import keep_state, split_module
 from .kinds import adapted_class
-from .layers import SlicedDropout, split_of
+from .layers import SlicedDropout, inputs_split, split_of
 from .lora import AdaptedLora
 
 _AXES: dict[str, tuple[int | None, int | None]] = {
@@ -67,9 +67,8 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             _split_rotations(name, layer, owner[adapter], group)
         elif kind == "lora_magnitude_vector":
             _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
-    split, is_input = split_of(layer.get_base_layer())
-    dropouts = getattr(layer, "vera_dropout", layer.lora_dropout if hasattr(layer, "lora_E") else {})
-    if is_input and adapter in dropouts:
+    split, dropouts = inputs_split(layer.get_base_layer()), getattr(layer, getattr(layer, "dropouts", ""), {})
+    if split is not None and adapter in dropouts:
         _slice_dropout(dropouts, adapter, split, group.rank)
 
 
@@ -110,8 +109,8 @@ def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: Tensor
 def _split_rotations(name: str, layer: Any, rotations: Any, group: TensorParallelGroup) -> None:
     """Shard the blocks of OFT, of (blocks, elements), where the inputs of the base layer are sharded."""
     base, size = layer.get_base_layer(), rotations.block_size
-    split, is_input = split_of(base)
-    if split is None or not is_input:  # the gradients of rotated inputs are summed over the ranks
+    split = inputs_split(base)
+    if split is None:  # the gradients of rotated inputs are summed over the ranks
         split_parameter(rotations, "weight", None, group, _has_partial_gradients(base))
         return
     rotations.in_features = split.widths[group.rank]
@@ -126,12 +125,19 @@ def _split_rotations(name: str, layer: Any, rotations: Any, group: TensorParalle
 
 def check_rotations(name: str, base: nn.Module, config: Any) -> None:
     """Raise UnsupportedError if ranks have parts of the blocks of inputs that OFT rotates."""
-    split, is_input = split_of(base)
+    from peft.tuners.oft import OFTLayer
+
     if isinstance(base, nn.Embedding):
         raise unsupported("OFT", f"the embedding {name}")
-    if split is None or not is_input:
+    split = inputs_split(base)
+    if split is None and split_of(base)[1]:  # a merge would need the blocks of this rank's columns
+        raise unsupported("OFT", f"{name}, which has the strategy {STRATEGY.of(base)}")
+    if split is None:
         return
-    size = config.oft_block_size or split.length // config.r
+    size = config.oft_block_size or config.r
+    if split.length % size or size > split.length:
+        size = OFTLayer.adjust_oft_parameters(None, split.length, size)
+    size = size if config.oft_block_size else split.length // size
     largest = math.gcd(split.length, *(index for of_rank in split.ranges for span in of_rank for index in span))
     if largest % size:
         raise UnsupportedError(
@@ -244,7 +250,7 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     return UnsupportedError(
         f"{subject} on a tensor-parallel model",
         got=got,
-        expected="LoRA, DoRA and AdaLoRA on linears, IA3, LoHa, LoKr, VeRA, LN tuning, prompts or prefixes",
+        expected="LoRA, DoRA, AdaLoRA and OFT on linears, IA3, LoHa, LoKr, VeRA, LN tuning, prompts or prefixes",
         fix="Leave it out, or train this adapter in one process.",
     )
 

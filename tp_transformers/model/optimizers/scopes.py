@@ -37,6 +37,7 @@ _SCOPES: dict[tuple[str, Scope], str] = {
     ),
     ("galore_torch", "parameter"): "GaLoreAdamW GaLoreAdafactor AdamW Adafactor",
     ("apollo_torch", "parameter"): "APOLLOAdamW AdamW",
+    # With use_gc=True, Lion too subtracts means of full gradients.
     ("pytorch_optimizer", "parameter"): "Lion ScalableShampoo Shampoo SOAP",
     ("optimi", "parameter"): "StableAdamW",
 }

@@ -1,0 +1,62 @@
+"""Adapters of a head that shards its full inputs, files that lack tensors, and mixed models."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+from peft import AdaLoraConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import tp_transformers
+from tests.support.adapters import train
+from tests.support.models import load
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+OF_HEAD = (
+    AdaLoraConfig(init_r=3, target_modules=["lm_head"], lora_dropout=0.3, total_step=9, task_type="CAUSAL_LM"),
+    VeraConfig(r=4, target_modules=["lm_head"], vera_dropout=0.3, task_type="CAUSAL_LM"),
+)
+
+
+def train_head(folder: str, scratch: str, plan: str) -> None:
+    warnings.simplefilter("ignore")
+    for config in OF_HEAD:
+        train(folder, f"{scratch}/{config.peft_type}", config, tp_plan=plan)
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"OFT .* got lm_head, which has the strategy"):
+        get_peft_model(load(folder, tp_plan=plan), OFTConfig(oft_block_size=4, target_modules=["lm_head"]))
+
+
+def test_a_head_that_shards_its_full_inputs(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(yaml.safe_dump({"model_type": "llama", "extends": "llama", "heads": {"lm_head": "rowwise_rep"}}))
+    pool.run(2, train_head, cases(9, 3).folder, str(tmp_path), str(plan))
+
+
+def refuse(folder: str, scratch: str) -> None:
+    """Run on every rank."""
+    model = load(folder)
+    if dist.get_rank() == 0:
+        config = OFTConfig(oft_block_size=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+        get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(scratch)
+        tensors = load_file(f"{scratch}/adapter_model.safetensors")
+        tensors.pop(next(name for name in tensors if "o_proj" in name))
+        save_file(tensors, f"{scratch}/adapter_model.safetensors")
+    dist.barrier()
+    with pytest.raises(tp_transformers.CheckpointError, match=r"missing .*o_proj\.oft_R"):
+        load(folder).load_adapter(scratch)
+    names = [name for name, _ in model.named_parameters()]
+    with pytest.raises(tp_transformers.UnsupportedError, match="PeftMixedModel"):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]), mixed=True)
+    assert [name for name, _ in model.named_parameters()] == names
+
+
+def test_lacking_tensors_and_mixed_models_are_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    pool.run(2, refuse, cases(9, 3).folder, str(tmp_path))
