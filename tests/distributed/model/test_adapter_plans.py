@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import yaml
-from peft import AdaLoraConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.adapters import train
-from tests.support.models import load
+from tests.support.adapters import TOLERANCE, train
+from tests.support.comparisons import relative
+from tests.support.models import load, load_both, logits_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -56,6 +58,19 @@ def refuse(folder: str, scratch: str) -> None:
     with pytest.raises(tp_transformers.UnsupportedError, match="PeftMixedModel"):
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]), mixed=True)
     assert [name for name, _ in model.named_parameters()] == names
+
+
+def use_default_targets(folder: str) -> None:
+    """Run on every rank: the modules that PEFT knows for a model type."""
+    for config in (IA3Config(), OFTConfig(oft_block_size=8), LoraConfig(use_dora=True)):
+        models = [get_peft_model(model, copy.deepcopy(config)) for model in load_both(folder)]
+        targets = [model.peft_config["default"].target_modules for model in models]
+        assert targets[0] == targets[1] is not None
+        assert relative(logits_of(models[0]), logits_of(models[1])) < TOLERANCE
+
+
+def test_targets_by_default(pool: Pool, cases: Any) -> None:
+    pool.run(2, use_default_targets, cases(9, 3).folder)
 
 
 def test_lacking_tensors_and_mixed_models_are_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:

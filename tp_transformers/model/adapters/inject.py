@@ -98,7 +98,7 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
             )
         if getattr(type(tuner), "tuner_layer_cls", None) is None:
             raise unsupported("PeftMixedModel", "adapters of several types in one model")
-        _check_config(config, model)
+        _check_config(tuner._prepare_adapter_config(copy.deepcopy(config), tuner.get_model_config(model)), model)
     for dropout in _dropouts(config):
         _check_random_state(dropout, group)
     with group.agree():

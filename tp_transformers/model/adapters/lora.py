@@ -153,8 +153,8 @@ class AdaptedAdalora(AdaptedFactors):
         """The adapter's update of this rank's outputs; if the inputs are sharded, summed while it is as wide as r."""
         base, a, b, e = self.get_base_layer(), self.lora_A[adapter], self.lora_B[adapter], self.lora_E[adapter]
         if split_of(base)[1]:
-            product = linear(communicating(base, x, lambda own: linear(own, a)), b * e.T)
+            updates = linear(communicating(base, x, lambda own: linear(own, a)), b * e.T)
         else:
-            product = communicating(base, x, lambda own: linear(linear(own, a * e), b))
-        update: Tensor = product * self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
-        return update
+            updates = communicating(base, x, lambda own: linear(linear(own, a * e), b))
+        scaled: Tensor = updates * self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
+        return scaled
