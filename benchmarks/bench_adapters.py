@@ -60,7 +60,11 @@ def make_model(model: str, folder: str) -> None:
     config = MODELS[model]
     torch.manual_seed(0)
     cls = AutoModelForSeq2SeqLM if model == "T5" else AutoModelForCausalLM
-    cls.from_config(config).save_pretrained(folder)
+    made = cls.from_config(config)
+    for name, param in made.named_parameters():
+        if name.endswith("bias"):  # which a config makes zero
+            torch.nn.init.normal_(param, std=0.1)
+    made.save_pretrained(folder)
 
 
 def summary(ranks: list[dict[str, Any]], methods: list[str]) -> list[dict[str, Any]]:

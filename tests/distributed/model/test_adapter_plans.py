@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
-from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.adapters import TOLERANCE, train
 from tests.support.comparisons import relative
-from tests.support.models import load, load_both, logits_of
+from tests.support.models import edited, load, load_both, logits_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -58,6 +59,42 @@ def refuse(folder: str, scratch: str) -> None:
     with pytest.raises(tp_transformers.UnsupportedError, match="PeftMixedModel"):
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]), mixed=True)
     assert [name for name, _ in model.named_parameters()] == names
+
+
+LINEARS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+KINDS: dict[str, Any] = {
+    "LoRA": LoraConfig(r=3),
+    "DoRA": LoraConfig(r=3, use_dora=True),
+    "DoRA with dropout": LoraConfig(r=3, use_dora=True, lora_dropout=0.3),
+    "AdaLoRA": AdaLoraConfig(init_r=3, total_step=9),
+    "LoHa": LoHaConfig(r=2, init_weights=False),
+    "LoKr": LoKrConfig(r=2, init_weights=False),
+    "VeRA": VeraConfig(r=4),
+    "IA3": IA3Config(feedforward_modules=["down_proj"]),
+    "OFT": OFTConfig(oft_block_size=4),
+}
+
+
+def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
+    for index, (name, tensor) in enumerate(tensors.items()):
+        if name.endswith(".bias"):
+            tensors[name] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
+
+
+def train_with_biases(folder: str, scratch: str, kind: str) -> None:
+    warnings.simplefilter("ignore")
+    config = copy.deepcopy(KINDS[kind])
+    config.task_type = "CAUSAL_LM"
+    config.target_modules = LINEARS[: 3 if kind == "OFT" else None]  # its blocks have to fit the shards
+    train(folder, scratch, config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linears_with_biases(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
+    """A row-parallel linear adds its bias once, after the sum; its adapters have none."""
+    with_biases = cases(9, 3, attention_bias=True, mlp_bias=True).folder
+    folder = edited(with_biases, tmp_path / "model", draw_biases)
+    pool.run(2, train_with_biases, folder, str(tmp_path), kind)
 
 
 def use_default_targets(folder: str) -> None:

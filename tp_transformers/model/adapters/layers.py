@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -131,11 +131,11 @@ def parameter_as(module: nn.Module, name: str, tensor: Any) -> Iterator[None]:
 
 
 def communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """`product` of this rank's inputs, with the communication of the linear `base`."""
+    """`product` of this rank's inputs, with the communication of the linear `base`, and without its bias."""
     if split_of(base)[0] is None:
         return product(x)
     strategy, mesh = STRATEGY.of(base), untyped(base.tp_shards["weight"].group.device_mesh)
-    with open_forward(base):
+    with open_forward(base), parameter_as(base, "bias", None) if "bias" in base._parameters else nullcontext():
         (x,) = strategy.before(base, (x,), mesh)
         output: Tensor = strategy.after(base, product(x), mesh)
         return output
