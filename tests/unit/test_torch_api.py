@@ -29,7 +29,7 @@ OTHERS = {
     *("_BaseAutoModelClass", "_adjust_missing_and_unexpected_keys", "_from_config"),  # in transformers_api.py
     "_global_mapping",  # of transformers' registries
     *("_check_overlapping_tokens", "_check_target_module_feedforward", "_cast_input_dtype"),  # of PEFT
-    *("_did_swap_in_out_features", "_find_dim", "_setup_prompt_encoder"),
+    *("_did_swap_in_out_features", "_find_dim", "_prepare_adapter_config", "_setup_prompt_encoder"),
     "_tp_made",  # ours
 }
 """Private attributes of objects that are not torch's."""
