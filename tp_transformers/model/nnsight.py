@@ -32,21 +32,17 @@ _MODULE, _LOADER = "nnsight.intervention.interleaver", "nnsight.modeling.hugging
 
 
 class FullActivations:
-    """nnsight's fragments of a tensor-parallel model; those of any other model are `original`, or none."""
+    """nnsight's fragments of a tensor-parallel model."""
 
-    def __init__(self, original: Any = None) -> None:
-        """`original`: what nnsight itself would ask."""
-        self.original = original
-        self.modules: dict[str, nn.Module] | None = None
-        """{nnsight's path: module with a strategy} of a tensor-parallel model, which comes before its modules."""
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        """{nnsight's path: module with a strategy}."""
         self.between: dict[str, list[nn.Module]] = {}
         """{path of a module without weights: the sharded linears beside it}."""
 
     @property
     def enabled(self) -> bool:
         """True if any activation is a shard."""
-        if self.modules is None:
-            return self.original is not None and bool(self.original.enabled)
         return bool(self.modules)
 
     def instrument(self, envoy: Any) -> None:
@@ -55,12 +51,6 @@ class FullActivations:
         Raises UnsupportedError if ranks have other tokens or samples, which nnsight cannot index.
         """
         module = envoy._module
-        if self.modules is None and any("tp_strategy" in vars(inner) for inner in module.modules()):
-            self.modules = {}
-        if self.modules is None:
-            if self.original is not None:
-                self.original.instrument(envoy)
-            return
         children = [child for child in module.children() if _splits(child)]
         for name, child in module.named_children():
             if children and strategy_of(child) is None and next(child.parameters(), None) is None:
@@ -77,8 +67,6 @@ class FullActivations:
 
     def fragmented(self, location: str) -> bool:
         """True if the input or output at `location` ("model.lm_head.output") is a shard."""
-        if self.modules is None:
-            return bool(self.original.fragmented(location))
         path, side = _place(location)
         if side not in ("input", "output"):
             return False
@@ -89,8 +77,6 @@ class FullActivations:
 
         Raises UnsupportedError for a module without weights if the linears beside it have several splits.
         """
-        if self.modules is None:
-            return self.original.whole(location, value)  # type: ignore[no-any-return]
         path, side = _place(location)
         if path in self.between:
             return self._between(path, value)
@@ -116,27 +102,21 @@ class FullActivations:
 
     def split(self, location: str, full: Any) -> Any:
         """This rank's shard of a full value."""
-        if self.modules is None:
-            return self.original.split(location, full)
         path, side = _place(location)
         return full if path in self.between else self._apply(local_activation, path, side, full)
 
     def style_at(self, path: str) -> tuple[Any, Any]:
-        """The style and mesh of nnsight's own rules.
-
-        For our models the one style of which nnsight neither shards inputs nor gathers outputs in a call: `call` does.
-        """
-        return self.original.style_at(path) if self.modules is None else ("rowwise_split_input", None)
+        """The one style of which nnsight neither shards inputs nor gathers outputs in a call: `call` does."""
+        return "rowwise_split_input", None
 
     def call(self, module: Callable[..., Any], path: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module outside of the model's forward: it takes and returns full activations. Collective."""
-        if self.modules is None or path not in self.modules:
+        if path not in self.modules:
             return module(*args, **kwargs)
         args, kwargs = self._apply(local_activation, path, "input", (args, kwargs))
         return self._apply(full_activation, path, "output", module(*args, **kwargs))
 
     def _apply(self, function: Callable[[nn.Module, Tensor, Side], Tensor], path: str, side: Side, value: Any) -> Any:
-        assert self.modules is not None
         module = self.modules[path]
         return _on_tensors(lambda x: function(module, x, side), value)
 
@@ -166,9 +146,11 @@ def _place(location: str) -> tuple[str, Side]:
     return path, side  # type: ignore[return-value]
 
 
-def _init_interleaver(original: Callable[..., None], interleaver: Any, fragments: Any = None) -> None:
-    """`Interleaver.__init__`."""
-    original(interleaver, FullActivations(fragments))
+def _instrument(original: Callable[..., Any], interleaver: Any, envoy: Any) -> Any:
+    """`Interleaver.instrument`, for a model before its modules; trees of other models keep their own fragments."""
+    if not isinstance(interleaver.fragments, FullActivations) and any(map(strategy_of, envoy._module.modules())):
+        interleaver.fragments = FullActivations()
+    return original(interleaver, envoy)
 
 
 def _call_envoy(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +165,7 @@ def _install() -> Undo:
     from nnsight.intervention.envoy import Envoy
 
     return replace_all(
-        [(sys.modules[_MODULE].Interleaver, "__init__", _init_interleaver), (Envoy, "__call__", _call_envoy)]
+        [(sys.modules[_MODULE].Interleaver, "instrument", _instrument), (Envoy, "__call__", _call_envoy)]
     )
 
 
