@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import peft
@@ -22,11 +20,12 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     T5Config,
-    logging,
 )
 
 import tp_transformers
 from tp_transformers.commands.verify.differences import relative
+
+from . import rank
 
 VOCAB, SAMPLES, LENGTH, STEPS = 211, 4, 12, 20
 _TEXT = {
@@ -113,14 +112,7 @@ METHODS: dict[str, Callable[[str, list[str], str], Any]] = {
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
-    warnings.simplefilter("ignore")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.size)
-    tp_transformers.enable()
-    found = {method: compare(job, method) for method in job.methods}
-    Path(job.result).write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    rank.run(job, lambda: {method: compare(job, method) for method in job.methods})
 
 
 def compare(job: Job, method: str) -> dict[str, Any] | None:

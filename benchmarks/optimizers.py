@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoModelForCausalLM, LlamaConfig, logging
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import tp_transformers
 from tp_transformers.commands.verify.differences import relative
 
+from . import rank
 from .adapters import batch
 
 STEPS, MORE = 20, 5
@@ -43,14 +44,9 @@ class Job:
 Params = list[nn.Parameter]
 
 
-def _of_torch(name: str, **options: Any) -> Callable[[Params], torch.optim.Optimizer]:
-    return lambda params: getattr(torch.optim, name)(params, **options)
-
-
 def _of(package: str, name: str, **options: Any) -> Callable[[Params], torch.optim.Optimizer]:
     def make(params: Params) -> torch.optim.Optimizer:
-        module = __import__(package, fromlist=[name])
-        optimizer: torch.optim.Optimizer = getattr(module, name)(params, **options)
+        optimizer: torch.optim.Optimizer = getattr(import_module(package), name)(params, **options)
         return optimizer
 
     return make
@@ -68,7 +64,6 @@ def _galore(params: Params) -> torch.optim.Optimizer:
     return optimizer
 
 
-# A large epsilon where there is one: steps that go by the sign of a gradient alone would show rounding.
 MODEL = LlamaConfig(
     vocab_size=256,
     hidden_size=144,
@@ -81,8 +76,9 @@ MODEL = LlamaConfig(
 )
 """Most of its shards are large enough for states in 8 bits."""
 
+# A large epsilon where there is one: steps that go by the sign of a gradient alone would show rounding.
 OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
-    "AdamW, torch": _of_torch("AdamW", lr=1e-2, eps=1e-2),
+    "AdamW, torch": _of("torch.optim", "AdamW", lr=1e-2, eps=1e-2),
     "Muon, torch": lambda params: torch.optim.Muon([param for param in params if param.ndim == 2], lr=1e-2),
     "Adafactor, transformers": _of("transformers", "Adafactor", lr=1e-3, relative_step=False, scale_parameter=False),
     "Lion, pytorch_optimizer": _of("pytorch_optimizer", "Lion", lr=1e-3),
@@ -92,21 +88,14 @@ OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "SOAP, pytorch_optimizer": _of("pytorch_optimizer", "SOAP", lr=1e-3, eps=1e-2),
     "Shampoo, pytorch_optimizer": _of("pytorch_optimizer", "Shampoo", lr=1e-2, matrix_eps=1e-2),
     "GaLoreAdamW, galore_torch": _galore,
-    "LBFGS, torch": _of_torch("LBFGS", lr=0.1, max_iter=2, history_size=4),
+    "LBFGS, torch": _of("torch.optim", "LBFGS", lr=0.1, max_iter=2, history_size=4),
 }
 """Name and package of an optimizer -> one for the parameters of a model."""
 
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
-    warnings.simplefilter("ignore")
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.size)
-    tp_transformers.enable()
-    found = {name: compare(job, name) for name in job.optimizers}
-    Path(job.result).write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    rank.run(job, lambda: {name: compare(job, name) for name in job.optimizers})
 
 
 def compare(job: Job, name: str) -> dict[str, Any] | None:
