@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
@@ -121,6 +121,15 @@ class Split:
         places = ((starts[entry.rank] + entry.local, entry.length) for entry in self.shard_ranges)
         return tuple(joined((start, start + length) for start, length in places))
 
+    def held(self, rank: int) -> list[ShardRange]:
+        """The ranges of `rank`, including those that other ranks hold too."""
+        held, local = [], 0
+        for start, stop in self.ranges[rank]:
+            if stop > start:
+                held.append(ShardRange(rank, local, start, stop - start))
+            local += stop - start
+        return held
+
     def cover(self, reader: int) -> tuple[ShardRange, ...]:
         """A cover of the full length without overlap, for one of several readers.
 
@@ -128,12 +137,8 @@ class Split:
         `reader % number of holders`, which spreads the readers.
         """
         holders: dict[Range, list[ShardRange]] = {}
-        for rank, ranges in enumerate(self.ranges):
-            local = 0
-            for start, stop in ranges:
-                if stop > start:
-                    holders.setdefault((start, stop), []).append(ShardRange(rank, local, start, stop - start))
-                local += stop - start
+        for entry in chain.from_iterable(map(self.held, range(self.size))):
+            holders.setdefault((entry.start, entry.start + entry.length), []).append(entry)
         return tuple(
             next((entry for entry in ranges if entry.rank == reader), ranges[reader % len(ranges)])
             for _, ranges in sorted(holders.items())

@@ -8,7 +8,7 @@ Gradients are those of one process, also of KV heads that several ranks have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,9 @@ from ..errors import UnsupportedError
 from ..marks import untyped
 from ..ranks import direct
 from ..ranks.collectives import Group, apply_function
-from ..slices.layout import Split
+from ..slices.layout import Layout, ShardRange, Split
 from .forward.communication import Communication
+from .shards.slicing import take
 from .signature import ANY, FEATURES, REPLICATED
 
 Side = Literal["input", "output"]
@@ -91,37 +92,18 @@ def _check_width(x: Tensor, width: int) -> None:
         raise ValueError(f"activations of {x.shape[-1]} features, not of {width}: gathered twice, or of another module")
 
 
-Ranges = Iterable[tuple[int, int, int]]
-"""(start in the shard, start in the full tensor, length)."""
+def _read(split: Split, rank: int) -> list[ShardRange]:
+    """Ranges that are read from `rank`; over all ranks, a cover of the full length."""
+    return [entry for entry in split.shard_ranges if entry.rank == rank]
 
 
-def _held(split: Split, rank: int) -> Ranges:
-    """All ranges of `rank`."""
-    local = 0
-    for start, stop in split.ranges[rank]:
-        yield local, start, stop - start
-        local += stop - start
-
-
-def _read(split: Split, rank: int) -> Ranges:
-    """Ranges of `rank` that no lower rank holds too; over all ranks, a cover of the full length."""
-    return ((entry.local, entry.start, entry.length) for entry in split.shard_ranges if entry.rank == rank)
-
-
-def _sum(x: Tensor, ranges: Ranges, length: int, group: Group) -> Tensor:
+def _sum(x: Tensor, ranges: Sequence[ShardRange], length: int, group: Group) -> Tensor:
     """Put ranges of `x` into a full tensor, and add those of all ranks; exact where the others have zeros."""
     full = x.new_zeros(*x.shape[:-1], length)
-    for local, start, count in ranges:
-        full.narrow(-1, start, count).copy_(x.narrow(-1, local, count))
+    for entry in ranges:
+        full.narrow(-1, entry.start, entry.length).copy_(x.narrow(-1, entry.local, entry.length))
     direct.all_reduce(full, group)
     return full
-
-
-def _take(full: Tensor, ranges: Ranges, width: int) -> Tensor:
-    x = full.new_zeros(*full.shape[:-1], width)
-    for local, start, count in ranges:
-        x.narrow(-1, local, count).copy_(full.narrow(-1, start, count))
-    return x
 
 
 class _Full(torch.autograd.Function):
@@ -134,7 +116,10 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _take(grad, _read(ctx.split, ctx.rank), ctx.split.widths[ctx.rank]), None, None, None
+        own = grad.new_zeros(*grad.shape[:-1], ctx.split.widths[ctx.rank])
+        for entry in _read(ctx.split, ctx.rank):
+            own.narrow(-1, entry.local, entry.length).copy_(grad.narrow(-1, entry.start, entry.length))
+        return own, None, None, None
 
 
 class _Local(torch.autograd.Function):
@@ -143,8 +128,9 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, split: Split, rank: int, group: Group) -> Tensor:
         ctx.split, ctx.rank, ctx.group = split, rank, group
-        return _take(full, _held(split, rank), split.widths[rank])
+        own: Tensor = take(full, Layout(full.ndim - 1, split), rank)
+        return own.clone()  # not a view, which a hook could not change in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, _held(ctx.split, ctx.rank), ctx.split.length, ctx.group), None, None, None
+        return _sum(grad, ctx.split.held(ctx.rank), ctx.split.length, ctx.group), None, None, None

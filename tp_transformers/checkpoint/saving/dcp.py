@@ -72,11 +72,7 @@ class LocalShard(ShardTensor):
     @property
     def _local_ranges(self) -> Iterator[ShardRange]:
         """The ranges that this rank holds, including those that other ranks hold too."""
-        rank, local, ranges = self.tp_shard.group.rank, 0, []
-        for start, stop in self._layout.split.ranges[rank]:
-            ranges.append(ShardRange(rank, local, start, stop - start))
-            local += stop - start
-        return self._clipped(ranges)
+        return self._clipped(self._layout.split.held(self.tp_shard.group.rank))
 
     def _clipped(self, ranges: Iterable[ShardRange]) -> Iterator[ShardRange]:
         """Clip `ranges` to the rows that FSDP leaves on this rank, with offsets in its FSDP shard."""

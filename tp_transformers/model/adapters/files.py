@@ -163,14 +163,14 @@ def _adapter(model: nn.Module, state: Mapping[str, Tensor], name: str, **options
     # PEFT gets indices in place of tensors: it would gather every DTensor of the model.
     tensors = list(state.values())
     numbers = {key: torch.tensor([index]) for index, key in enumerate(state)}
-    config: Any = untyped(model).peft_config[name]
-    pattern = getattr(config, "rank_pattern", None)
+    configs: dict[str, Any] = untyped(model).peft_config
+    config = configs[name]
     if config.peft_type == "ADALORA":  # PEFT would take the ranks that are left of each number
-        config.rank_pattern = None
+        configs[name] = copy.copy(config)
+        configs[name].rank_pattern = None
     try:
         picked = get_peft_model_state_dict(model, state_dict=numbers, adapter_name=name, **options)
     finally:
-        if config.peft_type == "ADALORA":
-            config.rank_pattern = pattern
+        configs[name] = config
     # Prompts come as they are; every rank has them.
     return {key: tensors[int(number)] for key, number in picked.items() if key != "prompt_embeddings"}

@@ -31,7 +31,7 @@ from ...strategies import (
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from ..state_dict import keep_state, split_module
 from .kinds import adapted_class
-from .layers import SlicedDropout, inputs_split, split_of
+from .layers import AdaptedFactors, SlicedDropout, inputs_split, split_of
 from .lora import AdaptedLora
 
 _AXES: dict[str, tuple[int | None, int | None]] = {
@@ -67,9 +67,8 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
             _split_rotations(name, layer, owner[adapter], group)
         elif kind == "lora_magnitude_vector":
             _split_magnitudes(name, owner[adapter], layer.get_base_layer(), group)
-    split, dropouts = inputs_split(layer.get_base_layer()), getattr(layer, getattr(layer, "dropouts", ""), {})
-    if split is not None and adapter in dropouts:
-        _slice_dropout(dropouts, adapter, split, group.rank)
+    if isinstance(layer, AdaptedFactors) and adapter in getattr(layer, layer.factor):
+        _slice_dropout(getattr(layer, layer.dropouts), adapter, inputs_split(layer.get_base_layer()), group.rank)
 
 
 def keep_shards_of(base: nn.Module) -> None:
