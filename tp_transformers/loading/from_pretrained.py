@@ -38,7 +38,7 @@ from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_one_rank, warn_of_size_alone
-from .gguf_file import take_gguf_file
+from .gguf_file import read_gguf_config
 from .initialized import partition_initialized
 from .load import LoadResult, load
 from .options import INSTEAD, Options, refuse_without_tp_plan
@@ -185,13 +185,22 @@ def _load_tensor_parallel(
         current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
         if sharded is not None:
             kwargs["variant"] = VARIANT
-        # 3. From now on, ranks notice when another one fails.
+        # 3. All ranks ask for the same file, and from now on notice when another one fails.
+        gguf_file: str | None = kwargs.pop("gguf_file", None)
+        streamed = _streamed(name, options, kwargs) if gguf_file is None else None
+        watches = options.tp_watch is not False
+        group.check_same({"tp_watch": watches, "gguf_file": gguf_file, "tp_stream": streamed})
         watching = begin_watch(group, options.tp_watch)
         if watching is not None:
             stack.enter_context(watching)
-        # 4. To stream from the Hub, agree on one commit for all files.
-        current.gguf_file = take_gguf_file(cls, name, kwargs, group)
-        current.stream = None if current.gguf_file else _choose_commit(group, name, options, kwargs)
+        # 4. Read the config of a GGUF file. To stream from the Hub, agree on one commit for all files.
+        if gguf_file is not None:
+            current.gguf_file = gguf_file
+            read_gguf_config(cls, name, gguf_file, kwargs, group)
+        if streamed is not None:
+            repository, revision, subfolder = streamed
+            current.stream = pin(group, repository, revision, token=kwargs.get("token"), subfolder=subfolder)
+            kwargs["revision"] = current.stream
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
@@ -211,17 +220,11 @@ def _load_tensor_parallel(
     return result
 
 
-def _choose_commit(group: TensorParallelGroup, name: Any, options: Options, kwargs: dict[str, Any]) -> str | None:
-    """The Hub commit to stream weights from, or None; `revision` in `kwargs` is set to it on all ranks."""
-    wanted = options.streams and is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only")))
-    requested = (str(name), kwargs.get("revision"), kwargs.get("subfolder")) if wanted else None
-    group.check_same({"tp_stream": requested})
-    if not wanted:
+def _streamed(name: Any, options: Options, kwargs: Mapping[str, Any]) -> tuple[str, str | None, str] | None:
+    """(repository, revision, subfolder) of a checkpoint to stream from the Hub; None: do not stream."""
+    if not options.streams or not is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only"))):
         return None
-    subfolder = kwargs.get("subfolder") or ""
-    commit = pin(group, str(name), kwargs.get("revision"), token=kwargs.get("token"), subfolder=subfolder)
-    kwargs["revision"] = commit
-    return commit
+    return str(name), kwargs.get("revision"), kwargs.get("subfolder") or ""
 
 
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

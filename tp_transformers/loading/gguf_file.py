@@ -20,8 +20,8 @@ _OF_FILE = ("cache_dir", "force_download", "local_files_only", "proxies", "revis
 """Arguments of `from_pretrained` that find the file."""
 
 
-def take_gguf_file(cls: Any, name: Any, kwargs: dict[str, Any], group: TensorParallelGroup) -> str | None:
-    """Take `gguf_file` out of the arguments of `cls.from_pretrained(name)`, and put in the config and the dtype.
+def read_gguf_config(cls: Any, name: Any, gguf_file: str, kwargs: dict[str, Any], group: TensorParallelGroup) -> None:
+    """Put the config in `gguf_file` and the dtype into the arguments of `cls.from_pretrained(name)`.
 
     The dtype is float32 unless given, as in transformers. Rank 0 reads the config, which takes transformers seconds,
     since it parses the tokenizer too. Collective.
@@ -30,10 +30,6 @@ def take_gguf_file(cls: Any, name: Any, kwargs: dict[str, Any], group: TensorPar
         CheckpointError: the file is missing, or transformers cannot read its config.
         UnsupportedError: an architecture that transformers does not support, or no package `gguf`.
     """
-    gguf_file: str | None = kwargs.pop("gguf_file", None)
-    group.check_same({"gguf_file": gguf_file})
-    if gguf_file is None:
-        return None
     if kwargs.get("dtype", kwargs.get("torch_dtype")) in (None, "auto"):
         kwargs.pop("torch_dtype", None)
         kwargs["dtype"] = torch.float32
@@ -41,7 +37,6 @@ def take_gguf_file(cls: Any, name: Any, kwargs: dict[str, Any], group: TensorPar
         kwargs["config"] = group.from_first(lambda: _config(cls, name, gguf_file, kwargs))
     if kwargs.get("generation_config") is None:  # transformers would look for its file, which a GGUF does not have
         kwargs["generation_config"] = GenerationConfig.from_model_config(kwargs["config"])
-    return gguf_file
 
 
 def _config(cls: Any, name: Any, gguf_file: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
