@@ -126,9 +126,9 @@ def ask(folder: str, shares: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [
-        ([[2, 1], [1, 2]], "MeshError: tp_shares: got one on rank 0 and another on rank 1"),
-        ([[2, 1], None], "MeshError: tp_shares: got one on rank 0 and another on rank 1"),
-        (["memory", "speed"], "MeshError: tp_shares: got one on rank 0 and another on rank 1"),
+        ([[2, 1], [1, 2]], "MeshError: tp_shares: got (2, 1) on rank 0 and (1, 2) on rank 1"),
+        ([[2, 1], None], "MeshError: tp_shares: got (2, 1) on rank 0 and None on rank 1"),
+        (["memory", "speed"], "MeshError: tp_shares: got 'memory' on rank 0 and 'speed' on rank 1"),
         ([[2, 1, 1]] * 2, "PlanError: tp_shares: got 3 shares, expected 2, one for each of 2 ranks"),
         ([[2, 0]] * 2, "PlanError: tp_shares: got [2, 0], expected a positive number for each rank"),
         (["most"] * 2, "PlanError: tp_shares: got 'most', expected a positive number for each rank"),
@@ -183,7 +183,9 @@ def shares_of_copies(folder: str, kind: Any) -> Any:
 def test_copies_of_a_model_have_the_same_shares(pool: Pool, made: Any) -> None:
     folder = made("llama", (9, 3)).folder
     assert pool.run(4, shares_of_copies, folder, "speed") == [(667, 333)] * 4
-    with pytest.raises(WorkerError, match="MeshError: tp_shares: got one on rank 0 and another on rank 1"):
+    with pytest.raises(
+        WorkerError, match=r"MeshError: tp_shares: got \([13], [13]\) on rank 0 and \([13], [13]\) on rank 1"
+    ):
         pool.run(4, shares_of_copies, folder, [[3, 1], [1, 3]])
 
 

@@ -20,8 +20,8 @@ import tp_transformers
 from tests.support.models import MASK, PROMPTS, load
 from tp_transformers import CheckpointError, PlanError, RemoteRankError, renew_process_group
 from tp_transformers.loading import request
-from tp_transformers.ranks import failure
-from tp_transformers.ranks.poller import POLLER
+from tp_transformers.ranks.watching import failure
+from tp_transformers.ranks.watching.poller import POLLER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -23,7 +23,7 @@ from ..checkpoint.quantization.arriving import Arriving
 from ..checkpoint.quantization.find import take_quantization
 from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.saving.manifest import VARIANT, Manifest, check_not_distributed, refuse_without_plan
-from ..errors import CheckpointError, TensorParallelError, UnsupportedError
+from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
 from ..model.failures import begin_watch, keep_watch
 from ..model.parallelize import parallelize
@@ -32,6 +32,7 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
+from ..ranks.network import warn_of_crossing
 from ..torch_api import check as check_torch
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
@@ -188,8 +189,10 @@ def _load_tensor_parallel(
         # 3. All ranks ask for the same file, and from now on notice when another one fails.
         gguf_file: str | None = kwargs.pop("gguf_file", None)
         streamed = _streamed(name, options, kwargs) if gguf_file is None else None
-        watches = options.tp_watch is not False
-        group.check_same({"tp_watch": watches, "gguf_file": gguf_file, "tp_stream": streamed})
+        asked = {"tp_watch": options.tp_watch is not False, "gguf_file": gguf_file, "tp_stream": streamed}
+        group.check_same({"the releases": _releases(), **asked})
+        if group.mesh is not None and group.mesh.ndim > 1:
+            warn_of_crossing(group)
         watching = begin_watch(group, options.tp_watch)
         if watching is not None:
             stack.enter_context(watching)
@@ -218,6 +221,11 @@ def _load_tensor_parallel(
         TRAINER.hold_for(model)
         keep_watch(model, watching)
     return result
+
+
+def _releases() -> str:
+    """The releases that have to be the same on all ranks, without their builds: torch's differ by device."""
+    return ", ".join(release(library).partition("+")[0] for library in ("torch", "transformers", "tp_transformers"))
 
 
 def _streamed(name: Any, options: Options, kwargs: Mapping[str, Any]) -> tuple[str, str | None, str] | None:

@@ -1,4 +1,4 @@
-"""Failures of one rank in calls of a model: all ranks raise. See `ranks.watch`.
+"""Failures of one rank in calls of a model: all ranks raise. See `ranks.watching.watch`.
 
 Watched are forwards, `generate`, backwards, steps of optimizers, and errors that end the process. `fail_together` is
 for user code around them.
@@ -21,12 +21,12 @@ from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark
 from ..patches import Patch, nothing, replace
 from ..ranks.direct import refuse_transforms
-from ..ranks.failure import FAILURE
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import restart
-from ..ranks.poller import POLLER
 from ..ranks.sockets import store_of_ranks
-from ..ranks.watch import LIMIT, Watch, watched, watches
+from ..ranks.watching.failure import FAILURE
+from ..ranks.watching.poller import POLLER
+from ..ranks.watching.watch import LIMIT, Watch, watched, watches
 from ..strategies.shards.shard import SHARD
 from ..torch_api import DYNAMO, compiled_class
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,14 @@ class Launcher:
     local_rank: str
     """Index of the rank on its node."""
     local_size: str | None
-    """Number of ranks on the node; None if the launcher sets no plain number."""
+    """Number of ranks on the node; None if the launcher does not set it. srun writes "2(x3)" for two on each of 3."""
 
 
 TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 LAUNCHERS = (
     TORCHRUN,
     # Not SLURM_NTASKS: a batch script has it too, though it is one process.
-    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     Launcher(
         "Open MPI's mpirun",
         "OMPI_COMM_WORLD_RANK",
@@ -194,5 +195,5 @@ def local_device(device_type: str) -> torch.device:
 
 
 def _number(name: str | None) -> int | None:
-    text = os.environ.get(name or "", "")
+    text = re.sub(r"\(x\d+\)$", "", os.environ.get(name or "", ""))
     return int(text) if text.isdecimal() else None

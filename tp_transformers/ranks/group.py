@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text
+from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text, shown
 from ..marks import Mark
 from ..torch_api import untraced
 from .environment import local_size, node_name, visible_cores
@@ -81,12 +81,15 @@ class TensorParallelGroup:
             differing = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
             if not differing:
                 continue
+            first, other = (shown(everyone[rank][subject]) for rank in (0, differing[0]))
+            if first == other or "..." in first + other:  # too long to show
+                first, other = "one", "another"
             raise agreed(
                 MeshError(
                     subject,
-                    got=f"one on rank 0 and another on rank {differing[0]}",
+                    got=f"{first} on rank 0 and {other} on rank {differing[0]}",
                     expected="the same on all ranks",
-                    fix="All ranks have to call from_pretrained with the same arguments and the same checkpoint.",
+                    fix="All ranks have to call from_pretrained with the same arguments, checkpoint and releases.",
                 )
             )
 

@@ -13,14 +13,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as meet
 
 from ..errors import MeshError
 from ..logs import get_logger
 from .environment import launcher, local_device, rendezvous
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
+from .network import connect_machines
 from .shared_memory.joining import share
-from .waits import PATIENCE
+from .watching.waits import PATIENCE
 
 logger = get_logger(__name__)
 
@@ -140,13 +142,20 @@ def _start_process_group() -> str:
         device = local_device(device_type)
         torch.cuda.set_device(device)
         # Gloo too: FSDP2 with CPU offload has parameters on the CPU.
-        with _late_ranks_logged():
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **rendezvous())
+        _start("cpu:gloo,cuda:nccl", device)
     else:
-        with _late_ranks_logged():
-            dist.init_process_group("gloo", **rendezvous())
+        _start("gloo", None)
     atexit.register(_stop_process_group)
     return device_type
+
+
+def _start(backend: str, device: torch.device | None) -> None:
+    """Start the default process group, once the machines of the ranks have found one another."""
+    with _late_ranks_logged():
+        store, rank, size = next(meet("env://", **rendezvous()))
+        connect_machines(store, rank, size)
+        store = PrefixStore("default_pg", store)  # as torch does with a store of its own
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
 
 
 @contextmanager

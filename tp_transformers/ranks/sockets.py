@@ -37,6 +37,18 @@ def store_of_ranks() -> Store | None:
     return store
 
 
+def connection_to(store: Store) -> tuple[str, str] | None:
+    """The addresses of this process and of `store`, as their connection has them; None if it cannot be found."""
+    port = getattr(innermost(store), "port", None)
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with _opened(int(name)) as connection:
+            ends = _ends(connection) if connection is not None else None
+        if ends is not None and ends[1][1] == port:
+            own, remote = (end[0].removeprefix("::ffff:").partition("%")[0] for end in ends)
+            return own, remote
+    return None
+
+
 def connections(store: Store) -> dict[int, Ends]:
     """The TCP connections of this process by file descriptor, without those to `store`."""
     port, by_descriptor = getattr(innermost(store), "port", None), {}

@@ -176,8 +176,8 @@ def load_differently(folders: list[str], what: str) -> None:
         ("size", "MeshError: rank 1: tp_size: got 3, expected 2"),
         ("device_map", "PlanError: rank 1: from_pretrained: got both tp_plan and device_map"),
         ("plan", "MeshError: the plan: got one on rank 0 and another on rank 1"),
-        ("config", "MeshError: rms_norm_eps of the model's config: got one on rank 0 and another on rank 1"),
-        ("watch", "MeshError: tp_watch: got one on rank 0 and another on rank 1"),
+        ("config", "MeshError: rms_norm_eps of the model's config: got '1e-06' on rank 0 and '0.001' on rank 1"),
+        ("watch", "MeshError: tp_watch: got True on rank 0 and False on rank 1"),
         ("weights", "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"),
     ],
 )

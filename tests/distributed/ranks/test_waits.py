@@ -18,7 +18,7 @@ from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, clip_grad_norm_, full_tensor, renew_process_group, save_sharded
-from tp_transformers.ranks import waits
+from tp_transformers.ranks.watching import waits
 
 pytestmark = pytest.mark.distributed
 

@@ -25,9 +25,9 @@ from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, data_parallel, fail_together, renew_process_group
 from tp_transformers.model.failures import WATCHED_CALLS
-from tp_transformers.ranks import failure
 from tp_transformers.ranks.environment import this_process
-from tp_transformers.ranks.poller import POLLER
+from tp_transformers.ranks.watching import failure
+from tp_transformers.ranks.watching.poller import POLLER
 
 pytestmark = pytest.mark.distributed
 

@@ -97,7 +97,7 @@ def test_other_dtypes_are_one_error_on_all_ranks(pool: Pool, cases: Any) -> None
     for function, arguments, says in (
         (load_with, ("float32",), "tp_reduce_dtype: got 'float32'"),
         (load_with, (torch.int32,), "tp_reduce_dtype: got torch.int32"),
-        (different_dtypes, (), "tp_reduce_dtype: got one on rank 0 and another on rank 1"),
+        (different_dtypes, (), "tp_reduce_dtype: got 'None' on rank 0 and 'torch.float32' on rank 1"),
     ):
         with pytest.raises(WorkerError) as caught:
             pool.run(2, function, folder, *arguments)

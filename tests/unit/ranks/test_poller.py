@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from tp_transformers.ranks.poller import Poller
+from tp_transformers.ranks.watching.poller import Poller
 
 
 class Counted:

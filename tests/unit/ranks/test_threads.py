@@ -125,16 +125,19 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     monkeypatch.setattr(device, "device_count", lambda: 2, raising=False)
     monkeypatch.setattr(device, "current_device", lambda: 0, raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: started.append((*given, named)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, store, **named: started.append((*given, named)))
+    monkeypatch.setattr(mesh, "meet", lambda url, **own: iter([(dist.HashStore(), own["rank"], own["world_size"])]))
+    monkeypatch.setattr(mesh, "connect_machines", lambda store, *own: started.append(("connect_machines", *own)))
     monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
     assert mesh._start_process_group() == "cuda"
     place = {"device_id": GPU, "rank": 3, "world_size": 4}
-    assert started == [("set_device", GPU), ("cpu:gloo,cuda:nccl", place)]
-    config = dist.distributed_c10d.BackendConfig(dist.Backend(started[1][0]))
+    assert started == [("set_device", GPU), ("connect_machines", 3, 4), ("cpu:gloo,cuda:nccl", place)]
+    backend = started[2][0]
+    config = dist.distributed_c10d.BackendConfig(dist.Backend(backend))
     assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
     # A group that runs, of whichever of both forms, is one for GPUs; one of gloo alone is not.
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for name, kind in ((started[1][0], "cuda"), ("nccl", "cuda"), ("gloo", "cpu")):
+    for name, kind in ((backend, "cuda"), ("nccl", "cuda"), ("gloo", "cpu")):
         running = str(dist.distributed_c10d.BackendConfig(dist.Backend(name)))
         monkeypatch.setattr(dist, "get_backend_config", lambda running=running: running)
         assert mesh._start_process_group() == kind

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from tests.unit.ranks.test_failure import report
-from tp_transformers.ranks import waits
-from tp_transformers.ranks.failure import Failure, judge
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.place import Place, here
-from tp_transformers.ranks.waits import PATIENCE, Waits, beat_of
+from tp_transformers.ranks.watching import waits
+from tp_transformers.ranks.watching.failure import Failure, judge
+from tp_transformers.ranks.watching.place import Place, here
+from tp_transformers.ranks.watching.waits import PATIENCE, Waits, beat_of
 
 SAVES = Place("save_pretrained", True, "train.py:12: model.save_pretrained(folder)")
 GENERATES = Place("generate", True, "train.py:14: model.generate(ids)")

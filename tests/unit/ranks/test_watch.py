@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.poller import POLLER
-from tp_transformers.ranks.watch import Watch
+from tp_transformers.ranks.watching.poller import POLLER
+from tp_transformers.ranks.watching.watch import Watch
 
 
 def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
-from ...ranks.watch import watched_ranks
+from ...ranks.watching.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity

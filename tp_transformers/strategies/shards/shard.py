@@ -15,7 +15,7 @@ from ...marks import Mark
 from ...ranks import direct
 from ...ranks.collectives import copy_shared, copy_to_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
-from ...ranks.watch import watched_ranks
+from ...ranks.watching.watch import watched_ranks
 from ...slices.layout import Layout, Range, Shared, chunked
 from ..forward.views import local_view
 from ..parameters.sharded import own_values

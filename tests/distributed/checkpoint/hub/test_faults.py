@@ -27,7 +27,7 @@ from tests.support.tiers import wide
 from tp_transformers.checkpoint.hub import fetch as exchange
 from tp_transformers.checkpoint.hub.remote_file import RemoteFile
 from tp_transformers.ranks import group as group_module
-from tp_transformers.ranks.poller import POLLER
+from tp_transformers.ranks.watching.poller import POLLER
 
 pytestmark = pytest.mark.distributed
 

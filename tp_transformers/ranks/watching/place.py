@@ -9,9 +9,10 @@ import sysconfig
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-from ..errors import shorten
+from ...errors import shorten
 
 _PACKAGE = __name__.partition(".")[0]
 _NOT_CALLS = tuple(f"{_PACKAGE}.{name}" for name in ("patches", "commands", "__main__"))
@@ -24,7 +25,7 @@ _COLLECTIVES = (
 )
 """Modules of the innermost frame of a thread that waits in a collective."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = str(Path(__file__).resolve().parents[2])
 _NAMES = {
     "__call__": "forward",
     "_compiled": "forward",

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from ..logs import get_logger
+from ...logs import get_logger
 
 logger = get_logger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import asdict
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from ..logs import get_logger
+from ...logs import get_logger
+from ..group import TensorParallelGroup
 from .failure import Failure
-from .group import TensorParallelGroup
 from .place import Place, here
 from .poller import BEAT
 

@@ -23,16 +23,16 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ..errors import RemoteRankError, error_text
-from ..logs import get_logger
-from ..marks import untyped
-from . import direct
-from .environment import this_process
+from ...errors import RemoteRankError, error_text
+from ...logs import get_logger
+from ...marks import untyped
+from .. import direct
+from ..environment import this_process
+from ..group import TensorParallelGroup, bind_thread, is_agreed
+from ..shared_memory.joining import memory_of
+from ..sockets import between, connections, shut, store_of_ranks
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
-from .group import TensorParallelGroup, bind_thread, is_agreed
 from .poller import BEAT, POLLER
-from .shared_memory.joining import memory_of
-from .sockets import between, connections, shut, store_of_ranks
 from .waits import Waits, beat_of
 
 logger = get_logger(__name__)

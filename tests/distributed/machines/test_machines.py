@@ -1,0 +1,170 @@
+"""Ranks on several machines: the numbers of one process, however the ranks, the files and the networks are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.support.comparisons import relative, relative_errors, worst
+from tests.support.machine_job import train
+from tests.support.machines import APART, PORT, Bed, Ended, launch, obstacle, wait
+from tests.support.models import Case, edited
+from tests.support.tiers import wide
+from tests.support.training import GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from tp_transformers.ranks.network import INTERFACE
+
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
+JOB = ("-m", "tests.support.machine_job")
+
+
+def run(bed: Bed, ranks: Sequence[int], folder: str, options: dict[str, Any], **launching: Any) -> list[Ended]:
+    """Run the job on all machines."""
+    return launch(bed, ranks, *JOB, folder, str(bed.disk), json.dumps(options), **launching)
+
+
+def results(bed: Bed, ended: list[Ended], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """What the ranks have saved, each on its own machine."""
+    assert [machine.code for machine in ended] == [0] * len(ranks), "\n".join(machine.output for machine in ended)
+    found = [torch.load(file) for machine in bed.machines for file in sorted(machine.folder.glob("*.pt"))]
+    assert [sum(seen["machine"] == machine.name for seen in found) for machine in bed.machines] == list(ranks)
+    return found
+
+
+def check(found: list[dict[str, Any]], case: Case, losses: list[float]) -> None:
+    """Compare with one process: logits, tokens, loss, gradients and the losses of a few steps."""
+    reference = torch.load(case.reference)
+    for seen in found:
+        assert relative(seen["logits"], reference["logits"]) < 1e-5
+        assert torch.equal(seen["tokens"], reference["tokens"])
+        assert relative(seen["loss"], reference["loss"]) < LOSS_TOLERANCE
+        assert worst(relative_errors(seen["grads"], reference["grads"]))[1] < GRADIENT_TOLERANCE
+        assert seen["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+def alone(case: Case, steps: int) -> list[float]:
+    """The losses of one process."""
+    return train(AutoModelForCausalLM.from_pretrained(case.folder), steps)
+
+
+@pytest.mark.parametrize("names", ["loopback", *wide(["apart"], 0)])
+def test_names_that_no_other_machine_reaches(cases: Any, tmp_path: Path, names: Any) -> None:
+    """As Debian installs a machine: its own name is 127.0.1.1 to itself. Or it has another network too."""
+    case = cases(9, 3)
+    with Bed(tmp_path, 2, names=names) as bed:
+        ended = run(bed, [1, 1], case.folder, {"steps": 3})
+        check(results(bed, ended, [1, 1]), case, alone(case, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [[3, 1], [2, 1], [1, 2], [1, 1, 1]], ids=str)
+def test_uneven_machines(cases: Any, tmp_path: Path, ranks: list[int]) -> None:
+    case = cases(9, 3)
+    with Bed(tmp_path, len(ranks)) as bed:
+        found = results(bed, run(bed, ranks, case.folder, {"steps": 3}), ranks)
+        check(found, case, alone(case, 3))
+        assert {seen["transport"] for seen in found} == {"NoneType" if max(ranks) == 1 else "SeveralMachines"}
+
+
+@pytest.mark.slow
+def test_ipv6(cases: Any, tmp_path: Path) -> None:
+    case = cases(9, 3)
+    with Bed(tmp_path, 2, only_ipv6=True) as bed:
+        check(results(bed, run(bed, [2, 1], case.folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
+
+
+CROSSING = "the tp axis crosses machines"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dp_replicate_size", "fsdp_size"])
+def test_copies_across_machines(cases: Any, tmp_path: Path, kind: str) -> None:
+    """By default, the ranks of a copy are on one machine."""
+    case = cases(9, 3)
+    with Bed(tmp_path, 2) as bed:
+        ended = run(bed, [2, 2], case.folder, {"steps": 3, "config": {"tp_size": 2, kind: 2}})
+        found = results(bed, ended, [2, 2])
+        check(found, case, alone(case, 3))
+        assert {seen["transport"] for seen in found} == {"SharedMemory"}
+        assert not any(CROSSING in machine.output for machine in ended)
+
+
+@pytest.mark.slow
+def test_ranks_that_take_turns_over_machines(cases: Any, tmp_path: Path) -> None:
+    """As srun numbers them with --distribution=cyclic: each copy of the model is on both machines."""
+    case = cases(9, 3)
+    with Bed(tmp_path, 2) as bed:
+        started = []
+        for rank in range(4):
+            machine = bed.machines[rank % 2]
+            slurm = {
+                "SLURM_PROCID": rank,
+                "SLURM_STEP_NUM_TASKS": 4,
+                "SLURM_LOCALID": rank // 2,
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            }
+            own = {name: str(value) for name, value in slurm.items()}
+            meeting = {"MASTER_ADDR": "m0", "MASTER_PORT": str(PORT)}
+            job = [sys.executable, *JOB, case.folder, str(bed.disk)]
+            options = json.dumps({"steps": 3, "config": {"tp_size": 2, "dp_replicate_size": 2}})
+            log = tmp_path / f"{rank}.log"
+            with log.open("w") as output:
+                started.append((machine.start([*job, options], output.fileno(), **own, **meeting), log))
+        ended = [wait(process, log, 120) for process, log in started]
+        assert [rank.code for rank in ended] == [0] * 4, "\n".join(rank.output for rank in ended)
+        check(
+            [torch.load(file) for machine in bed.machines for file in machine.folder.glob("*.pt")], case, alone(case, 3)
+        )
+        assert [rank.output.count(CROSSING) for rank in ended] == [1, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_on_one_machine_alone(cases: Any, tmp_path: Path) -> None:
+    with Bed(tmp_path, 2) as bed:
+        shutil.copytree(cases(9, 3).folder, bed.machines[0].folder / "model")
+        refuses(run(bed, [1, 1], f"{bed.disk}/model", {}), "rank 1: ")
+
+
+@pytest.mark.slow
+def test_another_checkpoint_on_one_machine(cases: Any, tmp_path: Path) -> None:
+    """A fine-tune of the same architecture: only the values differ."""
+    folder = cases(9, 3).folder
+    with Bed(tmp_path, 2) as bed:
+        edited(folder, bed.machines[0].folder / "model", lambda tensors: None)
+        edited(folder, bed.machines[1].folder / "model", lambda tensors: tensors["lm_head.weight"].add_(1))
+        refuses(run(bed, [2, 1], f"{bed.disk}/model", {}), "got another content on rank 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["transformers", "tp_transformers"])
+def test_another_release_on_one_machine(cases: Any, tmp_path: Path, library: str) -> None:
+    with Bed(tmp_path, 2) as bed:
+        ended = run(bed, [1, 1], cases(9, 3).folder, {"release": ["m1", library, "5.6.7"]})
+        refuses(ended, "MeshError: the releases: got 'torch", f"{library} 5.6.7")
+
+
+@pytest.mark.slow
+def test_an_interface_that_no_other_machine_reaches(cases: Any, tmp_path: Path) -> None:
+    with Bed(tmp_path, 2) as bed:
+        ended = run(bed, [2, 1], cases(9, 3).folder, {}, environments={1: {INTERFACE: APART}})
+        refuses(ended, "MeshError: the machine of rank 2 (m1): got no connection to 10.78.0.1", INTERFACE)
+
+
+def refuses(ended: list[Ended], *says: str) -> None:
+    """Check that all ranks of all machines raised one error, which says this."""
+    assert all(machine.code not in (0, -9) for machine in ended), "\n".join(machine.output for machine in ended)
+    raised = {
+        line.partition(" ")[2] for machine in ended for line in re.findall("^RAISED (.*)", machine.output, re.MULTILINE)
+    }
+    assert len(raised) == 1, raised
+    assert all(text in raised.copy().pop() for text in says), raised
+    for machine in ended:
+        assert "RAISED" in machine.output

@@ -1,0 +1,97 @@
+"""A network cable that holds back and loses packets: a program between two TAP devices."""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_TUNSETIFF = 0x400454CA
+_TAP_WITHOUT_HEADER = 0x1002
+_FRAME = 1 << 16
+
+
+class Cable:
+    """The device `eth0` of one network namespace, and the device `name` of another, with a program between them.
+
+    Args:
+        inside: the namespace that gets `eth0`.
+        outside: the namespace that gets `name`.
+        delay: seconds by which a packet is held back, in each direction.
+        loss: the share of packets that are lost.
+    """
+
+    def __init__(self, inside: str, outside: str, name: str, delay: float, loss: float) -> None:
+        ends = []
+        for namespace, device in ((inside, "eth0"), (outside, name)):
+            end, made = _tap()
+            ends.append(end)
+            move = ["ip", "link", "set", made, "netns", namespace, "name", device]
+            subprocess.run(move, check=True)
+        command = [sys.executable, "-m", "tests.support.cable", *map(str, ends), str(delay), str(loss)]
+        self._program = subprocess.Popen(command, pass_fds=ends, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE)
+        for end in ends:
+            os.close(end)
+
+    def change(self, delay: float, loss: float) -> None:
+        """Hold back and lose packets otherwise from now on. Packets that are under way keep their time."""
+        assert self._program.stdin is not None
+        self._program.stdin.write(f"{delay} {loss}\n".encode())
+        self._program.stdin.flush()
+
+    def close(self) -> None:
+        """End the program."""
+        self._program.kill()
+        self._program.wait()
+
+
+def _tap() -> tuple[int, str]:
+    """A new TAP device: its descriptor and its name."""
+    descriptor, name = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK), f"tap{uuid.uuid4().hex[:8]}"
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TAP_WITHOUT_HEADER))
+    return descriptor, name
+
+
+def _carry(ends: tuple[int, int], delay: float, loss: float) -> None:
+    """Carry frames between the `ends` for ever; a line on standard input is another delay and loss."""
+    other, chance, orders = {ends[0]: ends[1], ends[1]: ends[0]}, random.Random(0), sys.stdin.fileno()
+    held: list[tuple[float, int, int, bytes]] = []
+    number = 0
+    while True:
+        wait = max(0.0, held[0][0] - time.monotonic()) if held else None
+        for ready in select.select([*ends, orders], [], [], wait)[0]:
+            if ready == orders:
+                line = os.read(orders, 1 << 10)
+                if not line:
+                    return
+                delay, loss = map(float, line.splitlines()[-1].split())
+                continue
+            for frame in _frames(ready):
+                if chance.random() >= loss:
+                    number += 1
+                    heapq.heappush(held, (time.monotonic() + delay, number, other[ready], frame))
+        while held and held[0][0] <= time.monotonic():
+            _, _, end, frame = heapq.heappop(held)
+            with suppress(OSError):  # the device is down, or its queue is full: the packet is lost
+                os.write(end, frame)
+
+
+def _frames(end: int) -> Iterator[bytes]:
+    """The frames that wait at an end."""
+    with suppress(OSError):
+        while True:
+            yield os.read(end, _FRAME)
+
+
+if __name__ == "__main__":
+    _carry((int(sys.argv[1]), int(sys.argv[2])), float(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,169 @@
+"""The network between machines: each one's interface to the others, tried before gloo depends on it.
+
+Gloo listens at the address of the host's own name. If that is 127.0.1.1 (Debian), or one of several interfaces, other
+machines cannot reach it. So a machine takes the interface through which it reaches the store of the ranks, and the
+store's own machine the one at which the others reach the store.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import struct
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ..errors import MeshError
+from ..logs import get_logger
+from .environment import local_size, node_name
+from .group import TensorParallelGroup
+from .sockets import connection_to
+
+logger = get_logger(__name__)
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Environment variable: the interface, or several with commas between, at which gloo listens."""
+SECONDS = 10.0
+"""Time for a connection between two machines."""
+LATE = timedelta(minutes=10)
+"""Time for all ranks to start, as torchrun gives its own agents."""
+_SIOCGIFADDR = 0x8915
+
+
+class Seat(NamedTuple):
+    """A rank's place in the network."""
+
+    machine: str
+    address: str
+    """Its own end of its connection to the store; "" if unknown."""
+    store: str
+    """The other end."""
+
+
+def connect_machines(store: Store, rank: int, size: int) -> None:
+    """Choose the interface of this machine, and check that all machines reach one another at theirs. Collective.
+
+    Sets GLOO_SOCKET_IFNAME unless the environment has it. Does nothing if all ranks are on one machine.
+
+    Raises MeshError on all ranks if one machine does not reach another within SECONDS, or if a rank is late.
+    """
+    own = connection_to(store) or ("", "")
+    seats = [Seat(*seat) for seat in _exchange(store, "seat", Seat(node_name(), *own), rank, size)]
+    firsts = [
+        index for index, seat in enumerate(seats) if all(seat.machine != other.machine for other in seats[:index])
+    ]
+    if len(firsts) == 1:
+        return
+    address = _choose(seats, rank)
+    with ExitStack() as stack:
+        listener = stack.enter_context(_listen(address)) if rank in firsts else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        doors = _exchange(store, "door", (address, port), rank, size)
+        others = [(index, doors[index]) for index in firsts if index != rank] if rank in firsts else []
+        failed = {index: why for index, door in others if (why := _fails(*door))}
+        for source, by_target in enumerate(_exchange(store, "failed", failed, rank, size)):
+            for target, why in by_target.items():
+                raise MeshError(
+                    f"the machine of rank {target} ({_host(seats[int(target)])})",
+                    got=f"no connection to {doors[int(target)][0]} from that of rank {source} "
+                    f"({_host(seats[source])}): {why}",
+                    expected="machines that reach one another at any port",
+                    fix=f"On each machine, export {INTERFACE}=, the name of its interface in the network between them "
+                    "(ip address lists them); a firewall has to admit all ports.",
+                )
+
+
+def warn_of_crossing(group: TensorParallelGroup) -> None:
+    """Warn once if the ranks of a copy of a model are on several machines, where one has ranks enough for it.
+
+    Collective over the `tp` axis.
+    """
+    machines, local = group.gather(node_name()), local_size() or 0
+    if len(set(machines)) > 1 and local >= group.size and group.writes:
+        logger.warning(
+            "the tp axis crosses machines, and so do two all-reduces of every layer; each machine has %d ranks, enough "
+            "for a copy of %d. Let the ranks of a copy follow one another: init_device_mesh with the tp axis last, on "
+            "ranks that are numbered machine by machine",
+            local,
+            group.size,
+        )
+
+
+def _choose(seats: list[Seat], rank: int) -> str:
+    """The address of this machine to the others; sets INTERFACE if one of its interfaces has it."""
+    named = os.environ.get(INTERFACE)
+    if named:
+        return next((address for name in named.split(",") for address in _addresses(name)), "")
+    own = seats[rank]
+    address = own.address
+    if address == own.store:  # the store's machine, which may have other addresses
+        address = next((seat.store for seat in seats if seat.machine != own.machine), "")
+    interface = next((name for _, name in socket.if_nameindex() if address in _addresses(name)), None)
+    if interface is None:  # for instance the address of a service that forwards to this machine
+        with suppress(OSError):
+            address = socket.gethostbyname(socket.gethostname())
+        return address
+    os.environ[INTERFACE] = interface
+    logger.info("rank %d reaches the other machines through %s (%s)", rank, interface, address)
+    return address
+
+
+def _addresses(interface: str) -> list[str]:
+    """The addresses of an interface, without those of its link."""
+    import fcntl
+
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
+        request = struct.pack("256s", interface.encode()[:15])
+        found.append(socket.inet_ntoa(fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)[20:24]))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        packed, *_, name = line.split()
+        address = ipaddress.IPv6Address(bytes.fromhex(packed))
+        if name == interface and not address.is_link_local:
+            found.append(str(address))
+    return found
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=4096)
+
+
+def _fails(address: str, port: int) -> str:
+    """The reason why no connection can be made; "" if one can."""
+    try:
+        socket.create_connection((address, port), timeout=SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _host(seat: Seat) -> str:
+    return seat.machine.split()[0]
+
+
+def _exchange(store: Store, key: str, value: Any, rank: int, size: int) -> list[Any]:
+    """The `value` of every rank, as JSON gives it back.
+
+    Raises MeshError if a rank has not called this within LATE.
+    """
+    own, keys = PrefixStore("tp_transformers/network", store), [f"{key} {peer}" for peer in range(size)]
+    own.set(keys[rank], json.dumps(value))
+    try:
+        own.wait(keys, LATE)
+    except RuntimeError as error:  # DistStoreError: it does not say which
+        missing = [peer for peer in range(size) if not own.check(keys[peer : peer + 1])]
+        raise MeshError(
+            "the ranks",
+            got=f"no sign of rank {', '.join(map(str, missing))} of {size} within {LATE.total_seconds():.0f} s",
+            expected="all of them to start",
+            fix="Look for the error of that rank on its machine; start all machines again.",
+        ) from error
+    return [json.loads(own.get(key)) for key in keys]
