@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
     """Load the model in `folder`, save to `results`/rank.pt what it computes.
 
     `options`: "load", arguments of the load; "config", those of a DistributedConfig in place of a plan; "steps" of SGD;
-    "release", (machine, library, its release there).
+    "release", (machine, library, its release there); "seconds" of forwards in place of all else.
     """
     arguments = options.get("load", {})
     machine, library, release = options.get("release", ("", "", ""))
@@ -33,12 +34,33 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
         model = load(folder, tp_plan=None, distributed_config=config, **arguments)
     else:
         model = load(folder, **arguments)
+    if "seconds" in options:
+        repeat(model, options["seconds"])
+        return
     seen = observe(model)
     seen["grads"] = full_gradients(model)
     seen["losses"] = train(model, options.get("steps", 0))
     seen["machine"], seen["rank"] = socket.gethostname(), model.tp_group.rank
     seen["transport"] = type(memory_of(model.tp_group.process_group)).__name__
     torch.save(seen, Path(results, f"{dist.get_rank()}.pt"))
+
+
+def repeat(model: Any, seconds: float) -> None:
+    """Make forwards for some time, and write what comes of it."""
+    rank, made = model.tp_group.rank, 0
+    expected = model(PROMPTS).logits
+    say(f"READY {rank}")
+    until = model.tp_group.gather(time.monotonic() + seconds)[0]  # of rank 0: all make as many
+    while model.tp_group.gather(time.monotonic() < until)[0]:
+        assert torch.equal(model(PROMPTS).logits, expected)
+        made += 1
+    say(f"DONE {rank} {made}")
+
+
+def say(line: str) -> None:
+    """Write a line at once, in one piece: torchrun passes the outputs of ranks on as they come."""
+    sys.stdout.write(line.replace("\n", " ") + "\n")
+    sys.stdout.flush()
 
 
 def train(model: Any, steps: int) -> list[float]:
@@ -58,7 +80,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
     except tp_transformers.TensorParallelError as error:
-        line = f"RAISED {dist.get_rank() if dist.is_initialized() else '?'} {type(error).__name__}: {error}"
-        sys.stdout.write(line.replace("\n", " ") + "\n")
-        sys.stdout.flush()
+        say(f"RAISED {time.time():.1f} {type(error).__name__}: {error}")
         raise

@@ -23,7 +23,7 @@ from ..errors import MeshError
 from ..logs import get_logger
 from .environment import local_size, node_name
 from .group import TensorParallelGroup
-from .sockets import connection_to
+from .sockets import address_of, limit_silence
 
 logger = get_logger(__name__)
 
@@ -53,7 +53,8 @@ def connect_machines(store: Store, rank: int, size: int) -> None:
 
     Raises MeshError on all ranks if one machine does not reach another within SECONDS, or if a rank is late.
     """
-    own = connection_to(store) or ("", "")
+    limit_silence(store, SECONDS)
+    own = address_of(store) or ("", "")
     seats = [Seat(*seat) for seat in _exchange(store, "seat", Seat(node_name(), *own), rank, size)]
     firsts = [
         index for index, seat in enumerate(seats) if all(seat.machine != other.machine for other in seats[:index])

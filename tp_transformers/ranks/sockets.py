@@ -1,4 +1,4 @@
-"""The TCP connections between ranks: shut them down to end a gloo collective that waits.
+"""The TCP connections between ranks, and to their store: end a gloo collective that waits, notice a lost machine.
 
 torch cannot abort gloo (`ProcessGroup.abort` does nothing there), but every waiting operation of gloo raises when one
 of its connections ends.
@@ -37,16 +37,34 @@ def store_of_ranks() -> Store | None:
     return store
 
 
-def connection_to(store: Store) -> tuple[str, str] | None:
+def address_of(store: Store) -> tuple[str, str] | None:
     """The addresses of this process and of `store`, as their connection has them; None if it cannot be found."""
+    for _, ends in _to(store):
+        own, remote = (end[0].removeprefix("::ffff:").partition("%")[0] for end in ends)
+        return own, remote
+    return None
+
+
+def limit_silence(store: Store, seconds: float) -> None:
+    """Let calls of `store` raise once its machine has answered no packet for `seconds`. (Linux; elsewhere, nothing.)
+
+    Otherwise a call waits for ever if that machine has lost its power or its network: nothing closes the connection.
+    """
+    for connection, _ in _to(store):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for a call that waits for an answer
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 4)))
+
+
+def _to(store: Store) -> Iterator[tuple[socket.socket, Ends]]:
+    """The connections of this process to `store`, with their ends."""
     port = getattr(innermost(store), "port", None)
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with _opened(int(name)) as connection:
             ends = _ends(connection) if connection is not None else None
-        if ends is not None and ends[1][1] == port:
-            own, remote = (end[0].removeprefix("::ffff:").partition("%")[0] for end in ends)
-            return own, remote
-    return None
+            if connection is not None and ends is not None and ends[1][1] == port:
+                yield connection, ends
 
 
 def connections(store: Store) -> dict[int, Ends]:

@@ -30,7 +30,7 @@ from .. import direct
 from ..environment import this_process
 from ..group import TensorParallelGroup, bind_thread, is_agreed
 from ..shared_memory.joining import memory_of
-from ..sockets import between, connections, shut, store_of_ranks
+from ..sockets import between, connections, limit_silence, shut, store_of_ranks
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER
 from .waits import Waits, beat_of
@@ -81,6 +81,7 @@ class Watch:
         """Watch a process group: the model's first one or a renewed one. Collective."""
         store, rank = store_of_ranks(), self.group.rank
         assert store is not None
+        limit_silence(store, self.limit)
         own = connections(store)
         number = store.add("tp_transformers/watches", 1) if rank == 0 else 0
         ranks = self.group.gather((number, list(own.values()), this_process()))

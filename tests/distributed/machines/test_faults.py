@@ -1,0 +1,107 @@
+"""Machines and networks that fail during forwards: all ranks that are left stop with one error, or nothing happens."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.machines import Bed, Ended, obstacle, start, wait
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
+]
+
+
+class Running:
+    """A launch in which all ranks make forwards."""
+
+    def __init__(self, bed: Bed, ranks: list[int], folder: str, seconds: float, **load: Any) -> None:
+        options = json.dumps({"seconds": seconds, "load": load})
+        job = ["-m", "tests.support.machine_job", folder, str(bed.disk), options]
+        self.started = start(bed, ranks, *job)
+        until = time.monotonic() + 120
+        while sum(log.read_text().count("READY") for _, log in self.started) < sum(ranks):
+            assert time.monotonic() < until, self.outputs()
+            time.sleep(0.2)
+        self.began = time.time()
+
+    def outputs(self) -> str:
+        return "\n".join(log.read_text() for _, log in self.started)
+
+    def wait(self, *machines: int, timeout: float = 120) -> list[Ended]:
+        """Wait until the launches on these machines have ended."""
+        return [wait(*self.started[machine], timeout) for machine in machines]
+
+    def errors(self, *ranks: int, timeout: float = 90) -> list[tuple[float, str]]:
+        """(seconds since the fault, error) of each rank, once so many `ranks` of each machine have raised.
+
+        Does not wait for torchrun: its own calls of a store on a lost machine end after the kernel's 15 minutes.
+        """
+        until, found = time.monotonic() + timeout, []
+        while time.monotonic() < until and len(found) < sum(ranks):
+            time.sleep(0.5)
+            logs = [log.read_text() for (_, log), number in zip(self.started, ranks, strict=True) if number]
+            found = [error for log in logs for error in re.findall(r"^RAISED ([\d.]+) (.*)", log, re.MULTILINE)]
+        assert len(found) == sum(ranks), self.outputs()
+        return [(float(at) - self.began, text) for at, text in found]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_that_vanishes(cases: Any, tmp_path: Path, lost: int) -> None:
+    """The last one, or that of the store, where all ranks meet."""
+    with Bed(tmp_path, 2) as bed:
+        running = Running(bed, [2, 2], cases(9, 3).folder, 300)
+        bed.machines[lost].vanish()
+        running.began = time.time()
+        errors = running.errors(*([0, 2] if lost == 0 else [2, 0]))
+        assert len({text for _, text in errors}) == 1, errors
+        assert all(seconds < 45 for seconds, _ in errors), errors
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_launcher_that_is_killed(cases: Any, tmp_path: Path, lost: int) -> None:
+    """SIGKILL of torchrun and its ranks; the network stays."""
+    with Bed(tmp_path, 2) as bed:
+        running = Running(bed, [1, 2], cases(9, 3).folder, 300)
+        running.started[lost][0].kill()
+        running.began = time.time()
+        errors = running.errors(*([0, 2] if lost == 0 else [1, 0]))
+        assert all(seconds < 30 for seconds, _ in errors), errors
+
+
+def test_a_link_that_stalls_for_a_moment(cases: Any, tmp_path: Path) -> None:
+    with Bed(tmp_path, 2) as bed:
+        running = Running(bed, [1, 1], cases(9, 3).folder, 20)
+        bed.machines[1].unplug()
+        time.sleep(5)
+        bed.machines[1].plug()
+        ended = running.wait(0, 1)
+        assert [one.code for one in ended] == [0, 0], running.outputs()
+        assert running.outputs().count("DONE") == 2
+
+
+def test_a_link_that_stalls_for_long(cases: Any, tmp_path: Path) -> None:
+    with Bed(tmp_path, 2) as bed:
+        running = Running(bed, [2, 1], cases(9, 3).folder, 300)
+        bed.machines[1].unplug()
+        running.began = time.time()
+        errors = running.errors(2, 1)
+        assert all(seconds < 60 for seconds, _ in errors), errors
+        bed.machines[1].plug()
+        assert all(one.code not in (0, -9) for one in running.wait(0, 1, timeout=60)), running.outputs()
+
+
+def test_a_slow_network_that_loses_packets(cases: Any, tmp_path: Path) -> None:
+    """50 ms in each direction, and one packet of a hundred is lost."""
+    with Bed(tmp_path, 2, delay=0.05, loss=0.01) as bed:
+        running = Running(bed, [1, 1], cases(9, 3).folder, 20)
+        ended = running.wait(0, 1)
+        assert [one.code for one in ended] == [0, 0], running.outputs()
+        assert running.outputs().count("DONE") == 2
