@@ -23,7 +23,8 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
     """Load the model in `folder`, save to `results`/rank.pt what it computes.
 
     `options`: "load", arguments of the load; "config", those of a DistributedConfig in place of a plan; "steps" of SGD;
-    "release", (machine, library, its release there); "seconds" of forwards in place of all else.
+    "release", (machine, library, its release there); "seconds" of forwards in place of all else;
+    "save", (kind, folder).
     """
     arguments = options.get("load", {})
     machine, library, release = options.get("release", ("", "", ""))
@@ -39,6 +40,9 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
         return
     seen = observe(model)
     seen["grads"] = full_gradients(model)
+    if "save" in options:
+        kind, target = options["save"]
+        tp_transformers.save_sharded(model, target) if kind == "sharded" else model.save_pretrained(target)
     seen["losses"] = train(model, options.get("steps", 0))
     seen["machine"], seen["rank"] = socket.gethostname(), model.tp_group.rank
     seen["transport"] = type(memory_of(model.tp_group.process_group)).__name__

@@ -27,7 +27,10 @@ JOB = ("-m", "tests.support.machine_job")
 
 
 def run(bed: Bed, ranks: Sequence[int], folder: str, options: dict[str, Any], **launching: Any) -> list[Ended]:
-    """Run the job on all machines."""
+    """Run the job on all machines; results of an earlier run are removed."""
+    for machine in bed.machines:
+        for file in machine.folder.glob("*.pt"):
+            file.unlink()
     return launch(bed, ranks, *JOB, folder, str(bed.disk), json.dumps(options), **launching)
 
 

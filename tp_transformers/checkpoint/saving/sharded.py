@@ -19,7 +19,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import CheckpointError, UnsupportedError
+from ...logs import get_logger
 from ...marks import untyped
+from ...ranks.environment import node_name
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...ranks.watching.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
@@ -35,18 +37,23 @@ from .writer import SummedWriter, make_folder, named
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+logger = get_logger(__name__)
+
 
 def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     """Write each rank's shards to a file of its own, for `from_pretrained(folder, tp_plan=...)`.
 
-    Collective: call on all ranks, with a folder that all ranks share. File names are unique to this save. Rank 0 moves
-    the manifest that names them into place last: until then an earlier save in the folder is unchanged, and a save that
-    fails leaves no readable checkpoint. On a mesh with other axes, call it on all replicas: the first replica writes,
-    the others wait and raise its error.
+    Collective: call on all ranks. File names are unique to this save. Rank 0 moves the manifest that names them into
+    place last: until then an earlier save in the folder is unchanged, and a save that fails leaves no readable
+    checkpoint. On a mesh with other axes, call it on all replicas: the first replica writes, the others wait and raise
+    its error.
+
+    Machines that do not share the folder each get one, with the files of their own ranks and a manifest: the same ranks
+    can load from these. A warning lists them.
 
     Raises:
         UnsupportedError: the model was loaded without `tp_plan`.
-        CheckpointError: the folder holds ordinary weights, or is not the same on all ranks.
+        CheckpointError: the folder holds ordinary weights.
     """
     group: TensorParallelGroup | None = getattr(model, "tp_group", None)
     if group is None:
@@ -96,29 +103,31 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
     """Write the files of one replica, then the manifest."""
     dense, packed = saved_state(model)
-    per_rank = group.gather((secrets.token_hex(4), sample(model, group)))
-    warn_of_drift([values for _, values in per_rank], group.rank)
+    per_rank = group.gather((secrets.token_hex(4), sample(model, group), node_name()))
+    warn_of_drift([values for _, values, _ in per_rank], group.rank)
     state, save = dense | packed, per_rank[0][0]
+    owners = _owners(folder, save, [machine for *_, machine in per_rank], group)
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
-        make_folder(folder)  # if this rank sees another file system than rank 0
         local = {name: local_tensor(tensor) for name, tensor in state.items()}
         with closing(open_writer(path, local, save=save, rank=group.rank)) as writer:
             writer.write_all(lambda name: values_of(state[name]))
         return RankFile(path.name, writer.size, f"{writer.crc32:08x}")
 
     with ExitStack() as stack:
-        # 1. Rank 0 locks the folder.
+        # 1. The owner locks the folder: rank 0, or a rank of each machine.
         with group.agree():
-            place = stack.enter_context(SaveFolder(folder)) if group.rank == 0 else None
+            is_owner = owners[group.rank] == group.rank
+            place = stack.enter_context(SaveFolder(folder)) if is_owner else None
             check_no_ordinary_weights(folder)
         try:
             # 2. Every rank writes its file.
             files = group.gather(group.together(write))
-            # 3. Rank 0 checks all of them as a load would.
+            # 3. The owner checks all files in the folder as a load would.
+            own = [rank for rank, owner in enumerate(owners) if owner == group.rank]
             manifest = group.together(
-                lambda: check_save(model, folder, save, files, state) if place is not None else None
+                lambda: check_save(model, folder, save, files, state, ranks=own) if place is not None else None
             )
         except BaseException:
             with suppress(OSError):
@@ -128,6 +137,41 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
         with group.agree():
             if place is not None and manifest is not None:
                 complete_save(model, manifest, place)
+
+
+def _owners(folder: Path, save: str, machines: Sequence[str], group: TensorParallelGroup) -> list[int]:
+    """The rank that writes the manifest in each rank's folder: rank 0, if all machines share it. Collective.
+
+    The first rank of every machine writes a file, and all look for these files; machines that share the folder see the
+    same. Warns of those that do not.
+    """
+    firsts = [rank for rank, machine in enumerate(machines) if machine not in machines[:rank]]
+    if len(firsts) == 1:
+        return [0] * group.size
+    marks = {rank: folder / f".machine-{save}-{rank}" for rank in firsts}
+    own = marks.get(group.rank)
+    try:
+        with group.agree():
+            if own is not None:
+                make_folder(folder)
+                with named(folder, "folder"):
+                    own.touch()
+        owners = group.everywhere(lambda: next(rank for rank, mark in marks.items() if mark.exists()))
+    finally:
+        if own is not None:
+            own.unlink(missing_ok=True)
+    if len(set(owners)) > 1 and group.rank == 0:
+        held: dict[int, list[int]] = {}
+        for rank, owner in enumerate(owners):
+            held.setdefault(owner, []).append(rank)
+        places = ", ".join(f"those of ranks {ranks} on {machines[owner].split()[0]}" for owner, ranks in held.items())
+        logger.warning(
+            "machines do not share the folder %s: the files are %s. The same ranks can load them there; for any other "
+            "load, copy all of them into one folder",
+            folder,
+            places,
+        )
+    return owners
 
 
 def rank_path(folder: Path, save: str, rank: int, size: int) -> Path:
@@ -140,9 +184,18 @@ def open_writer(path: Path, local: Mapping[str, torch.Tensor], *, save: str, ran
 
 
 def check_save(
-    model: PreTrainedModel, folder: Path, save: str, files: Sequence[RankFile], state: Mapping[str, torch.Tensor]
+    model: PreTrainedModel,
+    folder: Path,
+    save: str,
+    files: Sequence[RankFile],
+    state: Mapping[str, torch.Tensor],
+    *,
+    ranks: Sequence[int],
 ) -> Manifest:
-    """Build the manifest of files that are all written, and check the files as a load would. Raises CheckpointError."""
+    """Build the manifest of files that are all written, and check those of `ranks` as a load would.
+
+    Raises CheckpointError.
+    """
     full = {name: (unsharded_like(tensor), layout_of(tensor)) for name, tensor in state.items()}
     manifest = Manifest(
         folder,
@@ -156,7 +209,7 @@ def check_save(
         untyped(model).tp_resolution.plan.shares,
     )
     with closing(ShardedCheckpoint(manifest, rank=0)) as written:
-        for rank in range(len(files)):
+        for rank in ranks:
             written.shards(rank)
     return manifest
 

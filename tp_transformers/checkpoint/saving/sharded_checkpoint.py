@@ -138,7 +138,13 @@ class _FullTensor(Expression):
 def _open(folder: Path, file: RankFile) -> LocalFile:
     path = folder / file.name
     if not path.is_file():
-        raise _changed(path, got="no such file", expected=f"the file of {file.size} bytes that was saved")
+        raise CheckpointError(
+            f"checkpoint file {path}",
+            got="no such file",
+            expected=f"the file of {file.size} bytes that was saved",
+            fix="If it was saved on machines that share no folder, copy the rank files of all of them into this one. "
+            "Otherwise the folder was copied in part: copy it again.",
+        )
     source = LocalFile(path)
     if source.size != file.size:
         source.close()

@@ -111,7 +111,7 @@ def shard_checkpoint(
                 model = from_pretrained_with(work, kind, name, tp_plan=plan, **arguments)
             # 2. Everything else; the manifest last.
             state = dense_state(model) | work.packed
-            manifest = check_save(model, folder, work.save, work.files, state)
+            manifest = check_save(model, folder, work.save, work.files, state, ranks=range(len(work.files)))
             _copy_companions(name, place.staging, where, model.tp_source.get("commit_hash"))
         except BaseException as error:
             work.remove()

@@ -1,0 +1,67 @@
+"""Saves on several machines, with a folder that they share and without."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.machines.test_machines import alone, check, refuses, results, run
+from tests.support.comparisons import different_tensors
+from tests.support.machines import Bed, obstacle
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
+]
+
+
+def test_shards_stay_on_their_machines(cases: Any, tmp_path: Path) -> None:
+    """Each machine has the files of its ranks; the same ranks load them, others name the file that is missing."""
+    case = cases(9, 3)
+    with Bed(tmp_path, 2) as bed:
+        folder = str(bed.disk / "saved")
+        saved = run(bed, [2, 1], case.folder, {"save": ["sharded", folder]})
+        results(bed, saved, [2, 1])
+        assert "those of ranks [0, 1] on m0, those of ranks [2] on m1" in saved[0].output
+        own = [sorted(path.name for path in (machine.folder / "saved").iterdir()) for machine in bed.machines]
+        for names in own:
+            assert {"config.json", "model.safetensors.index.sharded.json"} <= set(names)
+        assert [sum(name.startswith("rank-") for name in names) for names in own] == [2, 1]
+        assert not any(name.startswith(".") for names in own for name in names)
+        check(results(bed, run(bed, [2, 1], folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
+        refuses(
+            run(bed, [1, 2], folder, {}), "CheckpointError: rank 1: checkpoint file", "no such file", "copy the rank"
+        )
+        # In one folder, any ranks load them.
+        for file in (bed.machines[1].folder / "saved").glob("rank-*"):
+            shutil.copy(file, bed.machines[0].folder / "saved")
+        shutil.copytree(bed.machines[0].folder / "saved", bed.machines[1].folder / "saved", dirs_exist_ok=True)
+        check(results(bed, run(bed, [1, 1], folder, {"steps": 3}), [1, 1]), case, alone(case, 3))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "standard"])
+def test_a_folder_that_machines_share(cases: Any, tmp_path: Path, kind: str) -> None:
+    case = cases(9, 3)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    with Bed(tmp_path, 2) as bed:
+        saved = run(bed, [2, 1], case.folder, {"save": [kind, str(shared / "saved")]})
+        results(bed, saved, [2, 1])
+        assert "do not share" not in saved[0].output
+        check(results(bed, run(bed, [1, 1], str(shared / "saved"), {"steps": 3}), [1, 1]), case, alone(case, 3))
+
+
+def test_a_standard_save_is_on_the_first_machine(cases: Any, tmp_path: Path) -> None:
+    case = cases(9, 3)
+    with Bed(tmp_path, 2) as bed:
+        saved = run(bed, [1, 2], case.folder, {"save": ["standard", str(bed.disk / "saved")]})
+        results(bed, saved, [1, 2])
+        assert f"{bed.disk}/saved was written on m0; other machines have it only if" in saved[0].output
+        assert not (bed.machines[1].folder / "saved").exists()
+        written = AutoModelForCausalLM.from_pretrained(bed.machines[0].folder / "saved").state_dict()
+    assert not different_tensors(written, AutoModelForCausalLM.from_pretrained(case.folder).state_dict())
