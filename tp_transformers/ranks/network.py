@@ -54,6 +54,13 @@ def connect_machines(store: Store, rank: int, size: int) -> None:
     Raises MeshError on all ranks if one machine does not reach another within SECONDS, or if a rank is late.
     """
     limit_silence(store, SECONDS)
+    try:
+        _connect(store, rank, size)
+    finally:
+        limit_silence(store, None)
+
+
+def _connect(store: Store, rank: int, size: int) -> None:
     own = address_of(store) or ("", "")
     seats = [Seat(*seat) for seat in _exchange(store, "seat", Seat(node_name(), *own), rank, size)]
     firsts = [
@@ -63,9 +70,7 @@ def connect_machines(store: Store, rank: int, size: int) -> None:
         return
     address = _choose(seats, rank)
     with ExitStack() as stack:
-        listener = stack.enter_context(_listen(address)) if rank in firsts else None
-        port = listener.getsockname()[1] if listener is not None else 0
-        doors = _exchange(store, "door", (address, port), rank, size)
+        doors = _exchange(store, "door", (address, _listen(address, stack) if rank in firsts else 0), rank, size)
         others = [(index, doors[index]) for index in firsts if index != rank] if rank in firsts else []
         failed = {index: why for index, door in others if (why := _fails(*door))}
         for source, by_target in enumerate(_exchange(store, "failed", failed, rank, size)):
@@ -132,13 +137,19 @@ def _addresses(interface: str) -> list[str]:
     return found
 
 
-def _listen(address: str) -> socket.socket:
+def _listen(address: str, stack: ExitStack) -> int:
+    """Listen at an address until `stack` is closed. Returns the port; 0 if that is impossible."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=4096)
+    with suppress(OSError):
+        listener = stack.enter_context(socket.create_server((address, 0), family=family, backlog=4096))
+        return int(listener.getsockname()[1])
+    return 0
 
 
 def _fails(address: str, port: int) -> str:
     """The reason why no connection can be made; "" if one can."""
+    if not address:
+        return f"no interface that its {INTERFACE} names has an address"
     try:
         socket.create_connection((address, port), timeout=SECONDS).close()
     except OSError as error:
@@ -153,18 +164,22 @@ def _host(seat: Seat) -> str:
 def _exchange(store: Store, key: str, value: Any, rank: int, size: int) -> list[Any]:
     """The `value` of every rank, as JSON gives it back.
 
-    Raises MeshError if a rank has not called this within LATE.
+    Raises MeshError if a rank has not called this within LATE, or if the store is lost.
     """
     own, keys = PrefixStore("tp_transformers/network", store), [f"{key} {peer}" for peer in range(size)]
-    own.set(keys[rank], json.dumps(value))
     try:
+        own.set(keys[rank], json.dumps(value))
         own.wait(keys, LATE)
-    except RuntimeError as error:  # DistStoreError: it does not say which
-        missing = [peer for peer in range(size) if not own.check(keys[peer : peer + 1])]
+        return [json.loads(own.get(key)) for key in keys]
+    except RuntimeError as error:  # a DistStoreError does not say which rank is late
+        missing, where = [], "the machine on which torchrun was started first, or that of rank 0"
+        with suppress(RuntimeError):
+            missing = [peer for peer in range(size) if not own.check(keys[peer : peer + 1])]
+            where = "that rank's machine"
+        got = f"no sign of rank {', '.join(map(str, missing))} of {size} within {LATE.total_seconds():.0f} s"
         raise MeshError(
             "the ranks",
-            got=f"no sign of rank {', '.join(map(str, missing))} of {size} within {LATE.total_seconds():.0f} s",
+            got=got if missing else f"no answer of the store at which they meet: {error}",
             expected="all of them to start",
-            fix="Look for the error of that rank on its machine; start all machines again.",
+            fix=f"Look for an error on {where}; start all machines again.",
         ) from error
-    return [json.loads(own.get(key)) for key in keys]

@@ -45,16 +45,19 @@ def address_of(store: Store) -> tuple[str, str] | None:
     return None
 
 
-def limit_silence(store: Store, seconds: float) -> None:
+def limit_silence(store: Store, seconds: float | None) -> None:
     """Let calls of `store` raise once its machine has answered no packet for `seconds`. (Linux; elsewhere, nothing.)
 
-    Otherwise a call waits for ever if that machine has lost its power or its network: nothing closes the connection.
+    Otherwise a call waits for many minutes if that machine has lost its power or its network: nothing closes the
+    connection. None removes the limit.
     """
     for connection, _ in _to(store):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for a call that waits for an answer
-        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-            connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 4)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (seconds or 0)))
+        # For a call that waits for an answer: nothing is sent meanwhile.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(seconds is not None))
+        if seconds is not None:
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 4)))
 
 
 def _to(store: Store) -> Iterator[tuple[socket.socket, Ends]]:

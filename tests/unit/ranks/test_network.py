@@ -1,0 +1,59 @@
+"""The interface of a machine, and ranks that do not come."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tp_transformers.errors import MeshError
+from tp_transformers.ranks import network
+from tp_transformers.ranks.network import INTERFACE, Seat, _addresses, _choose, _exchange
+
+HEAD, OTHER = Seat("m0 a", "127.0.1.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
+NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1", "10.0.0.2"]}
+
+
+@pytest.fixture(autouse=True)
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INTERFACE, "")
+    monkeypatch.delenv(INTERFACE)  # what a test sets is removed after it
+    monkeypatch.setattr(network.socket, "if_nameindex", lambda: list(enumerate(NETWORKS)))
+    monkeypatch.setattr(network, "_addresses", lambda name: NETWORKS.get(name, []))
+    monkeypatch.setattr(network.socket, "gethostbyname", lambda name: "192.168.0.7")
+
+
+@pytest.mark.parametrize(("rank", "address"), [(0, "10.0.0.1"), (1, "10.0.0.1"), (2, "10.0.0.2")])
+def test_a_machine_takes_the_interface_that_others_reach(rank: int, address: str) -> None:
+    """Ranks beside the store see a loopback; those of the other machine know an address of both."""
+    assert _choose([HEAD, HEAD, OTHER], rank) == address
+    assert os.environ.pop(INTERFACE) == "eth1"
+
+
+def test_an_interface_that_is_named_is_left() -> None:
+    os.environ[INTERFACE] = "eth9,eth0"
+    assert _choose([HEAD, OTHER], 1) == "192.168.0.7"
+    assert os.environ[INTERFACE] == "eth9,eth0"
+    os.environ[INTERFACE] = "eth9"
+    assert _choose([HEAD, OTHER], 1) == ""
+
+
+def test_an_address_of_no_interface_is_left_to_gloo() -> None:
+    """As of a service that forwards to the store's machine."""
+    assert _choose([HEAD, OTHER._replace(store="172.16.0.1")], 0) == "192.168.0.7"
+    assert INTERFACE not in os.environ
+
+
+def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "127.0.0.1" in _addresses("lo")
+    assert _addresses("no such one") == []
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
+    store = dist.HashStore()
+    store.set("tp_transformers/network/seat 2", "0")
+    with pytest.raises(MeshError, match="no sign of rank 1, 3 of 4 within 0 s"):
+        _exchange(store, "seat", 0, 0, 4)
