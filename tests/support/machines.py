@@ -16,6 +16,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal
@@ -39,6 +40,7 @@ exec "$@"
 """
 
 
+@cache
 def obstacle() -> str:
     """The reason why this process cannot make machines; "" if it can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:

@@ -53,7 +53,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
 
     Raises:
         UnsupportedError: the model was loaded without `tp_plan`.
-        CheckpointError: the folder holds ordinary weights.
+        CheckpointError: the folder holds ordinary weights, or ranks of one machine see other folders.
     """
     group: TensorParallelGroup | None = getattr(model, "tp_group", None)
     if group is None:
@@ -110,6 +110,7 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
     path = rank_path(folder, save, group.rank, group.size)
 
     def write() -> RankFile:
+        make_folder(folder)  # if this rank sees another file system than the others of its machine
         local = {name: local_tensor(tensor) for name, tensor in state.items()}
         with closing(open_writer(path, local, save=save, rank=group.rank)) as writer:
             writer.write_all(lambda name: values_of(state[name]))
