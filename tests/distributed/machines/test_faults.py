@@ -99,7 +99,7 @@ def test_a_link_that_stalls_for_long(cases: Any, tmp_path: Path) -> None:
 
 
 def test_a_slow_network_that_loses_packets(cases: Any, tmp_path: Path) -> None:
-    """50 ms in each direction, and one packet of a hundred is lost."""
+    """Each of the two cables holds packets back for 50 ms in each direction, and loses one of a hundred."""
     with Bed(tmp_path, 2, delay=0.05, loss=0.01) as bed:
         running = Running(bed, [1, 1], cases(9, 3).folder, 20)
         ended = running.wait(0, 1)
