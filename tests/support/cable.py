@@ -39,15 +39,9 @@ class Cable:
             move = ["ip", "link", "set", made, "netns", namespace, "name", device]
             subprocess.run(move, check=True)
         command = [sys.executable, "-m", "tests.support.cable", *map(str, ends), str(delay), str(loss)]
-        self._program = subprocess.Popen(command, pass_fds=ends, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE)
+        self._program = subprocess.Popen(command, pass_fds=ends, cwd=Path(__file__).parents[2])
         for end in ends:
             os.close(end)
-
-    def change(self, delay: float, loss: float) -> None:
-        """Hold back and lose packets otherwise from now on. Packets that are under way keep their time."""
-        assert self._program.stdin is not None
-        self._program.stdin.write(f"{delay} {loss}\n".encode())
-        self._program.stdin.flush()
 
     def close(self) -> None:
         """End the program."""
@@ -63,19 +57,13 @@ def _tap() -> tuple[int, str]:
 
 
 def _carry(ends: tuple[int, int], delay: float, loss: float) -> None:
-    """Carry frames between the `ends` for ever; a line on standard input is another delay and loss."""
-    other, chance, orders = {ends[0]: ends[1], ends[1]: ends[0]}, random.Random(0), sys.stdin.fileno()
+    """Carry frames between the `ends` for ever."""
+    other, chance = {ends[0]: ends[1], ends[1]: ends[0]}, random.Random(0)
     held: list[tuple[float, int, int, bytes]] = []
     number = 0
     while True:
         wait = max(0.0, held[0][0] - time.monotonic()) if held else None
-        for ready in select.select([*ends, orders], [], [], wait)[0]:
-            if ready == orders:
-                line = os.read(orders, 1 << 10)
-                if not line:
-                    return
-                delay, loss = map(float, line.splitlines()[-1].split())
-                continue
+        for ready in select.select(ends, [], [], wait)[0]:
             for frame in _frames(ready):
                 if chance.random() >= loss:
                     number += 1

@@ -218,20 +218,16 @@ def launch(
     ranks: Sequence[int],
     *command: str,
     timeout: float = 120.0,
-    meet: str | None = None,
     environments: Mapping[int, Mapping[str, str]] | None = None,
-    options: Sequence[str] = (),
 ) -> list[Ended]:
     """Run torchrun on the machines of `bed`, with `ranks[i]` ranks on the i-th, and wait until all have ended.
 
     Args:
         command: what each rank runs, as torchrun takes it.
         timeout: seconds after which those that still run are killed; their code is -9.
-        meet: the rendezvous endpoint; by default the first machine.
         environments: {machine: variables}.
-        options: more options of torchrun.
     """
-    started = start(bed, ranks, *command, meet=meet, environments=environments, options=options)
+    started = start(bed, ranks, *command, environments=environments)
     return [wait(process, output, timeout) for process, output in started]
 
 
@@ -239,16 +235,14 @@ def start(
     bed: Bed,
     ranks: Sequence[int],
     *command: str,
-    meet: str | None = None,
     environments: Mapping[int, Mapping[str, str]] | None = None,
-    options: Sequence[str] = (),
 ) -> list[tuple[subprocess.Popen[str], Path]]:
     """As `launch`, without waiting: the processes, and the files that hold their output."""
     started = []
     for index, (machine, number) in enumerate(zip(bed.machines, ranks, strict=False)):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks))]
         torchrun += ["--nproc-per-node", str(number), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-        torchrun += ["--rdzv-endpoint", meet or bed.meeting, *options]
+        torchrun += ["--rdzv-endpoint", bed.meeting]
         path = machine.folder.with_name(f"{machine.name}-{len(machine.processes)}.log")
         with path.open("w") as output:
             variables: dict[str, Any] = dict((environments or {}).get(index, {}))

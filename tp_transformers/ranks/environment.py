@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,6 +110,16 @@ def visible_cores() -> int:
 def node_name() -> str:
     """A name that is equal for processes with the same machine and host name (containers of a machine may differ)."""
     return f"{socket.gethostname()} {machine_name()}"
+
+
+def host_of(node: str) -> str:
+    """The host name in a `node_name`."""
+    return node.split()[0]
+
+
+def firsts_of(nodes: Sequence[str]) -> list[int]:
+    """The first rank of each node. `nodes`: the `node_name` of each rank."""
+    return sorted({node: rank for rank, node in reversed(list(enumerate(nodes)))}.values())
 
 
 def machine_name() -> str:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text, shown
 from ..marks import Mark
 from ..torch_api import untraced
-from .environment import local_size, node_name, visible_cores
+from .environment import firsts_of, local_size, node_name, visible_cores
 from .messages import exchange
 from .shared_memory.joining import memory_of
 
@@ -177,7 +177,7 @@ class TensorParallelGroup:
         If it fails on one rank, all fail.
         """
         nodes = self.everywhere(node_name)
-        first = nodes.index(nodes[self.rank]) == self.rank
+        first = self.rank in firsts_of(nodes)
         result = self.together(lambda: function(True) if first else None)
         with self.agree():
             return function(False) if result is None else result

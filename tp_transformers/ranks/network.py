@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import MeshError
 from ..logs import get_logger
-from .environment import local_size, node_name
+from .environment import firsts_of, host_of, local_size, node_name
 from .group import TensorParallelGroup
 from .sockets import address_of, limit_silence
 
@@ -63,22 +63,20 @@ def connect_machines(store: Store, rank: int, size: int) -> None:
 def _connect(store: Store, rank: int, size: int) -> None:
     own = address_of(store) or ("", "")
     seats = [Seat(*seat) for seat in _exchange(store, "seat", Seat(node_name(), *own), rank, size)]
-    firsts = [
-        index for index, seat in enumerate(seats) if all(seat.machine != other.machine for other in seats[:index])
-    ]
+    firsts = firsts_of([seat.machine for seat in seats])
     if len(firsts) == 1:
         return
     address = _choose(seats, rank)
     with ExitStack() as stack:
         doors = _exchange(store, "door", (address, _listen(address, stack) if rank in firsts else 0), rank, size)
-        others = [(index, doors[index]) for index in firsts if index != rank] if rank in firsts else []
-        failed = {index: why for index, door in others if (why := _fails(*door))}
-        for source, by_target in enumerate(_exchange(store, "failed", failed, rank, size)):
-            for target, why in by_target.items():
+        others = [index for index in firsts if index != rank] if rank in firsts else []
+        failed = [(index, why) for index in others if (why := _fails(*doors[index]))]
+        for source, targets in enumerate(_exchange(store, "failed", failed, rank, size)):
+            for target, why in targets:
                 raise MeshError(
-                    f"the machine of rank {target} ({_host(seats[int(target)])})",
-                    got=f"no connection to {doors[int(target)][0]} from that of rank {source} "
-                    f"({_host(seats[source])}): {why}",
+                    f"the machine of rank {target} ({host_of(seats[target].machine)})",
+                    got=f"no connection to {doors[target][0]} from that of rank {source} "
+                    f"({host_of(seats[source].machine)}): {why}",
                     expected="machines that reach one another at any port",
                     fix=f"On each machine, export {INTERFACE}=, the name of its interface in the network between them "
                     "(ip address lists them); a firewall has to admit all ports.",
@@ -155,10 +153,6 @@ def _fails(address: str, port: int) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _host(seat: Seat) -> str:
-    return seat.machine.split()[0]
 
 
 def _exchange(store: Store, key: str, value: Any, rank: int, size: int) -> list[Any]:

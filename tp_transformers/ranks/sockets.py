@@ -39,7 +39,7 @@ def store_of_ranks() -> Store | None:
 
 def address_of(store: Store) -> tuple[str, str] | None:
     """The addresses of this process and of `store`, as their connection has them; None if it cannot be found."""
-    for _, ends in _to(store):
+    for _, _, ends in _to(store):
         own, remote = (end[0].removeprefix("::ffff:").partition("%")[0] for end in ends)
         return own, remote
     return None
@@ -51,7 +51,7 @@ def limit_silence(store: Store, seconds: float | None) -> None:
     Otherwise a call waits for many minutes if that machine has lost its power or its network: nothing closes the
     connection. None removes the limit.
     """
-    for connection, _ in _to(store):
+    for _, connection, _ in _to(store):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (seconds or 0)))
         # For a call that waits for an answer: nothing is sent meanwhile.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, int(seconds is not None))
@@ -60,25 +60,31 @@ def limit_silence(store: Store, seconds: float | None) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, option, max(1, int(seconds / 4)))
 
 
-def _to(store: Store) -> Iterator[tuple[socket.socket, Ends]]:
-    """The connections of this process to `store`, with their ends."""
-    port = getattr(innermost(store), "port", None)
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with _opened(int(name)) as connection:
-            ends = _ends(connection) if connection is not None else None
-            if connection is not None and ends is not None and ends[1][1] == port:
-                yield connection, ends
-
-
 def connections(store: Store) -> dict[int, Ends]:
     """The TCP connections of this process by file descriptor, without those to `store`."""
-    port, by_descriptor = getattr(innermost(store), "port", None), {}
+    port = _port(store)
+    return {descriptor: ends for descriptor, _, ends in _all() if port not in (ends[0][1], ends[1][1])}
+
+
+def _to(store: Store) -> Iterator[tuple[int, socket.socket, Ends]]:
+    """The connections of this process to `store`, as from `_all`."""
+    port = _port(store)
+    return (entry for entry in _all() if entry[2][1][1] == port)
+
+
+def _all() -> Iterator[tuple[int, socket.socket, Ends]]:
+    """The TCP connections of this process: descriptor, a duplicate that is open until the next one, ends."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with _opened(int(name)) as connection:
             ends = _ends(connection) if connection is not None else None
-        if ends is not None and port not in (ends[0][1], ends[1][1]):
-            by_descriptor[int(name)] = ends
-    return by_descriptor
+            if connection is not None and ends is not None:
+                yield int(name), connection, ends
+
+
+def _port(store: Store) -> int | None:
+    """The port of `store`; None for a store without."""
+    port: int | None = getattr(innermost(store), "port", None)
+    return port
 
 
 def between(own: dict[int, Ends], remote: list[Ends]) -> dict[int, Ends]:

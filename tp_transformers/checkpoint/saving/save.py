@@ -26,7 +26,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ...anatomy.names import tied_parameters
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
-from ...ranks.environment import node_name
+from ...ranks.environment import host_of, node_name
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import shard_of, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
@@ -82,7 +82,7 @@ def save_pretrained(
         # 4. Write everything else. Once the last file is moved, the folder is this checkpoint.
         group.together(lambda: files.finish(model) if files is not None else None)
     if files is not None and len({machine for _, machine in per_rank}) > 1:
-        host = node_name().split()[0]
+        host = host_of(node_name())
         logger.warning("%s was written on %s; other machines have it only if they share that folder", folder, host)
 
 

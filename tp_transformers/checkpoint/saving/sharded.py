@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...marks import untyped
-from ...ranks.environment import node_name
+from ...ranks.environment import firsts_of, host_of, node_name
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...ranks.watching.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
@@ -32,7 +32,7 @@ from .folder import SaveFolder
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .save import config_last, names_in, saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
-from .writer import SummedWriter, make_folder, named
+from .writer import STAGING, SummedWriter, make_folder, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,29 +143,30 @@ def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> N
 def _owners(folder: Path, save: str, machines: Sequence[str], group: TensorParallelGroup) -> list[int]:
     """The rank that writes the manifest in each rank's folder: rank 0, if all machines share it. Collective.
 
-    The first rank of every machine writes a file, and all look for these files; machines that share the folder see the
-    same. Warns of those that do not.
+    The first rank of every machine makes a folder in it, and all look for these; machines that share the folder see the
+    same. Warns of those that do not. The next save removes what a killed one leaves.
     """
-    firsts = [rank for rank, machine in enumerate(machines) if machine not in machines[:rank]]
+    firsts = firsts_of(machines)
     if len(firsts) == 1:
         return [0] * group.size
-    marks = {rank: folder / f".machine-{save}-{rank}" for rank in firsts}
+    marks = {rank: folder / f"{STAGING}{save}-{rank}" for rank in firsts}
     own = marks.get(group.rank)
     try:
         with group.agree():
             if own is not None:
                 make_folder(folder)
                 with named(folder, "folder"):
-                    own.touch()
-        owners = group.everywhere(lambda: next(rank for rank, mark in marks.items() if mark.exists()))
+                    own.mkdir()
+        owners = group.everywhere(lambda: next((rank for rank in firsts if marks[rank].exists()), group.rank))
     finally:
         if own is not None:
-            own.unlink(missing_ok=True)
+            with suppress(OSError):
+                own.rmdir()
     if len(set(owners)) > 1 and group.rank == 0:
         held: dict[int, list[int]] = {}
         for rank, owner in enumerate(owners):
             held.setdefault(owner, []).append(rank)
-        places = ", ".join(f"those of ranks {ranks} on {machines[owner].split()[0]}" for owner, ranks in held.items())
+        places = ", ".join(f"those of ranks {ranks} on {host_of(machines[owner])}" for owner, ranks in held.items())
         logger.warning(
             "machines do not share the folder %s: the files are %s. The same ranks can load them there; for any other "
             "load, copy all of them into one folder",
