@@ -45,7 +45,7 @@ def main() -> int:
         for model in arguments.models:
             for size in arguments.ranks:
                 ranks = _run(arguments, model, size)
-                result["models"].setdefault(model, {})[str(size)] = found = _summary(ranks)
+                result["models"].setdefault(model, {})[str(size)] = found = summary(ranks)
                 for line in _lines(model, size, found):
                     print(line, flush=True)
     except (processes.ProcessError, OSError) as error:
@@ -89,7 +89,7 @@ def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str,
         )
 
 
-def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """For each scenario, the seconds of each side on the slowest rank, and by round the ratios to this package."""
     found: dict[str, Any] = {"errors": ranks[0]["errors"], "refused": ranks[0]["refused"], "scenarios": {}}
     for name in ranks[0]["seconds"]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from hypothesis import HealthCheck, settings
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks import demo
@@ -59,6 +60,18 @@ def made(tmp_path_factory: pytest.TempPathFactory):
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct with its tokenizer, in fp32 and several files."""
     return demo.prepare(tmp_path_factory.mktemp("smollm2") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's 9 query and 3 KV heads, its words and its chat, in a model with random weights that takes no time."""
+    folder = tmp_path_factory.mktemp("small-smollm2")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 144, "head_dim": 16, "intermediate_size": 200}
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(smollm2, **sizes, initializer_range=0.2, tie_word_embeddings=False)
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.clients import CLIENTS, EXAMPLES, ROOT, Client, ClientError, Inputs, difference, outcome, run
 from benchmarks.tasks import write_tasks
@@ -24,8 +22,6 @@ from tests.support.pool import free_port
 
 slow = [pytest.mark.distributed, pytest.mark.slow]
 
-SIZES = {"num_hidden_layers": 2, "hidden_size": 144, "head_dim": 16, "intermediate_size": 200}
-"""SmolLM2's 9 query and 3 KV heads, its words and its chat, in a model that takes no time."""
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }} {% endfor %}{% endfor %}"
@@ -33,15 +29,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def inputs(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+def inputs(small_smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("examples")
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(smollm2, **SIZES, initializer_range=0.2, tie_word_embeddings=False)
-    LlamaForCausalLM(config).float().save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / "model")
     processors.image().save(folder / "picture.png")
     sight = write_sight(folder / "sight")
-    return Inputs(folder / "model", write_tasks(folder / "tasks"), sight, folder / "picture.png")
+    return Inputs(small_smollm2, write_tasks(folder / "tasks"), sight, folder / "picture.png")
 
 
 def write_sight(folder: Path) -> Path:

@@ -91,7 +91,7 @@ class Seen:
 class HubServer:
     """Serves `repositories`, {name: {revision: folder}}, from threads of this process. Use as a context manager."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, host: str = "127.0.0.1", other_name: str = "localhost") -> None:
         self.repositories: dict[str, dict[str, Path]] = {}
         self.tokens: dict[str, str] = {}
         """{repository: the token that it wants}."""
@@ -102,10 +102,11 @@ class HubServer:
         self.counter, self.signature_counter = itertools.count(1), itertools.count(1)
         self.weight_counter = itertools.count(1)
         handler = type("Handler", (_Handler,), {"hub": self})
-        self._server = _Server(("127.0.0.1", port), handler)
+        self._server = _Server((host, port), handler)
         self.port = self._server.server_address[1]
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.endpoint = f"http://{host}:{self.port}"
         """What HF_ENDPOINT has to be."""
+        self.cdn = f"http://{other_name}:{self.port}/cdn"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
     def add(self, repository: str, folder: str | Path, *, token: str | None = None, revision: str = "main") -> None:
@@ -245,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._say(200, {**told, "ETag": f'"{_etag(path)}"'}, path.read_bytes())
         signature = f"s{next(self.hub.signature_counter)}"
         self.hub.signatures[signature] = 0
-        location = f"http://localhost:{self.hub.port}/cdn/{repository}/{commit}/{quote(file)}?signature={signature}"
+        location = f"{self.hub.cdn}/{repository}/{commit}/{quote(file)}?signature={signature}"
         linked = {"X-Linked-ETag": f'"{_etag(path)}"', "X-Linked-Size": str(path.stat().st_size)}
         return self._say(302, {**told, **linked, "ETag": f'"{commit}"', "Location": location})
 
@@ -358,9 +359,11 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--repository", default="org/model")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--other-name", default="localhost", help="the same host, in the URLs of weight files")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds before every answer")
     arguments = parser.parse_args()
-    with HubServer(arguments.port) as server:
+    with HubServer(arguments.port, arguments.host, arguments.other_name) as server:
         server.add(arguments.repository, arguments.folder)
         server.faults.delay = arguments.delay
         print(server.endpoint, flush=True)

@@ -237,10 +237,12 @@ def start(
     *command: str,
     environments: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[tuple[subprocess.Popen[str], Path]]:
-    """As `launch`, without waiting: the processes, and the files that hold their output."""
+    """As `launch`, without waiting: the processes, and the files that hold their output; nothing where ranks[i] is 0."""
     started = []
     for index, (machine, number) in enumerate(zip(bed.machines, ranks, strict=False)):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(ranks))]
+        if not number:
+            continue
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(sum(map(bool, ranks)))]
         torchrun += ["--nproc-per-node", str(number), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
         torchrun += ["--rdzv-endpoint", bed.meeting]
         path = machine.folder.with_name(f"{machine.name}-{len(machine.processes)}.log")

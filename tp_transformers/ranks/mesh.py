@@ -153,8 +153,7 @@ def _start(backend: str, device: torch.device | None) -> None:
     """Start the default process group, once the machines of the ranks have found one another."""
     with _late_ranks_logged():
         store, rank, size = next(meet("env://", **rendezvous()))
-        connect_machines(store, rank, size)
-        store = PrefixStore("default_pg", store)  # as torch does with a store of its own
+        store = PrefixStore("default_pg", connect_machines(store, rank, size))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
 
 

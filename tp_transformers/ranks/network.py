@@ -12,7 +12,10 @@ import json
 import os
 import socket
 import struct
-from contextlib import ExitStack, suppress
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,23 +49,61 @@ class Seat(NamedTuple):
     """The other end."""
 
 
-def connect_machines(store: Store, rank: int, size: int) -> None:
+def connect_machines(store: Store, rank: int, size: int) -> Store:
     """Choose the interface of this machine, and check that all machines reach one another at theirs. Collective.
 
-    Sets GLOO_SOCKET_IFNAME unless the environment has it. Does nothing if all ranks are on one machine.
+    Sets GLOO_SOCKET_IFNAME unless the environment has it. Chooses and checks nothing if all ranks are on one machine.
+
+    Returns:
+        The part of `store` that belongs to these ranks alone: torchrun gives the same store to the ranks that it
+        restarts, with the keys of those that ended.
 
     Raises MeshError on all ranks if one machine does not reach another within SECONDS, or if a rank is late.
     """
     limit_silence(store, SECONDS)
     try:
-        _connect(store, rank, size)
+        seat = Seat(node_name(), *(address_of(store) or ("", "")))
+        own = _meet(store, rank, size, seat)
+        _connect(own, rank, [Seat(*each) for each in _exchange(own, "seat", seat, rank, size)])
     finally:
         limit_silence(store, None)
+    return own
 
 
-def _connect(store: Store, rank: int, size: int) -> None:
-    own = address_of(store) or ("", "")
-    seats = [Seat(*seat) for seat in _exchange(store, "seat", Seat(node_name(), *own), rank, size)]
+def _meet(store: Store, rank: int, size: int, seat: Seat) -> Store:
+    """The part of `store` of these ranks. Collective.
+
+    Each rank asks for its name by a key that no earlier process can have answered; rank 0 answers until all have come.
+
+    Raises MeshError if a rank is late.
+    """
+    token, asks = uuid.uuid4().hex, PrefixStore("tp_transformers/asks", store)
+    if rank:
+        with _late(size, lambda: [0]):
+            asks.set(str(rank), token)
+            asks.wait([token], LATE)
+            return _part(store, asks.get(token).decode())
+    own, deadline, missing = _part(store, token), time.monotonic() + LATE.total_seconds(), list(range(1, size))
+    with _late(size, lambda: missing):
+        own.set("seat 0", json.dumps(seat))  # the others would miss it if another rank is late
+        while missing:
+            for peer in missing:
+                if asks.check([str(peer)]):  # it may be the key of an earlier process: ask again
+                    asks.set(asks.get(str(peer)).decode(), token)
+            missing = [peer for peer in missing if not own.check([f"seat {peer}"])]
+            if missing and time.monotonic() > deadline:
+                raise RuntimeError
+            time.sleep(0.01)
+    return own
+
+
+def _part(store: Store, name: str) -> Store:
+    return PrefixStore(f"tp_transformers/ranks {name}", store)
+
+
+def _connect(store: Store, rank: int, seats: list[Seat]) -> None:
+    """Choose the interface of this machine, and check that all machines reach one another. Collective."""
+    size = len(seats)
     firsts = firsts_of([seat.machine for seat in seats])
     if len(firsts) == 1:
         return
@@ -160,20 +201,31 @@ def _exchange(store: Store, key: str, value: Any, rank: int, size: int) -> list[
 
     Raises MeshError if a rank has not called this within LATE, or if the store is lost.
     """
-    own, keys = PrefixStore("tp_transformers/network", store), [f"{key} {peer}" for peer in range(size)]
+    keys = [f"{key} {peer}" for peer in range(size)]
+
+    def missing() -> list[int]:
+        return [peer for peer in range(size) if not store.check(keys[peer : peer + 1])]
+
+    with _late(size, missing):
+        store.set(keys[rank], json.dumps(value))
+        store.wait(keys, LATE)
+        return [json.loads(store.get(key)) for key in keys]
+
+
+@contextmanager
+def _late(size: int, missing: Callable[[], list[int]]) -> Iterator[None]:
+    """Raise MeshError, with the ranks that are `missing`, if a call of the store fails."""
     try:
-        own.set(keys[rank], json.dumps(value))
-        own.wait(keys, LATE)
-        return [json.loads(own.get(key)) for key in keys]
+        yield
     except RuntimeError as error:  # a DistStoreError does not say which rank is late
-        missing, where = [], "the machine on which torchrun was started first, or that of rank 0"
+        late, where = [], "the machine on which torchrun was started first, or that of rank 0"
         with suppress(RuntimeError):
-            missing = [peer for peer in range(size) if not own.check(keys[peer : peer + 1])]
+            late = missing()
             where = "that rank's machine"
-        got = f"no sign of rank {', '.join(map(str, missing))} of {size} within {LATE.total_seconds():.0f} s"
+        got = f"no sign of rank {', '.join(map(str, late))} of {size} within {LATE.total_seconds():.0f} s"
         raise MeshError(
             "the ranks",
-            got=got if missing else f"no answer of the store at which they meet: {error}",
+            got=got if late else f"no answer of the store at which they meet: {error}",
             expected="all of them to start",
             fix=f"Look for an error on {where}; start all machines again.",
         ) from error

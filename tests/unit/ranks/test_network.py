@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from tp_transformers.errors import MeshError
 from tp_transformers.ranks import network
-from tp_transformers.ranks.network import INTERFACE, Seat, _addresses, _choose, _exchange
+from tp_transformers.ranks.network import INTERFACE, Seat, _addresses, _choose, _exchange, _meet
 
 HEAD, OTHER = Seat("m0 a", "127.0.1.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
 NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1", "10.0.0.2"]}
@@ -54,6 +55,29 @@ def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
     store = dist.HashStore()
-    store.set("tp_transformers/network/seat 2", "0")
+    store.set("seat 2", "0")
     with pytest.raises(MeshError, match="no sign of rank 1, 3 of 4 within 0 s"):
         _exchange(store, "seat", 0, 0, 4)
+
+
+def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun restarts ranks on the store of the earlier ones, of which there may have been more."""
+    monkeypatch.setattr(network, "LATE", timedelta(seconds=10))
+    store = dist.HashStore()
+
+    def seats_of(name: str, rank: int, size: int) -> list[list[str]]:
+        seat = Seat(f"{name} {rank}", "", "")
+        return _exchange(_meet(store, rank, size, seat), "seat", seat, rank, size)
+
+    for name, size in (("first", 3), ("second", 3), ("third", 2)):
+        with ThreadPoolExecutor(size) as threads:
+            found = list(threads.map(seats_of, [name] * size, range(size), [size] * size))
+        assert found == [[[f"{name} {rank}", "", ""] for rank in range(size)]] * size
+
+
+def test_rank_0_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
+    with pytest.raises(MeshError, match="no sign of rank 1, 2 of 3 within 0 s"):
+        _meet(dist.HashStore(), 0, 3, HEAD)
+    with pytest.raises(MeshError, match="no sign of rank 0 of 3 within 0 s"):
+        _meet(dist.HashStore(), 1, 3, HEAD)
