@@ -93,7 +93,7 @@ def examples() -> dict[str, str]:
     """Page of each example: its docstring, and its text."""
     pages = {}
     for path in sorted((ROOT / EXAMPLES).iterdir()):
-        text, languages = path.read_text(encoding="utf-8"), {".py": "python", ".sh": "sh"}
+        text, languages = path.read_text(encoding="utf-8"), {".py": "python", ".sh": "sh", ".yaml": "yaml"}
         if path.suffix in languages and path.name != "__init__.py":
             doc = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else None
             about = "{}\n\n".format(doc.splitlines()[0].replace("[", r"\[")) if doc else ""

@@ -119,9 +119,9 @@ def printed(cell: dict[str, Any]) -> str:
 def test_examples_are_short_and_named() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for example in EXAMPLES.iterdir():
-        if example.suffix in (".py", ".sh"):
+        if example.suffix in (".py", ".sh", ".yaml"):
             assert len(example.read_text(encoding="utf-8").splitlines()) <= 60, example.name
-        if example.suffix in (".py", ".sh", ".ipynb"):
+        if example.suffix in (".py", ".sh", ".yaml", ".ipynb"):
             assert f"[{example.name}]({example.name})" in page, example.name
     assert {client.script for client in CLIENTS} >= {each.name for each in EXAMPLES.glob("*.py")} - {"ask.py"}
 

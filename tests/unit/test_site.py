@@ -38,7 +38,7 @@ def test_each_page_is_in_the_navigation_once(build: Path) -> None:
     pages = {path.relative_to(build / "pages").as_posix() for path in build.rglob("*.md")}
     assert Counter(paths(yaml.safe_load(nav))) == Counter(pages)
     assert {called(page) for page in PAGES} <= pages
-    for kind, suffix in (("model_plans", ".yaml"), ("examples", ".py"), ("examples", ".sh")):
+    for kind, suffix in (("model_plans", ".yaml"), *(("examples", suffix) for suffix in (".py", ".sh", ".yaml"))):
         assert {f"{kind}/{path.stem}.md" for path in (ROOT / kind).glob(f"[a-z]*{suffix}")} <= pages
 
 
