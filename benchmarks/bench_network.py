@@ -36,14 +36,12 @@ class Network:
     title: str
     machines: int = 2
     rate: str = ""
-    delay: float = 0.0
-    """Seconds by which a packet is held back on its way, beside what the machine takes for it."""
 
 
 NETWORKS = {
     "none": Network("one machine", 1),
     "10gbit": Network("10 Gbit/s", rate="10gbit"),
-    "1gbit": Network("1 Gbit/s", rate="1gbit", delay=5e-5),
+    "1gbit": Network("1 Gbit/s", rate="1gbit"),
 }
 SCENARIOS = ("decode", "training step")
 
@@ -79,7 +77,7 @@ def measure(between: Network, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sums and of the scenarios, with `between` as network."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        with Bed(folder, between.machines, rate=between.rate, delay=between.delay) as bed:
+        with Bed(folder, between.machines, rate=between.rate) as bed:
             sums = run(bed, "benchmarks.network", network.Job(f"{folder}/sums", 2, 0), arguments.timeout)
             job = forward.Job(
                 model="llama",
@@ -102,7 +100,7 @@ def run(bed: Bed, module: str, job: Any, timeout: float) -> list[dict[str, Any]]
     """The results of two ranks, on the first and the last machine of a bed."""
     started = []
     for rank in range(2):
-        path = bed.disk.parent / f"{module}-{rank}"
+        path = bed.disk.parent / f"{module.rpartition('.')[2]}-{rank}"
         text = json.dumps({**dataclasses.asdict(job), "rank": rank, "result": f"{path}.json"})
         own: Mapping[str, str] = {"RANK": str(rank), "WORLD_SIZE": "2"}
         with path.with_suffix(".log").open("w") as output:
@@ -132,7 +130,7 @@ def table(result: Mapping[str, Any]) -> str:
     remarks = [
         "two ranks of one thread, each on a machine of its own, but in the first rows; one process: of one thread, too",
         "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster. Decode: of one token",
-        "the sums are gloo's, alone; a network's rate is that of `tc tbf`, and at 1 Gbit/s a program holds back packets",
+        "the sums are gloo's, alone; the rate is that of `tc tbf`, the delay that of this machine, with nothing added",
         f"{result['rounds']} rounds, the sides in turn, the slowest rank; {result['machine']['date']}",
         f"{widths}; fp32",
         shown_machine(result["machine"]),

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 SUMS = {"token": (1 << 13, 200), "prompt": (1 << 24, 7)}
-"""Name -> bytes of a sum, and how often it is timed: a token's, and a prompt's of 2,000, at hidden size 4,096 in bf16."""
+"""Name -> bytes of a sum, and how often it is timed: one token, and 2,000, of hidden size 4,096 in bf16."""
 
 
 @dataclass(frozen=True)

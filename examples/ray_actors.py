@@ -20,8 +20,9 @@ class Rank:
     def load(self, name, rank, ranks, place):
         """Meet the other ranks at `place`, that of rank 0, and load a shard. Call it on all actors at once."""
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR=place[0], MASTER_PORT=str(place[1]))
-        import tp_transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        import tp_transformers
 
         tp_transformers.enable()
         self.model = AutoModelForCausalLM.from_pretrained(name, tp_plan="auto", dtype="float32")

@@ -1,4 +1,4 @@
-"""A loop of one's own as workers of Ray Train, on any nodes of a cluster: python ray_train.py [MODEL [RANKS [FOLDER]]]"""
+"""A loop of one's own on workers of Ray Train, on any nodes: python ray_train.py [MODEL [RANKS [FOLDER]]]"""
 
 import sys
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,11 +57,13 @@ def on_ray(bed: Bed, script: str, timeout: float) -> Ended:
     head = f"{_RAY} --head --node-ip-address {first.address} --port 6379 --include-dashboard false {_NODE}"
     # A socket in /dev/shm has a path that is short enough.
     waits = " && ".join(f"until [ -e {sign} ]; do sleep 0.2; done" for sign in up)
-    return _run(bed, f"{head} --temp-dir /dev/shm/r && {waits} && {script}", timeout, RAY_ADDRESS=f"{first.address}:6379")
+    return _run(
+        bed, f"{head} --temp-dir /dev/shm/r && {waits} && {script}", timeout, RAY_ADDRESS=f"{first.address}:6379"
+    )
 
 
 def on_slurm(bed: Bed, script: str, timeout: float) -> Ended:
-    """Run a shell script on the first machine, once all machines are idle nodes of SLURM, each with two GPUs in name."""
+    """Run a shell script on the first machine, once all are idle nodes of SLURM, each with two GPUs in name."""
     first, *others = bed.machines
     disk, shared = bed.disk, bed.disk.parent
     key = shared / "munge.key"
@@ -80,7 +83,7 @@ def on_slurm(bed: Bed, script: str, timeout: float) -> Ended:
     return _run(bed, f"{base} && {daemons}; until {idle}; do sleep 0.5; done; {script}", timeout)
 
 
-def _start(bed: Bed, name: str, script: str, **variables: str) -> tuple[object, Path]:
+def _start(bed: Bed, name: str, script: str, **variables: str) -> tuple[subprocess.Popen[str], Path]:
     machine = next(machine for machine in bed.machines if machine.name == name)
     path = machine.folder.with_name(f"{name}.log")
     own = {"PATH": _PATH, "HOME": str(bed.disk), "SLURM_CONF": f"{bed.disk.parent}/slurm.conf"}

@@ -237,7 +237,7 @@ def start(
     *command: str,
     environments: Mapping[int, Mapping[str, str]] | None = None,
 ) -> list[tuple[subprocess.Popen[str], Path]]:
-    """As `launch`, without waiting: the processes, and the files that hold their output; nothing where ranks[i] is 0."""
+    """As `launch`, without waiting: the processes, and the files of their output; nothing where ranks[i] is 0."""
     started = []
     for index, (machine, number) in enumerate(zip(bed.machines, ranks, strict=False)):
         if not number:

@@ -1,4 +1,4 @@
-"""Training that saves after each step and resumes from the last save: `torchrun --max-restarts 3 -m`, as machines fail."""
+"""Training that saves after each step, and resumes from the last save: `torchrun --max-restarts 3 -m`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(folder: str, saves: Path, options: dict[str, Any]) -> None:
         if [rank, step, run] == [*options.get("kill", (None, None)), 0]:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = train(model, optimizer)
-        dcp.save(state_of(model, optimizer), checkpoint_id=saves / f"step-{step + 1}")
+        dcp.state_dict_saver.save(state_of(model, optimizer), checkpoint_id=saves / f"step-{step + 1}")
         if rank == 0:
             say(f"LOSS {step} {loss!r}")
     say(f"DONE {rank}")
@@ -48,13 +48,13 @@ def train(model: Any, optimizer: torch.optim.Optimizer) -> float:
     loss = model(PROMPTS, labels=PROMPTS).loss
     loss.backward()
     optimizer.step()
-    return loss.item()
+    return float(loss.item())
 
 
 def resume(model: Any, optimizer: torch.optim.Optimizer, saves: Path) -> int:
     """Load the last complete save of any number of ranks. Returns how many steps it has."""
     done = [int(path.parent.name.removeprefix("step-")) for path in saves.glob("step-*/.metadata")]
-    steps = max(model.tp_group.gather(max(done, default=0)))
+    steps = int(max(model.tp_group.gather(max(done, default=0))))
     if steps:
         state = state_of(model, optimizer)
         tp_transformers.checkpoint.load_distributed_checkpoint(state, saves / f"step-{steps}")

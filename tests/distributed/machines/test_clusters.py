@@ -1,4 +1,4 @@
-"""The examples for clusters: under real daemons of Ray and SLURM, and the commands of manifests as their pods run them."""
+"""The examples for clusters, under real daemons of Ray and SLURM, and the commands of manifests as pods run them."""
 
 from __future__ import annotations
 

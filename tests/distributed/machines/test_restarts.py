@@ -1,4 +1,4 @@
-"""torchrun's restarts: training goes on from its last save, with the losses of one process, on the machines that are left."""
+"""torchrun's restarts: training goes on from its last save, on the machines that are left, as in one process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed(cases: Any, tmp_path: Path, killed: int) -> None:
 def test_a_machine_that_vanishes_and_comes_back(cases: Any, tmp_path: Path) -> None:
     """Two machines, one, two again: 4 ranks, 2, 4.
 
-    By default, torchrun 2.13 gives a machine that joins later no address of the store: it waits for 60 seconds and fails.
+    By default, torchrun 2.13 gives a machine that joins later no address of the store: it fails after a minute.
     """
     own_store = {machine: {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} for machine in (0, 1)}
     folder, saves, steps = cases(9, 3).folder, tmp_path / "saves", 120
@@ -65,7 +65,7 @@ def test_a_machine_that_vanishes_and_comes_back(cases: Any, tmp_path: Path) -> N
     options = json.dumps({"steps": steps, "pause": 0.3})
     with Bed(tmp_path, 2) as bed:
         run = [*elastic, *JOB, folder, str(saves), options]
-        first, second = start(bed, [2, 2], *run, environments=own_store)
+        first, _ = start(bed, [2, 2], *run, environments=own_store)
         until(lambda: len(losses_in(first[1].read_text())) > 3, first[1])
         bed.machines[1].vanish()
         until(lambda: [ranks for ranks, _ in runs_in(first[1].read_text())] == [4, 2], first[1])

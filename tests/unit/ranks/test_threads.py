@@ -127,7 +127,9 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda *given, store, **named: started.append((*given, named)))
     monkeypatch.setattr(mesh, "meet", lambda url, **own: iter([(dist.HashStore(), own["rank"], own["world_size"])]))
-    monkeypatch.setattr(mesh, "connect_machines", lambda store, *own: started.append(("connect_machines", *own)) or store)
+    monkeypatch.setattr(
+        mesh, "connect_machines", lambda store, *own: started.append(("connect_machines", *own)) or store
+    )
     monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
     assert mesh._start_process_group() == "cuda"
     place = {"device_id": GPU, "rank": 3, "world_size": 4}
