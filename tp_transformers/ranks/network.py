@@ -79,19 +79,22 @@ def _meet(store: Store, rank: int, size: int, seat: Seat) -> Store:
     """
     token, asks = uuid.uuid4().hex, PrefixStore("tp_transformers/asks", store)
     if rank:
-        with _late(size, lambda: [0]):
+        with _late(size, lambda: [0] * (not asks.check([token]))):
             asks.set(str(rank), token)
             asks.wait([token], LATE)
             return _part(store, asks.get(token).decode())
-    own, deadline, missing = _part(store, token), time.monotonic() + LATE.total_seconds(), list(range(1, size))
-    with _late(size, lambda: missing):
+    own, deadline = _part(store, token), time.monotonic() + LATE.total_seconds()
+
+    def missing() -> list[int]:
+        return [peer for peer in range(1, size) if not own.check([f"seat {peer}"])]
+
+    with _late(size, missing):
         own.set("seat 0", json.dumps(seat))  # the others would miss it if another rank is late
-        while missing:
-            for peer in missing:
-                if asks.check([str(peer)]):  # it may be the key of an earlier process: ask again
+        while late := missing():
+            for peer in late:
+                if asks.check([str(peer)]):  # it may be the key of an earlier process: look again
                     asks.set(asks.get(str(peer)).decode(), token)
-            missing = [peer for peer in missing if not own.check([f"seat {peer}"])]
-            if missing and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise RuntimeError
             time.sleep(0.01)
     return own

@@ -81,3 +81,17 @@ def test_rank_0_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) ->
         _meet(dist.HashStore(), 0, 3, HEAD)
     with pytest.raises(MeshError, match="no sign of rank 0 of 3 within 0 s"):
         _meet(dist.HashStore(), 1, 3, HEAD)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_is_lost_is_not_taken_for_a_late_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(dist.Store):
+        def set(self, key: str, value: bytes) -> None:
+            raise dist.DistStoreError("its machine has gone")
+
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistStoreError("its machine has gone")
+
+    monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
+    with pytest.raises(MeshError, match="no answer of the store at which they meet: its machine has gone"):
+        _meet(Lost(), rank, 2, HEAD)
