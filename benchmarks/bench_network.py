@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.machines import Bed, obstacle
+from tests.support.machines import Bed, obstacle, wait
 
 from . import forward, machine, network
 from .bench_forward import RESULTS, summary
@@ -103,15 +103,13 @@ def run(bed: Bed, module: str, job: Any, timeout: float) -> list[dict[str, Any]]
         path = bed.disk.parent / f"{module.rpartition('.')[2]}-{rank}"
         text = json.dumps({**dataclasses.asdict(job), "rank": rank, "result": f"{path}.json"})
         own: Mapping[str, str] = {"RANK": str(rank), "WORLD_SIZE": "2"}
-        with path.with_suffix(".log").open("w") as output:
-            command = [sys.executable, "-m", module, text]
-            started.append((bed.machines[-rank].start(command, output.fileno(), **own), path))
+        started.append(bed.machines[-rank].start([sys.executable, "-m", module, text], path.with_suffix(".log"), **own))
     deadline = time.monotonic() + timeout
-    for process, path in started:
-        code = process.wait(max(0.0, deadline - time.monotonic()))
-        if code:
-            raise ProcessError(f"{module}: exit code {code}\n{path.with_suffix('.log').read_text()[-6000:]}")
-    return [json.loads(path.with_suffix(".json").read_bytes()) for _, path in started]
+    for process, log in started:
+        ended = wait(process, log, max(0.0, deadline - time.monotonic()))
+        if ended.code:
+            raise ProcessError(f"{module}: exit code {ended.code}\n{ended.output[-6000:]}")
+    return [json.loads(log.with_suffix(".json").read_bytes()) for _, log in started]
 
 
 def table(result: Mapping[str, Any]) -> str:

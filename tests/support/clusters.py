@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from .machines import Bed, Ended, wait
+from .machines import Bed, Ended, Machine, Started, wait
 
 SLURM = ("munged", "slurmctld", "slurmd", "srun")
 _PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin"))
@@ -53,7 +52,7 @@ def on_ray(bed: Bed, script: str, timeout: float) -> Ended:
     up = [f"{bed.disk.parent}/{machine.name}.up" for machine in others]
     for machine, sign in zip(others, up, strict=True):
         join = f"{_RAY} --address {first.address}:6379 --node-ip-address {machine.address} {_NODE}"
-        _start(bed, machine.name, f"until {join}; do sleep 1; done; touch {sign}; sleep {timeout}")
+        _start(bed, machine, f"until {join}; do sleep 1; done; touch {sign}; sleep {timeout}")
     head = f"{_RAY} --head --node-ip-address {first.address} --port 6379 --include-dashboard false {_NODE}"
     # A socket in /dev/shm has a path that is short enough.
     waits = " && ".join(f"until [ -e {sign} ]; do sleep 0.2; done" for sign in up)
@@ -77,20 +76,16 @@ def on_slurm(bed: Bed, script: str, timeout: float) -> Ended:
     munge = f"munged --force --key-file {key} --socket munge.socket --pid-file munge.pid --seed-file munge.seed"
     base = f"cd {disk} && mkdir -p state spool && {munge} --log-file munge.log"
     for machine in others:
-        _start(bed, machine.name, f"{base} && slurmd -D -N {machine.name}")
+        _start(bed, machine, f"{base} && slurmd -D -N {machine.name}")
     idle = f'[ "$(sinfo --noheader --Node --states idle 2> /dev/null | wc -l)" = {len(nodes)} ]'
     daemons = f"(slurmctld -D -c & slurmd -D -N {first.name} &) > daemons.log 2>&1"
     return _run(bed, f"{base} && {daemons}; until {idle}; do sleep 0.5; done; {script}", timeout)
 
 
-def _start(bed: Bed, name: str, script: str, **variables: str) -> tuple[subprocess.Popen[str], Path]:
-    machine = next(machine for machine in bed.machines if machine.name == name)
-    path = machine.folder.with_name(f"{name}.log")
+def _start(bed: Bed, machine: Machine, script: str, **variables: str) -> Started:
     own = {"PATH": _PATH, "HOME": str(bed.disk), "SLURM_CONF": f"{bed.disk.parent}/slurm.conf"}
-    with path.open("w") as output:
-        return machine.start(["sh", "-c", script], output.fileno(), **own, **variables), path
+    return machine.start(["sh", "-c", script], bed.disk.parent / f"{machine.name}.log", **own, **variables)
 
 
 def _run(bed: Bed, script: str, timeout: float, **variables: str) -> Ended:
-    process, path = _start(bed, bed.machines[0].name, script, **variables)
-    return wait(process, path, timeout)
+    return wait(*_start(bed, bed.machines[0], script, **variables), timeout)

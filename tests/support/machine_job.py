@@ -70,14 +70,16 @@ def say(line: str) -> None:
 def train(model: Any, steps: int) -> list[float]:
     """The losses of some steps of SGD on one batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(PROMPTS, labels=PROMPTS).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [step(model, optimizer) for _ in range(steps)]
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    """Take one step; returns its loss."""
+    optimizer.zero_grad()
+    loss = model(PROMPTS, labels=PROMPTS).loss
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
 
 
 if __name__ == "__main__":

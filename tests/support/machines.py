@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from .cable import Cable
 
 ROOT = Path(__file__).parents[2]
 PORT = 29500
 """Where the ranks of a launch meet, on the first machine."""
+Started = tuple[subprocess.Popen[str], Path]
+"""A process, and the file with its output."""
 APART = "apart"
 """An interface of each machine, in a network of its own."""
 _APART = "10.78.0.1"
@@ -74,21 +76,22 @@ class Machine:
     """The program that delays its packets, if asked for."""
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def start(self, command: Sequence[str], output: IO[str] | int, **environment: str) -> subprocess.Popen[str]:
-        """Start a command on this machine. Its processes end with it."""
+    def start(self, command: Sequence[str], log: Path, **environment: str) -> Started:
+        """Start a command on this machine. Its processes end with it; `log` gets their output."""
         inside = ["sh", "-c", SETUP, "sh", self.name, self.boot_id, self.hosts, self.folder, self.disk, *command]
         outside = ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork"]
-        process = subprocess.Popen(
-            [*outside, "--kill-child", "--mount-proc", *map(str, inside)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        )
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*outside, "--kill-child", "--mount-proc", *map(str, inside)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+            )
         self.processes.append(process)
-        return process
+        return process, log
 
     def vanish(self) -> None:
         """Kill all processes, as a power cut does; nothing is said to the others."""
@@ -236,8 +239,8 @@ def start(
     ranks: Sequence[int],
     *command: str,
     environments: Mapping[int, Mapping[str, str]] | None = None,
-) -> list[tuple[subprocess.Popen[str], Path]]:
-    """As `launch`, without waiting: the processes, and the files of their output; nothing where ranks[i] is 0."""
+) -> list[Started]:
+    """As `launch`, without waiting; nothing is started where ranks[i] is 0."""
     started = []
     for index, (machine, number) in enumerate(zip(bed.machines, ranks, strict=False)):
         if not number:
@@ -246,9 +249,8 @@ def start(
         torchrun += ["--nproc-per-node", str(number), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
         torchrun += ["--rdzv-endpoint", bed.meeting]
         path = machine.folder.with_name(f"{machine.name}-{len(machine.processes)}.log")
-        with path.open("w") as output:
-            variables: dict[str, Any] = dict((environments or {}).get(index, {}))
-            started.append((machine.start([*torchrun, *command], output.fileno(), **variables), path))
+        variables: dict[str, Any] = dict((environments or {}).get(index, {}))
+        started.append(machine.start([*torchrun, *command], path, **variables))
     return started
 
 

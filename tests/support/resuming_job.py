@@ -15,8 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import tp_transformers
-from tests.support.machine_job import say
-from tests.support.models import PROMPTS, load
+from tests.support.machine_job import say, step
+from tests.support.models import load
 
 RATE = 1e-3
 
@@ -31,24 +31,15 @@ def main(folder: str, saves: Path, options: dict[str, Any]) -> None:
     first = resume(model, optimizer, saves)
     run, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
     say(f"RESUMED {rank} {dist.get_world_size()} {first}")
-    for step in range(first, options["steps"]):
+    for number in range(first, options["steps"]):
         time.sleep(options.get("pause", 0.0))
-        if [rank, step, run] == [*options.get("kill", (None, None)), 0]:
+        if [rank, number, run] == [*options.get("kill", (None, None)), 0]:
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = train(model, optimizer)
-        dcp.state_dict_saver.save(state_of(model, optimizer), checkpoint_id=saves / f"step-{step + 1}")
+        loss = step(model, optimizer)
+        dcp.state_dict_saver.save(state_of(model, optimizer), checkpoint_id=saves / f"step-{number + 1}")
         if rank == 0:
-            say(f"LOSS {step} {loss!r}")
+            say(f"LOSS {number} {loss!r}")
     say(f"DONE {rank}")
-
-
-def train(model: Any, optimizer: torch.optim.Optimizer) -> float:
-    """Take one step; returns its loss."""
-    optimizer.zero_grad()
-    loss = model(PROMPTS, labels=PROMPTS).loss
-    loss.backward()
-    optimizer.step()
-    return float(loss.item())
 
 
 def resume(model: Any, optimizer: torch.optim.Optimizer, saves: Path) -> int:

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.clients import CLIENTS, EXAMPLES, Inputs, difference, outcome
 from tests.support.clusters import missing_for_ray, missing_for_slurm, on_ray, on_slurm
 from tests.support.comparisons import relative_errors, worst
-from tests.support.machines import Bed, Ended, obstacle, wait
+from tests.support.machines import Bed, Ended, Started, obstacle, wait
 
 pytestmark = [
     pytest.mark.distributed,
@@ -155,11 +154,9 @@ def in_a_pod(command: Sequence[str], model: Path, changes: Mapping[str, str]) ->
     return [part for each in command for part in named.get(each, [changes.get(each, each)])]
 
 
-def started_on(bed: Bed, index: int, command: list[str], exported: Mapping[str, str]) -> tuple[Any, Path]:
-    """A command that has been started on a machine, and the file with its output."""
-    path = bed.disk.parent / f"{index}.log"
-    with path.open("w") as output:
-        return bed.machines[index].start(command, output.fileno(), **exported), path
+def started_on(bed: Bed, index: int, command: list[str], exported: Mapping[str, str]) -> Started:
+    """A command that has been started on a machine."""
+    return bed.machines[index].start(command, bed.disk.parent / f"{index}.log", **exported)
 
 
 def check_all(ended: list[Ended], hooks: str) -> None:

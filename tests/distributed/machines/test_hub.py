@@ -30,8 +30,7 @@ def test_a_model_of_the_hub(cases: Any, tmp_path: Path, streams: bool) -> None:
         stop, log = tmp_path / "stop", tmp_path / "hub.log"
         server = f"{sys.executable} -m tests.support.hub_server --host {bed.machines[2].address} --other-name m2"
         serve = f"(until [ -e {stop} ]; do sleep 0.2; done) | {server} --folder {case.folder} --repository {NAME}"
-        with log.open("w") as output:
-            hub = bed.machines[2].start(["sh", "-c", serve], output.fileno())
+        hub, _ = bed.machines[2].start(["sh", "-c", serve], log)
         while not (endpoint := log.read_text().strip()):
             assert hub.poll() is None
             time.sleep(0.1)

@@ -119,8 +119,7 @@ def test_ranks_that_take_turns_over_machines(cases: Any, tmp_path: Path) -> None
             job = [sys.executable, *JOB, case.folder, str(bed.disk)]
             options = json.dumps({"steps": 3, "config": {"tp_size": 2, "dp_replicate_size": 2}})
             log = tmp_path / f"{rank}.log"
-            with log.open("w") as output:
-                started.append((machine.start([*job, options], output.fileno(), **own, **meeting), log))
+            started.append(machine.start([*job, options], log, **own, **meeting))
         ended = [wait(process, log, 120) for process, log in started]
         assert [rank.code for rank in ended] == [0] * 4, "\n".join(rank.output for rank in ended)
         check(

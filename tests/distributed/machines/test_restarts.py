@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.support.machine_job import step
 from tests.support.machines import Bed, obstacle, start, wait
-from tests.support.resuming_job import RATE, train
+from tests.support.resuming_job import RATE
 
 pytestmark = [
     pytest.mark.distributed,
@@ -26,7 +27,7 @@ JOB = ("-m", "tests.support.resuming_job")
 def losses_of_one_process(folder: str, steps: int) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    return [train(model, optimizer) for _ in range(steps)]
+    return [step(model, optimizer) for _ in range(steps)]
 
 
 def losses_in(output: str) -> dict[int, float]:
