@@ -10,9 +10,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -113,16 +113,17 @@ class Checkout:
         }
 
     def journeys(self) -> Figures:
-        """Calls from file to file during a load in one process, and those into a file that was left before."""
+        """Files and folders of a load in one process, as it runs and as a reader follows it: each function once."""
         found: Figures = {}
-        for name, files in self._traces()["journeys"].items():
-            visits, seen, back = Counter(files), set[str](), Counter[tuple[str, str]]()
-            for left, entered in pairwise(files):
-                seen.add(left)
-                back[left, entered] += entered in seen
-            found[f"journey through {name}"] = (
-                f"{len(visits)} files, {back.total()} times back to one that was left, by {len(+back)} ways: "
-                + " ".join(file if count == 1 else f"{file}*{count}" for file, count in visits.items())
+        for name, calls in self._traces()["journeys"].items():
+            runs = [file for file, _ in calls]
+            reads = [file for file, _ in dict.fromkeys(map(tuple, calls))]
+            for way, files in (("as it runs", runs), ("as it is read", reads)):
+                folders = [str(Path(file).parent) for file in files]
+                found[f"{name}, {way}"] = f"{_returns(files)} files, {_returns(folders)} folders"
+            visits = Counter(file for file, _ in groupby(reads))
+            found[f"  files of {name}"] = " ".join(
+                file if count == 1 else f"{file}*{count}" for file, count in visits.items()
             )
         return found
 
@@ -153,6 +154,12 @@ class Checkout:
                     for alias in node.names:
                         if f"{module}.{alias.name}" not in public and alias.name not in public.get(module, ()):
                             yield module, alias.name
+
+
+def _returns(places: Iterable[str]) -> str:
+    """How often a journey through `places` comes back to one that it had left, and how many places it has."""
+    stays = [place for place, _ in groupby(places)]
+    return f"{len(stays) - len(set(stays))} times back in {len(set(stays))}"
 
 
 def _lines(path: Path) -> int:

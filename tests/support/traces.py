@@ -89,9 +89,9 @@ def forwards(folder: str) -> dict[str, Lines]:
     return found
 
 
-def journey(function: Callable[[], object], begins: CodeType) -> list[str]:
-    """Files of the package in the order of the calls into them, while a frame of `begins` is on the stack."""
-    visited: list[str] = []
+def journey(function: Callable[[], object], begins: CodeType) -> list[tuple[str, str]]:
+    """(file, function) of the package in the order of the calls, while a frame of `begins` is on the stack."""
+    visited: list[tuple[str, str]] = []
     outermost: list[FrameType] = []
 
     def profile(frame: FrameType, event: str, arg: object) -> None:
@@ -100,15 +100,15 @@ def journey(function: Callable[[], object], begins: CodeType) -> list[str]:
         elif event == "call":
             if not outermost and frame.f_code is begins:
                 outermost.append(frame)
-            if outermost and frame.f_code.co_filename.startswith(ROOT):
-                visited.append(frame.f_code.co_filename.removeprefix(ROOT))
+            if outermost and (code := frame.f_code).co_filename.startswith(ROOT):
+                visited.append((code.co_filename.removeprefix(ROOT), f"{code.co_name}:{code.co_firstlineno}"))
 
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return [file for file, _ in groupby(visited)]
+    return [call for call, _ in groupby(visited)]
 
 
 def main() -> None:
