@@ -1,9 +1,9 @@
 """Two ranks on two machines, by the network between them: `python -m benchmarks.bench_network`.
 
 The machines are network namespaces of this one (`tests/support/machines.py`: root, Linux and iproute2), with a cable of
-a given rate between them; each rank has one thread. Decode and training steps are timed by `benchmarks.forward`, with
-transformers' own tensor parallelism beside this package in the same processes. Sums of a token and of a prompt are
-timed alone.
+a given rate and delay between them; each rank has one thread. Decode and training steps are timed by
+`benchmarks.forward`, with transformers' own tensor parallelism beside this package in the same processes. Round trips,
+and sums of a token and of a prompt, are timed alone.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ class Network:
     title: str
     machines: int = 2
     rate: str = ""
+    delay: float = 0.0
+    """Seconds by which each packet is held back. The program that does so adds some 20 us."""
 
 
 NETWORKS = {
     "none": Network("one machine", 1),
-    "10gbit": Network("10 Gbit/s", rate="10gbit"),
-    "1gbit": Network("1 Gbit/s", rate="1gbit"),
+    "10gbit": Network("10 Gbit/s, 0.05 ms", rate="10gbit", delay=1e-9),
+    "1gbit": Network("1 Gbit/s, 0.2 ms", rate="1gbit", delay=6e-5),
 }
 SCENARIOS = ("decode", "training step")
+SHOWN = {"round trip": 2, "token": 2, "prompt": 0}
+"""Time without a model -> digits of its milliseconds."""
 
 
 def main() -> int:
@@ -77,8 +81,8 @@ def measure(between: Network, arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds of the sums and of the scenarios, with `between` as network."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        with Bed(folder, between.machines, rate=between.rate) as bed:
-            sums = run(bed, "benchmarks.network", network.Job(f"{folder}/sums", 2, 0), arguments.timeout)
+        with Bed(folder, between.machines, rate=between.rate, delay=between.delay) as bed:
+            alone = run(bed, "benchmarks.network", network.Job(f"{folder}/alone", 2, 0), arguments.timeout)
             job = forward.Job(
                 model="llama",
                 folder=scratch,
@@ -93,7 +97,7 @@ def measure(between: Network, arguments: argparse.Namespace) -> dict[str, Any]:
                 cores=1,
             )
             ranks = run(bed, "benchmarks.forward", job, arguments.timeout)
-    return {"sums": {name: max(rank[name] for rank in sums) for name in network.SUMS}, **summary(ranks)}
+    return {"alone": {name: max(rank[name] for rank in alone) for name in alone[0]}, **summary(ranks)}
 
 
 def run(bed: Bed, module: str, job: Any, timeout: float) -> list[dict[str, Any]]:
@@ -115,20 +119,22 @@ def run(bed: Bed, module: str, job: Any, timeout: float) -> list[dict[str, Any]]
 def table(result: Mapping[str, Any]) -> str:
     """A Markdown table of all networks; the machine and versions are below it."""
     lines = [
-        "| network | a sum of 8 KB | of 16 MB | scenario | here | transformers by here | one process by here |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| network | round trip | a sum of 8 KB | of 16 MB | scenario | here | transformers by here "
+        "| one process by here |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, found in result["networks"].items():
-        sums = f"{found['sums']['token'] * 1e3:.2f} ms | {found['sums']['prompt'] * 1e3:.0f} ms"
+        alone = [f"{found['alone'][name] * 1e3:.{digits}f} ms" for name, digits in SHOWN.items()]
         for scenario, at in found["scenarios"].items():
             ours = at["seconds"]["ours"]["median"] * 1e3 / (8 if scenario == "decode" else 1)
             ratios = " | ".join(shown_spread(at["ratios"][side]) for side in ("native", "alone"))
-            lines.append(f"| {NETWORKS[name].title} | {sums} | {scenario} | {ours:.1f} ms | {ratios} |")
+            lines.append(f"| {' | '.join([NETWORKS[name].title, *alone, scenario])} | {ours:.1f} ms | {ratios} |")
     widths = ", ".join(f"{name} {number}" for name, number in forward.WIDTHS[result["widths"]].items())
     remarks = [
         "two ranks of one thread, each on a machine of its own, but in the first rows; one process: of one thread, too",
         "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster. Decode: of one token",
-        "the sums are gloo's, alone; the rate is that of `tc tbf`, the delay that of this machine, with nothing added",
+        "round trips and sums are gloo's, alone; the rate is that of `tc tbf`; a program between two TAP devices holds "
+        "packets back, so that a bare TCP round trip takes as long as the first column says",
         f"{result['rounds']} rounds, the sides in turn, the slowest rank; {result['machine']['date']}",
         f"{widths}; fp32",
         shown_machine(result["machine"]),

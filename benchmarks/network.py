@@ -1,4 +1,4 @@
-"""One rank of `bench_network`: `python -m benchmarks.network JOB` times sums over the network alone."""
+"""One rank of `bench_network`: `python -m benchmarks.network JOB` times gloo's messages and sums alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Job:
 
 
 def main() -> None:
-    """Run the job in argv, and write the median seconds of each sum."""
+    """Run the job in argv, and write the median seconds of a round trip and of each sum."""
     job = Job(**json.loads(sys.argv[1]))
     dist.init_process_group("gloo", store=dist.FileStore(job.store, job.size), rank=job.rank, world_size=job.size)
-    found = {}
+    found = {"round trip": round_trip(job.rank)}
     for name, (nbytes, times) in SUMS.items():
         values, seconds = torch.ones(nbytes // 4), []
         for _ in range(times):
@@ -41,6 +41,17 @@ def main() -> None:
         found[name] = statistics.median(seconds)
     Path(job.result).write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+
+
+def round_trip(rank: int, times: int = 500) -> float:
+    """Median seconds of a number's way from rank 0 to rank 1 and back."""
+    number, seconds = torch.ones(1), []
+    for _ in range(times):
+        began = time.perf_counter()
+        for step in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
+            step(number, 1 - rank)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 if __name__ == "__main__":

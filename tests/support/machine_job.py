@@ -44,7 +44,7 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
         kind, target = options["save"]
         tp_transformers.save_sharded(model, target) if kind == "sharded" else model.save_pretrained(target)
     seen["losses"] = train(model, options.get("steps", 0))
-    seen["machine"], seen["rank"] = socket.gethostname(), model.tp_group.rank
+    seen["machine"], seen["rank"], seen["time"] = socket.gethostname(), model.tp_group.rank, time.time()
     seen["transport"] = type(memory_of(model.tp_group.process_group)).__name__
     torch.save(seen, Path(results, f"{dist.get_rank()}.pt"))
 

@@ -3,8 +3,8 @@
     machine m0 ─ eth0 ─ cable ─┐
     machine m1 ─ eth0 ─ cable ─┴─ a bridge in a namespace that no machine sees
 
-Needs root, Linux and iproute2. A cable is a veth pair, with a rate on request (`tc tbf`), or a program that holds back
-and loses packets (`cable.py`), since few kernels have `tc netem`.
+Needs root, Linux and iproute2. A cable is a veth pair, with a rate on request (`tc tbf`). That of m0 may be a program
+that holds back and loses packets (`cable.py`), since few kernels have `tc netem`.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Bed:
         folder: an empty folder for what the machines have.
         number: how many machines.
         rate: of each cable, as `tc` takes it ("1gbit"); "" for as fast as this machine is.
-        delay: seconds by which each cable holds back a packet.
-        loss: the share of packets that each cable loses.
+        delay: seconds by which a packet from or to the first machine is held back.
+        loss: the share of these packets that are lost.
         names: the address that a machine's own name means to itself: the one at which others reach it; "loopback":
             127.0.1.1, as Debian installs it; "apart": that of an interface in a network of no other machine.
         only_ipv6: no IPv4 address but the loopback's.
@@ -178,7 +178,7 @@ class Bed:
 
     def _connect(self, machine: Machine) -> None:
         _run("ip", "netns", "add", machine.namespace)
-        if self._delay or self._loss:
+        if machine is self.machines[0] and (self._delay or self._loss):
             machine.cable = Cable(machine.namespace, self._name, machine.device, self._delay, self._loss)
         else:
             inside = ["eth0", "netns", machine.namespace]
@@ -221,16 +221,16 @@ def launch(
     ranks: Sequence[int],
     *command: str,
     timeout: float = 120.0,
-    environments: Mapping[int, Mapping[str, str]] | None = None,
+    **starting: Any,
 ) -> list[Ended]:
     """Run torchrun on the machines of `bed`, with `ranks[i]` ranks on the i-th, and wait until all have ended.
 
     Args:
         command: what each rank runs, as torchrun takes it.
         timeout: seconds after which those that still run are killed; their code is -9.
-        environments: {machine: variables}.
+        starting: options of `start`.
     """
-    started = start(bed, ranks, *command, environments=environments)
+    started = start(bed, ranks, *command, **starting)
     return [wait(process, output, timeout) for process, output in started]
 
 
@@ -239,15 +239,25 @@ def start(
     ranks: Sequence[int],
     *command: str,
     environments: Mapping[int, Mapping[str, str]] | None = None,
+    numbered: bool = False,
 ) -> list[Started]:
-    """As `launch`, without waiting; nothing is started where ranks[i] is 0."""
+    """As `launch`, without waiting; nothing is started where ranks[i] is 0.
+
+    Args:
+        environments: {machine: variables}.
+        numbered: number the machines in torchrun's arguments, in place of a rendezvous.
+    """
     started = []
     for index, (machine, number) in enumerate(zip(bed.machines, ranks, strict=False)):
         if not number:
             continue
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(sum(map(bool, ranks)))]
-        torchrun += ["--nproc-per-node", str(number), "--rdzv-backend", "c10d", "--rdzv-id", "test"]
-        torchrun += ["--rdzv-endpoint", bed.meeting]
+        torchrun += ["--nproc-per-node", str(number)]
+        if numbered:
+            meeting = ["--master-addr", bed.machines[0].address, "--master-port", str(PORT)]
+            torchrun += ["--node-rank", str(index), *meeting]
+        else:
+            torchrun += ["--rdzv-backend", "c10d", "--rdzv-id", "test", "--rdzv-endpoint", bed.meeting]
         path = machine.folder.with_name(f"{machine.name}-{len(machine.processes)}.log")
         variables: dict[str, Any] = dict((environments or {}).get(index, {}))
         started.append(machine.start([*torchrun, *command], path, **variables))

@@ -99,8 +99,8 @@ def test_a_link_that_stalls_for_long(cases: Any, tmp_path: Path) -> None:
 
 
 def test_a_slow_network_that_loses_packets(cases: Any, tmp_path: Path) -> None:
-    """Each of the two cables holds packets back for 50 ms in each direction, and loses one of a hundred."""
-    with Bed(tmp_path, 2, delay=0.05, loss=0.01) as bed:
+    """In each direction, packets are held back for 100 ms, and two of a hundred are lost."""
+    with Bed(tmp_path, 2, delay=0.1, loss=0.02) as bed:
         running = Running(bed, [1, 1], cases(9, 3).folder, 20)
         ended = running.wait(0, 1)
         assert [one.code for one in ended] == [0, 0], running.outputs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,48 @@ def test_ipv6(cases: Any, tmp_path: Path) -> None:
     case = cases(9, 3)
     with Bed(tmp_path, 2, only_ipv6=True) as bed:
         check(results(bed, run(bed, [2, 1], case.folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
+
+
+LATER = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    long failed = syscall(SYS_clock_gettime, clock, now);
+    if (!failed && clock == CLOCK_REALTIME) now->tv_sec += 3600;
+    return failed;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    now->tv_sec = precise.tv_sec, now->tv_usec = precise.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *now) {
+    struct timespec precise;
+    clock_gettime(CLOCK_REALTIME, &precise);
+    return now ? (*now = precise.tv_sec) : precise.tv_sec;
+}
+"""
+"""The clock of a machine that is an hour ahead."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_clocks_an_hour_apart(cases: Any, tmp_path: Path) -> None:
+    """Torchrun's own rendezvous takes a machine for lost if it was last heard of 15 seconds ago, by its clock."""
+    case = cases(9, 3)
+    source, library = tmp_path / "later.c", tmp_path / "later.so"
+    source.write_text(LATER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
+    with Bed(tmp_path, 2) as bed:
+        later = {"LD_PRELOAD": str(library)}
+        ended = run(bed, [2, 1], case.folder, {"steps": 3}, numbered=True, environments={1: later})
+        found = results(bed, ended, [2, 1])
+        check(found, case, alone(case, 3))
+        assert 3500 < found[2]["time"] - found[0]["time"] < 3700
 
 
 CROSSING = "the tp axis crosses machines"
