@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as meet
 
 from ..errors import MeshError
 from ..logs import get_logger
-from .environment import launcher, local_device, rendezvous
+from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
-from .network import connect_machines
+from .network import connect_machines, find_store
 from .shared_memory.joining import share
 from .watching.waits import PATIENCE
 
@@ -152,7 +151,7 @@ def _start_process_group() -> str:
 def _start(backend: str, device: torch.device | None) -> None:
     """Start the default process group, once the machines of the ranks have found one another."""
     with _late_ranks_logged():
-        store, rank, size = next(meet("env://", **rendezvous()))
+        store, rank, size = find_store()
         store = PrefixStore("default_pg", connect_machines(store, rank, size))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
 

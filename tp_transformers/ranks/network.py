@@ -20,11 +20,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as meet
 
 from ..errors import MeshError
 from ..logs import get_logger
-from .environment import firsts_of, host_of, local_size, node_name
+from .environment import firsts_of, host_of, local_size, node_name, rendezvous
 from .group import TensorParallelGroup
 from .sockets import address_of, limit_silence
 
@@ -47,6 +49,25 @@ class Seat(NamedTuple):
     """Its own end of its connection to the store; "" if unknown."""
     store: str
     """The other end."""
+
+
+def find_store() -> tuple[Store, int, int]:
+    """The store where the ranks meet, the rank of this process, and the number of ranks, by a launcher's environment.
+
+    Raises MeshError if the environment has no address of a store, or if it does not answer within LATE.
+    """
+    place = rendezvous()
+    try:
+        found: tuple[Store, int, int] = next(meet("env://", timeout=LATE, **place))
+        return found
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MeshError(
+            f"rank {place['rank']}",
+            got=f"no store at {address}: {str(error).splitlines()[0]}",
+            expected=f"one within {LATE.total_seconds():.0f} s, made by rank 0, or by torchrun on the first machine",
+            fix="Start all machines again; MASTER_ADDR has to be a name or an address that each of them reaches.",
+        ) from error
 
 
 def connect_machines(store: Store, rank: int, size: int) -> Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from tp_transformers.errors import MeshError
 from tp_transformers.ranks import network
-from tp_transformers.ranks.network import INTERFACE, Seat, _addresses, _choose, _exchange, _meet
+from tp_transformers.ranks.network import INTERFACE, Seat, _addresses, _choose, _exchange, _meet, find_store
 
 HEAD, OTHER = Seat("m0 a", "127.0.1.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
 NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1", "10.0.0.2"]}
@@ -50,6 +51,17 @@ def test_an_address_of_no_interface_is_left_to_gloo() -> None:
 def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "127.0.0.1" in _addresses("lo")
     assert _addresses("no such one") == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_a_store_that_nobody_made(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.setattr(network, "LATE", timedelta(seconds=1))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(MeshError, match=f"rank 1: got no store at {host}:{port}"):
+        find_store()
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
