@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tp_transformers.checkpoint.reading import jobs, memory, prefetch, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.ranks import mesh
+from tp_transformers.ranks import mesh, network
 from tp_transformers.ranks.group import TensorParallelGroup
 
 GPU = torch.device("cuda", 1)
@@ -126,7 +126,9 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     monkeypatch.setattr(device, "current_device", lambda: 0, raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda *given, store, **named: started.append((*given, named)))
-    monkeypatch.setattr(mesh, "meet", lambda url, **own: iter([(dist.HashStore(), own["rank"], own["world_size"])]))
+    monkeypatch.setattr(
+        network, "meet", lambda url, rank, world_size, **_: iter([(dist.HashStore(), rank, world_size)])
+    )
     monkeypatch.setattr(
         mesh, "connect_machines", lambda store, *own: started.append(("connect_machines", *own)) or store
     )
