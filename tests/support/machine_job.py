@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import sys
@@ -23,9 +24,15 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
     """Load the model in `folder`, save to `results`/rank.pt what it computes.
 
     `options`: "load", arguments of the load; "config", those of a DistributedConfig in place of a plan; "steps" of SGD;
-    "release", (machine, library, its release there); "seconds" of forwards in place of all else;
-    "save", (kind, folder).
+    "release", (machine, library, its release there); "save", (kind, folder). In place of all else: "seconds" of
+    forwards; "call", (module, function, its arguments after the folder).
     """
+    if "call" in options:
+        module, function, others = options["call"]
+        torch.save(
+            getattr(importlib.import_module(module), function)(folder, *others), Path(results, f"{dist.get_rank()}.pt")
+        )
+        return
     arguments = options.get("load", {})
     machine, library, release = options.get("release", ("", "", ""))
     if machine == socket.gethostname():

@@ -121,7 +121,7 @@ class Bed:
         delay: seconds by which a packet from or to the first machine is held back.
         loss: the share of these packets that are lost.
         names: the address that a machine's own name means to itself: the one at which others reach it; "loopback":
-            127.0.1.1, as Debian installs it; "apart": that of an interface in a network of no other machine.
+            127.0.1.1 alone, as Debian installs it; "apart": that of an interface in a network of no other machine too.
         only_ipv6: no IPv4 address but the loopback's.
     """
 
@@ -139,7 +139,7 @@ class Bed:
         self.disk = folder / "disk"
         self.disk.mkdir()
         self._name = f"tpt{uuid.uuid4().hex[:6]}"
-        self._rate, self._delay, self._loss = rate, delay, loss
+        self._rate, self._delay, self._loss, self._names = rate, delay, loss, names
         self.machines: list[Machine] = []
         hosts_of_all = [f"m{index}" for index in range(number)]
         for index, name in enumerate(hosts_of_all):
@@ -150,15 +150,19 @@ class Bed:
             addresses = [f"fd77::{peer + 1}" if only_ipv6 else f"10.77.0.{peer + 1}" for peer in range(number)]
             lines = ["127.0.0.1 localhost", "::1 localhost"]
             lines += {"reached": [], "loopback": [f"127.0.1.1 {name}"], "apart": [f"{_APART} {name}"]}[names]
-            lines += [f"{address} {host}" for address, host in zip(addresses, hosts_of_all, strict=True)]
+            lines += [
+                f"{address} {host}"
+                for address, host in zip(addresses, hosts_of_all, strict=True)
+                if names != "loopback" or host != name
+            ]
             hosts.write_text("\n".join(lines) + "\n")
             namespace, device = f"{self._name}-{name}", f"port{index}"
             self.machines.append(Machine(name, namespace, addresses[index], own, boot_id, hosts, self.disk, device))
 
     @property
     def meeting(self) -> str:
-        """The endpoint of a rendezvous on the first machine."""
-        address = self.machines[0].address
+        """The endpoint of a rendezvous on the first machine: its name, if torchrun there cannot tell its address."""
+        address = self.machines[0].name if self._names == "loopback" else self.machines[0].address
         return f"[{address}]:{PORT}" if ":" in address else f"{address}:{PORT}"
 
     def __enter__(self) -> Bed:

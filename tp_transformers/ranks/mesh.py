@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -19,9 +15,8 @@ from ..errors import MeshError
 from ..logs import get_logger
 from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
-from .network import connect_machines, find_store
+from .network import connect_machines, find_store, late_ranks_logged
 from .shared_memory.joining import share
-from .watching.waits import PATIENCE
 
 logger = get_logger(__name__)
 
@@ -150,24 +145,10 @@ def _start_process_group() -> str:
 
 def _start(backend: str, device: torch.device | None) -> None:
     """Start the default process group, once the machines of the ranks have found one another."""
-    with _late_ranks_logged():
+    with late_ranks_logged():
         store, rank, size = find_store()
         store = PrefixStore("default_pg", connect_machines(store, rank, size))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
-
-
-@contextmanager
-def _late_ranks_logged() -> Iterator[None]:
-    """Log that the process group waits for other ranks, once PATIENCE seconds have passed."""
-    rank, address = os.environ.get("RANK", "?"), os.environ.get("MASTER_ADDR", "?")
-    line = "rank %s has waited %d s for the other ranks to start: do all of them run, and reach %s?"
-    timer = threading.Timer(PATIENCE, logger.warning, (line, rank, PATIENCE, address))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _stop_process_group() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from ..logs import get_logger
 from .environment import firsts_of, host_of, local_size, node_name, rendezvous
 from .group import TensorParallelGroup
 from .sockets import address_of, limit_silence
+from .watching.waits import PATIENCE
 
 logger = get_logger(__name__)
 
@@ -49,6 +51,31 @@ class Seat(NamedTuple):
     """Its own end of its connection to the store; "" if unknown."""
     store: str
     """The other end."""
+
+
+@contextmanager
+def late_ranks_logged() -> Iterator[None]:
+    """Log that this rank waits for the store or for other ranks, once PATIENCE seconds have passed."""
+    timer = threading.Timer(PATIENCE, _log_late_ranks)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _log_late_ranks() -> None:
+    rank, host, port = (os.environ.get(name, "?") for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
+    try:
+        socket.getaddrinfo(host, None)
+        where = f"do all of them run, and reach {host}:{port}, which a firewall has to admit?"
+    except OSError as error:
+        where = (
+            f"this machine knows no address of {host} ({error}). torchrun exports the first machine's own name: start it "
+            "there with --local-addr, and an address that all machines reach"
+        )
+    logger.warning("rank %s has waited %d s for the other ranks to start: %s", rank, PATIENCE, where)
 
 
 def find_store() -> tuple[Store, int, int]:
@@ -131,20 +158,23 @@ def _connect(store: Store, rank: int, seats: list[Seat]) -> None:
     firsts = firsts_of([seat.machine for seat in seats])
     if len(firsts) == 1:
         return
-    address = _choose(seats, rank)
+    addresses = _choose(seats, rank)
     with ExitStack() as stack:
-        doors = _exchange(store, "door", (address, _listen(address, stack) if rank in firsts else 0), rank, size)
+        own = [(address, _listen(address, stack)) for address in addresses] if rank in firsts else []
+        doors = _exchange(store, "door", own, rank, size)
         others = [index for index in firsts if index != rank] if rank in firsts else []
-        failed = [(index, why) for index in others if (why := _fails(*doors[index]))]
+        tried = [(index, address, _fails(address, port)) for index in others for address, port in doors[index]]
+        failed = [each for each in tried if each[-1]]
         for source, targets in enumerate(_exchange(store, "failed", failed, rank, size)):
-            for target, why in targets:
+            for target, address, why in targets:
+                asked = f"no connection to {address} from that of rank {source} ({host_of(seats[source].machine)}): "
                 raise MeshError(
                     f"the machine of rank {target} ({host_of(seats[target].machine)})",
-                    got=f"no connection to {doors[target][0]} from that of rank {source} "
-                    f"({host_of(seats[source].machine)}): {why}",
+                    got=f"{asked if address else ''}{why}",
                     expected="machines that reach one another at any port",
                     fix=f"On each machine, export {INTERFACE}=, the name of its interface in the network between them "
-                    "(ip address lists them); a firewall has to admit all ports.",
+                    "(ip address lists them; gloo takes the first address of an interface, IPv4 before IPv6); a "
+                    "firewall has to admit all ports.",
                 )
 
 
@@ -164,27 +194,32 @@ def warn_of_crossing(group: TensorParallelGroup) -> None:
         )
 
 
-def _choose(seats: list[Seat], rank: int) -> str:
-    """The address of this machine to the others; sets INTERFACE if one of its interfaces has it."""
-    named = os.environ.get(INTERFACE)
-    if named:
-        return next((address for name in named.split(",") for address in _addresses(name)), "")
-    own = seats[rank]
-    address = own.address
-    if address == own.store:  # the store's machine, which may have other addresses
-        address = next((seat.store for seat in seats if seat.machine != own.machine), "")
-    interface = next((name for _, name in socket.if_nameindex() if address in _addresses(name)), None)
-    if interface is None:  # for instance the address of a service that forwards to this machine
-        with suppress(OSError):
-            address = socket.gethostbyname(socket.gethostname())
-        return address
-    os.environ[INTERFACE] = interface
-    logger.info("rank %d reaches the other machines through %s (%s)", rank, interface, address)
-    return address
+def _choose(seats: list[Seat], rank: int) -> list[str]:
+    """The address of this machine at which gloo listens, for each name in INTERFACE; sets that unless it is set.
+
+    An address is "" if the interface has none.
+    """
+    names = os.environ.get(INTERFACE)
+    if not names:
+        address, other_end = seats[rank].address, seats[rank].store
+        if address == other_end or any(map(_is_loopback, (address, other_end))):  # the store's own machine
+            address = next((seat.store for seat in seats if seat.machine != seats[rank].machine), "")
+        names = next((name for _, name in socket.if_nameindex() if address in _addresses(name)), None)
+        if names is None:  # for instance the address of a service that forwards to this machine
+            with suppress(OSError):
+                address = socket.gethostbyname(socket.gethostname())
+            return [address]
+        os.environ[INTERFACE] = names
+        logger.info("rank %d reaches the other machines through %s (%s)", rank, names, address)
+    return [next(iter(_addresses(name)), "") for name in names.split(",")]
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
 def _addresses(interface: str) -> list[str]:
-    """The addresses of an interface, without those of its link."""
+    """The addresses of an interface in the order in which gloo looks at them, without those of its link."""
     import fcntl
 
     found = []
@@ -212,7 +247,7 @@ def _listen(address: str, stack: ExitStack) -> int:
 def _fails(address: str, port: int) -> str:
     """The reason why no connection can be made; "" if one can."""
     if not address:
-        return f"no interface that its {INTERFACE} names has an address"
+        return f"no address of an interface that its {INTERFACE} names"
     try:
         socket.create_connection((address, port), timeout=SECONDS).close()
     except OSError as error:
@@ -251,5 +286,5 @@ def _late(size: int, missing: Callable[[], list[int]]) -> Iterator[None]:
             "the ranks",
             got=got if late else f"no answer of the store at which they meet: {error}",
             expected="all of them to start",
-            fix=f"Look for an error on {where}; start all machines again.",
+            fix=f"Look for an error on {where}; start all machines again. A firewall has to admit all ports.",
         ) from error

@@ -85,6 +85,16 @@ def test_ipv6(cases: Any, tmp_path: Path) -> None:
         check(results(bed, run(bed, [2, 1], case.folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
 
 
+@pytest.mark.slow
+def test_a_machine_without_ipv4(cases: Any, tmp_path: Path) -> None:
+    """The store is reached by IPv6; of the other's interface, gloo takes the IPv4 address."""
+    with Bed(tmp_path, 2, only_ipv6=True) as bed:
+        own = ["ip", "-n", bed.machines[1].namespace, "address", "add", "10.77.0.9/24", "dev", "eth0"]
+        subprocess.run(own, check=True)
+        ended = run(bed, [1, 1], cases(9, 3).folder, {})
+        refuses(ended, "MeshError: the machine of rank 1 (m1): got no connection to 10.77.0.9", "IPv4 before IPv6")
+
+
 LATER = """
 #define _GNU_SOURCE
 #include <sys/syscall.h>

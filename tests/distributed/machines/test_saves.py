@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.machines.test_machines import alone, check, refuses, results, run
 from tests.support.comparisons import different_tensors
-from tests.support.machines import Bed, obstacle
+from tests.support.machines import Bed, Ended, obstacle
 
 pytestmark = [
     pytest.mark.distributed,
@@ -65,3 +66,31 @@ def test_a_standard_save_is_on_the_first_machine(cases: Any, tmp_path: Path) -> 
         assert not (bed.machines[1].folder / "saved").exists()
         written = AutoModelForCausalLM.from_pretrained(bed.machines[0].folder / "saved").state_dict()
     assert not different_tensors(written, AutoModelForCausalLM.from_pretrained(case.folder).state_dict())
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared folder", "own folders"])
+def test_checkpoints_of_trainer(cases: Any, tmp_path: Path, shares: bool) -> None:
+    """Training goes on from its middle, to the bit; without a shared folder, once all machines have all files."""
+    folder, shared = cases(9, 3).folder, tmp_path / "shared"
+    shared.mkdir()
+    with Bed(tmp_path, 2) as bed:
+        trained = shared / "trained" if shares else bed.disk / "trained"
+
+        def train(target: Path, resumed: Path | None) -> list[Ended]:
+            own = [str(target), 1, resumed and str(resumed)]
+            return run(bed, [2, 1], folder, {"call": ["tests.distributed.training.test_resume", "with_trainer", own]})
+
+        def logged(ended: list[Ended]) -> list[Any]:
+            assert not any(machine.code for machine in ended), "\n".join(machine.output for machine in ended)
+            return [torch.load(file)["logged"] for machine in bed.machines for file in machine.folder.glob("*.pt")]
+
+        first = logged(train(trained, None))
+        assert len(first) == 3
+        assert len(first[0]) == 4
+        if not shares:
+            for ended in train(bed.disk / "too-early", trained / "checkpoint-2"):
+                print(ended.code, ended.output[-3000:])
+            own = [machine.folder / "trained" for machine in bed.machines]
+            shutil.copytree(own[1], own[0], dirs_exist_ok=True)
+            shutil.copytree(own[0], own[1], dirs_exist_ok=True)
+        assert logged(train(bed.disk / "resumed", trained / "checkpoint-2")) == first

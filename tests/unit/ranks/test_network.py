@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -12,10 +14,20 @@ import torch.distributed as dist
 
 from tp_transformers.errors import MeshError
 from tp_transformers.ranks import network
-from tp_transformers.ranks.network import INTERFACE, Seat, _addresses, _choose, _exchange, _meet, find_store
+from tp_transformers.ranks.network import (
+    INTERFACE,
+    Seat,
+    _addresses,
+    _choose,
+    _exchange,
+    _meet,
+    find_store,
+    late_ranks_logged,
+)
 
-HEAD, OTHER = Seat("m0 a", "127.0.1.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
-NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1", "10.0.0.2"]}
+HEAD, OTHER = Seat("m0 a", "127.0.0.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
+NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1"]}
+NETWORKS |= {"eth2": ["10.77.0.1", "fd77::1"], "eth3": ["10.0.0.2"]}
 
 
 @pytest.fixture(autouse=True)
@@ -27,25 +39,31 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.socket, "gethostbyname", lambda name: "192.168.0.7")
 
 
-@pytest.mark.parametrize(("rank", "address"), [(0, "10.0.0.1"), (1, "10.0.0.1"), (2, "10.0.0.2")])
-def test_a_machine_takes_the_interface_that_others_reach(rank: int, address: str) -> None:
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_machine_takes_the_interface_that_others_reach(rank: int) -> None:
     """Ranks beside the store see a loopback; those of the other machine know an address of both."""
-    assert _choose([HEAD, HEAD, OTHER], rank) == address
-    assert os.environ.pop(INTERFACE) == "eth1"
+    address, interface = ("10.0.0.2", "eth3") if rank == 2 else ("10.0.0.1", "eth1")
+    assert _choose([HEAD, HEAD, OTHER], rank) == [address]
+    assert os.environ.pop(INTERFACE) == interface
 
 
 def test_an_interface_that_is_named_is_left() -> None:
     os.environ[INTERFACE] = "eth9,eth0"
-    assert _choose([HEAD, OTHER], 1) == "192.168.0.7"
+    assert _choose([HEAD, OTHER], 1) == ["", "192.168.0.7"]
     assert os.environ[INTERFACE] == "eth9,eth0"
-    os.environ[INTERFACE] = "eth9"
-    assert _choose([HEAD, OTHER], 1) == ""
 
 
 def test_an_address_of_no_interface_is_left_to_gloo() -> None:
     """As of a service that forwards to the store's machine."""
-    assert _choose([HEAD, OTHER._replace(store="172.16.0.1")], 0) == "192.168.0.7"
+    assert _choose([HEAD, OTHER._replace(store="172.16.0.1")], 0) == ["192.168.0.7"]
     assert INTERFACE not in os.environ
+
+
+def test_the_address_that_is_tried_is_the_one_that_gloo_takes() -> None:
+    """An interface with both kinds, by the other of which the store was reached."""
+    seats = [Seat("m0 a", "fd77::1", "fd77::1"), Seat("m1 b", "fd77::2", "fd77::1")]
+    assert _choose(seats, 0) == ["10.77.0.1"]
+    assert os.environ[INTERFACE] == "eth2"
 
 
 def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,6 +80,26 @@ def test_a_store_that_nobody_made(monkeypatch: pytest.MonkeyPatch, host: str) ->
         monkeypatch.setenv(name, str(value))
     with pytest.raises(MeshError, match=f"rank 1: got no store at {host}:{port}"):
         find_store()
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("127.0.0.1", "do all of them run, and reach 127.0.0.1:29500, which a firewall has to admit?"),
+        ("no-such-host.invalid", "this machine knows no address of no-such-host.invalid .*--local-addr"),
+    ],
+)
+def test_a_rank_that_waits_says_for_what(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, says: str
+) -> None:
+    monkeypatch.setattr(network, "PATIENCE", 0.01)
+    for name, value in {"RANK": "1", "MASTER_ADDR": host, "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    deadline = time.monotonic() + 20
+    with late_ranks_logged():
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert re.match(f"rank 1 has waited 0 s for the other ranks to start: {says}", caplog.messages[0])
 
 
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
