@@ -72,8 +72,8 @@ def _log_late_ranks() -> None:
         where = f"do all of them run, and reach {host}:{port}, which a firewall has to admit?"
     except OSError as error:
         where = (
-            f"this machine knows no address of {host} ({error}). torchrun exports the first machine's own name: start it "
-            "there with --local-addr, and an address that all machines reach"
+            f"this machine knows no address of {host} ({error}). torchrun exports the own name of the first machine: "
+            "start it there with --local-addr, and an address that all machines reach"
         )
     logger.warning("rank %s has waited %d s for the other ranks to start: %s", rank, PATIENCE, where)
 
