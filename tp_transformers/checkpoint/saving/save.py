@@ -26,7 +26,6 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ...anatomy.names import tied_parameters
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
-from ...ranks.environment import host_of, node_name
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...strategies import shard_of, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
@@ -36,6 +35,7 @@ from ..quantization.format import Format
 from ..quantization.packed import packed_weights
 from ..quantization.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
 from .folder import SaveFolder
+from .machines import sight, warn_of_copies, warn_of_lacking
 from .manifest import MANIFEST_NAME, VARIANT
 from .writer import Writer, named, write_text
 
@@ -74,16 +74,16 @@ def save_pretrained(
         # 2. Write the file headers to a hidden folder that readers ignore.
         with group.agree():
             files = _Files(contents, folder, stack) if group.writes and is_main_process else None
-        per_rank = group.gather((sample(model, group), node_name()))
-        warn_of_drift([values for values, _ in per_rank], group.rank)
+        warn_of_drift(group.gather(sample(model, group)), group.rank)
         # 3. Write the weights, a few at a time: every rank sends its shards, rank 0 writes.
         for names in _convertible_groups(contents, group):
             _write_together(names, contents, files, group)
         # 4. Write everything else. Once the last file is moved, the folder is this checkpoint.
         group.together(lambda: files.finish(model) if files is not None else None)
-    if files is not None and len({machine for _, machine in per_rank}) > 1:
-        host = host_of(node_name())
-        logger.warning("%s was written on %s; other machines have it only if they share that folder", folder, host)
+    sights = group.gather(sight(folder / CONFIG_NAME, writes=files is not None))
+    if files is not None:
+        warn_of_lacking(folder, sights)
+        warn_of_copies(group)
 
 
 def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity
 from ..quantization.stored_shards import values_of
 from .folder import SaveFolder
+from .machines import sight, warn_of_lacking
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .save import config_last, names_in, saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
@@ -69,13 +70,14 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             "ranks."
         )
     with watched_ranks(group):
-        _by_first_copy(group, partial(_save, model, Path(folder), group))
+        _by_first_copy(group, Path(folder), partial(_save, model, Path(folder), group))
 
 
-def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None:
+def _by_first_copy(group: TensorParallelGroup, folder: Path, save: Callable[[], None]) -> None:
     """Run `save` on the first replica and return on all ranks when it is done. Collective over all axes of the mesh.
 
-    Raises the error of the first replica on every rank; the ranks of that replica agree on one inside `save`.
+    Warns of machines of other replicas that do not see the manifest. Raises the error of the first replica on every
+    rank; the ranks of that replica agree on one inside `save`.
     """
     if group.mesh is None or group.mesh.size() == group.size:
         save()
@@ -86,18 +88,22 @@ def _by_first_copy(group: TensorParallelGroup, save: Callable[[], None]) -> None
             save()
         except Exception as error:
             failure = error
-    report = reported(failure)
-    # Gather the report along one mesh axis after another: no further process group is needed.
+    report, sights = reported(failure), [sight(folder / MANIFEST_NAME, writes=group.is_first_replica)]
+    # Gather along one mesh axis after another: no further process group is needed.
     for axis in group.mesh.mesh_dim_names or ():
         if axis != TP_AXIS:
             mesh = DeviceMesh.from_group(group.mesh.get_group(axis), group.device.type)
             copies = TensorParallelGroup(mesh, mesh.get_local_rank(), mesh.size(), group.device)
-            report = next(filter(None, copies.gather(report)), None)
+            found = copies.gather((report, sights))
+            report = next((report for report, _ in found if report is not None), None)
+            sights = [each for _, several in found for each in several]
     if failure is not None:
         raise failure
     if report is not None:
         kind, text = report
         raise agreed(kind(text))
+    if group.writes:
+        warn_of_lacking(folder, sights)
 
 
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
