@@ -25,13 +25,12 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
 
     `options`: "load", arguments of the load; "config", those of a DistributedConfig in place of a plan; "steps" of SGD;
     "release", (machine, library, its release there); "save", (kind, folder). In place of all else: "seconds" of
-    forwards; "call", (module, function, its arguments after the folder).
+    forwards; "call", (module, function, its arguments after the folder, named ones).
     """
     if "call" in options:
-        module, function, others = options["call"]
-        torch.save(
-            getattr(importlib.import_module(module), function)(folder, *others), Path(results, f"{dist.get_rank()}.pt")
-        )
+        module, function, others, named = options["call"]
+        returned = getattr(importlib.import_module(module), function)(folder, *others, **named)
+        torch.save(returned, Path(results, f"{dist.get_rank()}.pt"))
         return
     arguments = options.get("load", {})
     machine, library, release = options.get("release", ("", "", ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, PlanError, UnsupportedError, shown
 from ..plans.parse import ALONE, EXPERTS
-from ..ranks.group import TP_AXIS
+from ..ranks.environment import local_device
+from ..ranks.group import TP_AXIS, TensorParallelGroup, reported
 from ..ranks.mesh import join
 from ..strategies.styles.expert_exchange import EXCHANGE
 from .choose_plan import ChangedPlan
@@ -71,12 +72,30 @@ class Parallelism:
         names = (_DP_AXIS, TP_AXIS)
         return init_device_mesh(group.device.type, (self.copies, self.tp_size), mesh_dim_names=names)
 
-    def make_copies(self, model: Any, mesh: DeviceMesh | None) -> None:
-        """Let the copies of `model` train on their own batches; see `data_parallel`."""
-        if mesh is not None:
-            from ..training.data_parallel import data_parallel  # rarely needed
+    def load(self, load: Callable[[], Any], mesh: DeviceMesh | None) -> Any:
+        """Load a copy of the model on each row of `mesh`, and let the copies train together; see `data_parallel`.
 
-            data_parallel(model, mesh, mode=self.mode, axis=_DP_AXIS, **self.options)
+        Returns what `load` does. Raises its error on the ranks of all copies if it fails on those of one.
+        """
+        if mesh is None:
+            return load()
+        axis = mesh[_DP_AXIS]
+        copies = TensorParallelGroup(axis, axis.get_local_rank(), axis.size(), local_device(mesh.device_type))
+        try:
+            result = load()
+        except Exception as error:
+            copies.gather(reported(error))
+            raise
+        for index, report in enumerate(copies.gather(None)):
+            if report is not None:
+                kind, text = report
+                raise kind(f"copy {index} of the model: {text}")
+
+        from ..training.data_parallel import data_parallel  # rarely needed
+
+        model = result[0] if isinstance(result, tuple) else result
+        data_parallel(model, mesh, mode=self.mode, axis=_DP_AXIS, **self.options)
+        return result
 
 
 def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:

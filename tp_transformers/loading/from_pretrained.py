@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,8 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
     if parallelism is not None:
         del kwargs["distributed_config"]
         mesh = parallelism.mesh()
-        result = _load_tensor_parallel(original, cls, args, {**kwargs, **parallelism.arguments, "device_mesh": mesh})
-        parallelism.make_copies(result[0] if isinstance(result, tuple) else result, mesh)
-        return result
+        arguments = {**kwargs, **parallelism.arguments, "device_mesh": mesh}
+        return parallelism.load(partial(_load_tensor_parallel, original, cls, args, arguments), mesh)
     if kwargs.get("tp_plan") is None:
         folder = _sharded_folder(args, kwargs)
         refuse_without_tp_plan(kwargs)

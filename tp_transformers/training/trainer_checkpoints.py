@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import secrets
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, get_last_checkpoint
 
 from ..checkpoint.reading.distributed import load_distributed_checkpoint
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
+from ..ranks.environment import host_of, node_name
+from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_states, set_random_states
 from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from .replicas import check_replicas
@@ -97,6 +102,74 @@ def _load_rng_state(original: Any, self: Any, checkpoint: str | None) -> None:
         set_random_states(group.device, group.gather(random_states(group.device))[0])
 
 
+def train(original: Any, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """See `transformers.Trainer`. Raises on all ranks if one of them lacks the checkpoint to resume from, or would
+    lack the best one at the end: transformers leaves out its load on that rank."""
+    if is_tensor_parallel(self.model):
+        if getattr(self.args, "save_on_each_node", False):
+            raise UnsupportedError(
+                "Trainer",
+                got="save_on_each_node=True with a tensor-parallel model",
+                expected="one save, by the ranks of all machines",
+                fix="Leave it out, and let output_dir be a folder that all machines share.",
+            )
+        if self.args.load_best_model_at_end:
+            _check_shared(Path(self.args.output_dir))
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:  # each rank takes the last one that it sees
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+            self.model.tp_group.check_same({"the checkpoint to resume from": checkpoint})
+        if checkpoint:
+            _check_seen(self.model.tp_group, os.fspath(checkpoint))
+    return original(self, resume_from_checkpoint, *args, **kwargs)
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise CheckpointError on all ranks if machines do not share a folder. Collective over all ranks."""
+    machines = _of_all_ranks((node_name(), secrets.token_hex(4)))
+    if len({machine for machine, _ in machines}) == 1:
+        return
+    mark, makes = folder / f".shared-{machines[0][1]}", dist.get_rank() == 0
+    if makes:
+        mark.mkdir(parents=True)
+    dist.barrier()
+    seen = _of_all_ranks(mark.exists())
+    if makes:
+        mark.rmdir()
+    lacking = {host_of(machine): None for (machine, _), sees in zip(machines, seen, strict=True) if not sees}
+    if lacking:
+        raise CheckpointError(
+            str(folder),
+            got=f"another folder on {', '.join(lacking)}, with load_best_model_at_end=True",
+            expected="one folder, from which all ranks load the best model",
+            fix="Let output_dir be a folder that all machines share, or leave out load_best_model_at_end.",
+        )
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """The `value` of every rank of the launch."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _check_seen(group: TensorParallelGroup, checkpoint: str) -> None:
+    """Raise CheckpointError on all ranks if one of them lacks what rank 0 sees in a folder. Collective over `tp`."""
+    own = set(os.listdir(checkpoint)) if os.path.isdir(checkpoint) else set()
+    found = group.gather((node_name(), own))
+    needed = {name for name in found[0][1] if not name.startswith("rng_state")}  # each rank has its own
+    for machine, seen in found:
+        if not seen or not needed <= seen:
+            raise CheckpointError(
+                checkpoint,
+                got=f"no {min(needed - seen, default='such folder')} on {host_of(machine)}",
+                expected="a folder that all machines see, with the files of all ranks",
+                fix="Let output_dir be a folder that all machines share, or copy the checkpoint to every machine.",
+            )
+
+
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside accelerate's wrapper."""
     plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -109,5 +182,6 @@ CHANGES = (
     _save_optimizer_and_scheduler,
     _load_optimizer_and_scheduler,
     _load_rng_state,
+    train,
 )
 """Functions that replace the methods with their names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.comparisons import full_gradients, relative, relative_errors
 from tests.support.models import PROMPTS, Case, load, logits_of
-from tests.support.pool import Pool
+from tests.support.pool import Pool, WorkerError
 
 DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
 if not hasattr(DistributedConfig(), "tp_size"):
@@ -63,6 +64,22 @@ def test_copies_train_as_one_process(pool: Pool, cases: Any) -> None:
         for found in pool.run(4, gradients_on_mesh, folder, fields):
             errors = relative_errors(found, full_gradients(one))
             assert max(errors.values()) < TOLERANCE, errors
+
+
+def gradients_of_one_copy(folder: str, fields: dict[str, Any]) -> None:
+    """Run on every rank: the ranks of the second copy lack the checkpoint, as on a machine of their own."""
+    gradients_on_mesh(folder if int(os.environ["RANK"]) < 2 else f"{folder}/missing", fields)
+
+
+def test_a_copy_that_does_not_load_stops_the_others(pool: Pool, cases: Any) -> None:
+    if not hasattr(DistributedConfig(), "dp_replicate_size"):
+        pytest.skip("this release has no such field")
+    with pytest.raises(WorkerError) as caught:
+        pool.run(4, gradients_of_one_copy, cases(9, 3).folder, {"dp_replicate_size": 2})
+    own, others = caught.value.errors[2], caught.value.errors[0]
+    assert "missing" in own
+    assert others == own.replace("Error: ", "Error: copy 1 of the model: ", 1)
+    assert [caught.value.errors[rank] for rank in range(4)] == [others, others, own, own]
 
 
 @pytest.mark.parametrize(

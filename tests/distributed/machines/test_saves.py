@@ -89,8 +89,7 @@ def test_checkpoints_of_trainer(cases: Any, tmp_path: Path, shares: bool) -> Non
         trained = shared / "trained" if shares else bed.disk / "trained"
 
         def train(target: Path, resumed: Path | None) -> list[Ended]:
-            own = [str(target), 1, resumed and str(resumed)]
-            return run(bed, [2, 1], folder, {"call": ["tests.distributed.training.test_resume", "with_trainer", own]})
+            return run(bed, [2, 1], folder, trainer(target, resumed))
 
         def logged(ended: list[Ended]) -> list[Any]:
             assert not any(machine.code for machine in ended), "\n".join(machine.output for machine in ended)
@@ -100,9 +99,30 @@ def test_checkpoints_of_trainer(cases: Any, tmp_path: Path, shares: bool) -> Non
         assert len(first) == 3
         assert len(first[0]) == 4
         if not shares:
-            for ended in train(bed.disk / "too-early", trained / "checkpoint-2"):
-                print(ended.code, ended.output[-3000:])
+            refuses(train(bed.disk / "early", trained / "checkpoint-2"), "got no config.json on m1", "machines share")
             own = [machine.folder / "trained" for machine in bed.machines]
             shutil.copytree(own[1], own[0], dirs_exist_ok=True)
             shutil.copytree(own[0], own[1], dirs_exist_ok=True)
         assert logged(train(bed.disk / "resumed", trained / "checkpoint-2")) == first
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
+            "trained: got another folder on m1",
+        ),
+        ({"save_on_each_node": True}, "got save_on_each_node=True"),
+    ],
+    ids=["best", "each"],
+)
+def test_trainer_without_a_shared_folder(cases: Any, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    with Bed(tmp_path, 2) as bed:
+        refuses(run(bed, [1, 1], cases(9, 3).folder, trainer(bed.disk / "trained", None, **settings)), says)
+
+
+def trainer(target: Path, resumed: Path | None, **settings: Any) -> dict[str, Any]:
+    """Options of a job that trains with Trainer."""
+    own = [str(target), 1, resumed and str(resumed)]
+    return {"call": ["tests.distributed.training.test_resume", "with_trainer", own, settings]}

@@ -98,7 +98,10 @@ def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_p
 
 
 def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **settings: Any) -> dict[str, Any]:
-    """Run on every rank: what Trainer logs of every step; `copies`: of the model, or 0 for one process."""
+    """Run on every rank: what Trainer logs of every step; `copies`: of the model, or 0 for one process.
+
+    settings: other TrainingArguments.
+    """
     from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
@@ -131,9 +134,10 @@ def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **s
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
+            **settings,
         )
         data = [{"input_ids": row, "labels": row} for row in BATCH]
-        trainer = Trainer(model=model, args=arguments, train_dataset=data)  # type: ignore[arg-type]
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)  # type: ignore[arg-type]
         trainer.train(resume_from_checkpoint=resumed)
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         return {

@@ -70,7 +70,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             "ranks."
         )
     with watched_ranks(group):
-        _by_first_copy(group, Path(folder), partial(_save, model, Path(folder), group))
+        _by_first_copy(group, Path(folder), partial(_save_or_undo, model, Path(folder), group))
 
 
 def _by_first_copy(group: TensorParallelGroup, folder: Path, save: Callable[[], None]) -> None:
@@ -104,6 +104,18 @@ def _by_first_copy(group: TensorParallelGroup, folder: Path, save: Callable[[], 
         raise agreed(kind(text))
     if group.writes:
         warn_of_lacking(folder, sights)
+
+
+def _save_or_undo(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
+    """Save; if that fails, remove the folder, should it be new and empty."""
+    is_new = not folder.exists()
+    try:
+        _save(model, folder, group)
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
