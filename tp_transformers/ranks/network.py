@@ -85,7 +85,7 @@ def find_store() -> tuple[Store, int, int]:
     """
     place = rendezvous()
     try:
-        found: tuple[Store, int, int] = next(meet("env://", timeout=LATE, **place))
+        found: tuple[Store, int, int] = next(meet("env://", timeout=LATE / 2, **place))  # torch tries twice
         return found
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
