@@ -50,7 +50,9 @@ class Running:
             logs = [log.read_text() for (_, log), number in zip(self.started, ranks, strict=True) if number]
             found = [error for log in logs for error in re.findall(r"^RAISED ([\d.]+) (.*)", log, re.MULTILINE)]
         assert len(found) == sum(ranks), self.outputs()
-        return [(float(at) - self.began, text) for at, text in found]
+        errors = [(float(at) - self.began, text) for at, text in found]
+        print(*(f"{seconds:.1f} s: {text}" for seconds, text in errors), sep="\n")
+        return errors
 
 
 @pytest.mark.parametrize("lost", [0, 1])
