@@ -134,7 +134,7 @@ def table(result: Mapping[str, Any]) -> str:
         "two ranks of one thread, each on a machine of its own, but in the first rows; one process: of one thread, too",
         "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster. Decode: of one token",
         "round trips and sums are gloo's, alone; the rate is that of `tc tbf`; a program between two TAP devices holds "
-        "packets back, so that a bare TCP round trip takes as long as the first column says",
+        "packets back, so that a bare TCP round trip takes about as long as the first column says",
         f"{result['rounds']} rounds, the sides in turn, the slowest rank; {result['machine']['date']}",
         f"{widths}; fp32",
         shown_machine(result["machine"]),
