@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import MeshError, PlanError, UnsupportedError, shown
 from ..plans.parse import ALONE, EXPERTS
 from ..ranks.environment import local_device
-from ..ranks.group import TP_AXIS, TensorParallelGroup, reported
+from ..ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ..ranks.mesh import join
 from ..strategies.styles.expert_exchange import EXCHANGE
 from .choose_plan import ChangedPlan
@@ -79,8 +79,7 @@ class Parallelism:
         """
         if mesh is None:
             return load()
-        axis = mesh[_DP_AXIS]
-        copies = TensorParallelGroup(axis, axis.get_local_rank(), axis.size(), local_device(mesh.device_type))
+        copies = TensorParallelGroup.of_mesh(mesh[_DP_AXIS], local_device(mesh.device_type))
         try:
             result = load()
         except Exception as error:
@@ -89,7 +88,7 @@ class Parallelism:
         for index, report in enumerate(copies.gather(None)):
             if report is not None:
                 kind, text = report
-                raise kind(f"copy {index} of the model: {text}")
+                raise agreed(kind(f"copy {index} of the model: {text}"))
 
         from ..training.data_parallel import data_parallel  # rarely needed
 

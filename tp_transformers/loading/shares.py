@@ -56,7 +56,7 @@ def resolve_shares(
     found, measured = _by_speed(model, group) if asked == "speed" else _by_memory(plan, model, group, request)
     if group.mesh is not None and group.mesh.ndim > 1:
         for axis in (group.mesh[name] for name in group.mesh.mesh_dim_names or () if name != TP_AXIS):
-            found = TensorParallelGroup(axis, axis.get_local_rank(), axis.size(), group.device).gather(found)[0]
+            found = TensorParallelGroup.of_mesh(axis, group.device).gather(found)[0]
     if group.rank == 0:
         logger.info("tp_shares=%s, by %s: %s", list(found), asked, measured)
     is_even = isinstance(ranks_of(found), int)

@@ -51,6 +51,11 @@ class TensorParallelGroup:
     mesh: DeviceMesh | None = None
     """The mesh over all copies of the model, `tp` axis included; None without a process group."""
 
+    @classmethod
+    def of_mesh(cls, axis: DeviceMesh, device: torch.device, *, mesh: DeviceMesh | None = None) -> TensorParallelGroup:
+        """The ranks of a 1-D mesh; `mesh`: the mesh over all copies of the model."""
+        return cls(axis, axis.get_local_rank(), axis.size(), device, mesh=mesh)
+
     @property
     def is_first_replica(self) -> bool:
         """True on the ranks of the first copy of the model, which is the copy to save."""

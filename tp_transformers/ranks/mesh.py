@@ -43,7 +43,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     bind_thread(device)
     share(device_mesh.get_group())
     mesh = device_mesh if user_mesh is None else user_mesh
-    return TensorParallelGroup(device_mesh, device_mesh.get_local_rank(), device_mesh.size(), device, mesh=mesh)
+    return TensorParallelGroup.of_mesh(device_mesh, device, mesh=mesh)
 
 
 def restart(group: TensorParallelGroup, store: Store) -> None:

@@ -105,7 +105,7 @@ def _join_copies(
         check_not_packed(model, "data_parallel")
     process_group = mesh[axis].get_group()
     share(process_group)
-    copies = TensorParallelGroup(mesh[axis], mesh[axis].get_local_rank(), process_group.size(), group.device)
+    copies = TensorParallelGroup.of_mesh(mesh[axis], group.device)
     copies.check_same({"tp_shares": model.tp_resolution.plan.shares})
     fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)
     with group.agree():

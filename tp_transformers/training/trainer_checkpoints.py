@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, get_last_checkpoint
 
 from ..checkpoint.reading.distributed import load_distributed_checkpoint
+from ..checkpoint.saving.machines import lacking, sight
 from ..errors import CheckpointError, UnsupportedError
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
@@ -126,33 +129,26 @@ def train(original: Any, self: Any, resume_from_checkpoint: Any = None, *args: A
 
 def _check_shared(folder: Path) -> None:
     """Raise CheckpointError on all ranks if machines do not share a folder. Collective over all ranks."""
-    machines = _of_all_ranks((node_name(), secrets.token_hex(4)))
-    if len({machine for machine, _ in machines}) == 1:
+    ranks = gather_object([(node_name(), secrets.token_hex(4))])
+    if len({machine for machine, _ in ranks}) == 1:
         return
-    mark, makes = folder / f".shared-{machines[0][1]}", dist.get_rank() == 0
+    mark, makes = folder / f".shared-{ranks[0][1]}", dist.get_rank() == 0
     if makes:
-        mark.mkdir(parents=True)
+        with suppress(OSError):  # no rank sees it then
+            mark.mkdir(parents=True)
     dist.barrier()
-    seen = _of_all_ranks(mark.exists())
+    hosts = lacking(gather_object([sight(mark, writes=makes)]))
     if makes:
-        mark.rmdir()
-    lacking = {host_of(machine): None for (machine, _), sees in zip(machines, seen, strict=True) if not sees}
-    if lacking:
+        with suppress(OSError):
+            mark.rmdir()
+    if hosts:
         raise CheckpointError(
             str(folder),
-            got=f"another folder on {', '.join(lacking)}, with load_best_model_at_end=True",
+            got=f"another folder on {', '.join(hosts)}, with load_best_model_at_end=True",
             expected="one folder, from which all ranks load the best model",
-            fix="Let output_dir be a folder that all machines share, or leave out load_best_model_at_end.",
+            fix="Let output_dir be a folder that all machines share and rank 0 can write to, or leave out "
+            "load_best_model_at_end.",
         )
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    """The `value` of every rank of the launch."""
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
-    return values
 
 
 def _check_seen(group: TensorParallelGroup, checkpoint: str) -> None:

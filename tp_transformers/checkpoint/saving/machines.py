@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -33,17 +33,20 @@ def sight(file: Path, *, writes: bool) -> Sight:
     return Sight(node_name(), writes, (status.st_size, status.st_mtime_ns))
 
 
-def warn_of_lacking(folder: Path, sights: Iterable[Sight]) -> None:
-    """Warn of the machines that see no file of those that were written."""
-    sights = list(sights)
-    written = {each.seen for each in sights if each.writes}
-    lacking = dict.fromkeys(host_of(each.machine) for each in sights if each.seen not in written)
-    if lacking:
+def lacking(sights: Sequence[Sight]) -> list[str]:
+    """The host names of the machines that see no file of those that were written."""
+    written = {each.seen for each in sights if each.writes} - {None}
+    return list(dict.fromkeys(host_of(each.machine) for each in sights if each.seen not in written))
+
+
+def warn_of_lacking(folder: Path, sights: Sequence[Sight]) -> None:
+    """Warn of the machines that do not see a save."""
+    if hosts := lacking(sights):
         logger.warning(
             "%s was written on %s; %s not have it: save to a folder that all machines share, or copy it",
             folder,
             ", ".join(dict.fromkeys(host_of(each.machine) for each in sights if each.writes)),
-            f"{', '.join(lacking)} {'does' if len(lacking) == 1 else 'do'}",
+            f"{', '.join(hosts)} {'does' if len(hosts) == 1 else 'do'}",
         )
 
 

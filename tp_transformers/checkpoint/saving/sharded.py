@@ -93,8 +93,7 @@ def _by_first_copy(group: TensorParallelGroup, folder: Path, save: Callable[[], 
     for axis in group.mesh.mesh_dim_names or ():
         if axis != TP_AXIS:
             mesh = DeviceMesh.from_group(group.mesh.get_group(axis), group.device.type)
-            copies = TensorParallelGroup(mesh, mesh.get_local_rank(), mesh.size(), group.device)
-            found = copies.gather((report, sights))
+            found = TensorParallelGroup.of_mesh(mesh, group.device).gather((report, sights))
             report = next((report for report, _ in found if report is not None), None)
             sights = [each for _, several in found for each in several]
     if failure is not None:

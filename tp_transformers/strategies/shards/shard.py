@@ -200,7 +200,7 @@ def shard_of(tensor: Tensor | None) -> ParamShard | None:
     mesh, (placement,) = tensor.device_mesh, tensor.placements
     if mesh.mesh_dim_names not in (None, (TP_AXIS,)) or type(placement) not in (Shard, Replicate):
         return None
-    group, layout = TensorParallelGroup(mesh, mesh.get_local_rank(), mesh.size(), tensor.device), None
+    group, layout = TensorParallelGroup.of_mesh(mesh, tensor.device), None
     if isinstance(placement, Shard):
         layout = Layout(placement.dim, chunked(tensor.shape[placement.dim], group.size))
     return ParamShard(tensor.shape, layout, group)
