@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,8 @@ def config_and_shapes(model_type: str, gigabytes: float) -> tuple[dict[str, Any]
     return {"model_type": model_type.partition("-")[0], "dtype": "bfloat16", **config}, shapes
 
 
-def _llama(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
-    hidden, inner, vocabulary = _divided(divisor, 4096, 14336, 32000)
+def _llama(layers: int, divisor: int, vocabulary: int = 32000) -> tuple[dict[str, Any], Shapes]:
+    hidden, inner, vocabulary = _divided(divisor, 4096, 14336, vocabulary)
     shapes = _ends(hidden, vocabulary)
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
@@ -153,6 +154,7 @@ def _gpt_oss_mxfp4(layers: int, divisor: int) -> tuple[dict[str, Any], Shapes]:
 
 LAYOUTS: dict[str, Callable[[int, int], tuple[dict[str, Any], Shapes]]] = {
     "llama": _llama,
+    "llama-8b": partial(_llama, vocabulary=128256),  # Llama 3.1 8B in 32 layers, 16.1 GB
     "mixtral": _mixtral,
     "phi3": _phi3,
     "gpt_oss": _gpt_oss,

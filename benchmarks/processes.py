@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).parent.parent
 """Working directory of the processes: the clone of the repository."""
@@ -29,7 +29,12 @@ class ProcessError(Exception):
 
 
 def run(
-    module: str, jobs: Sequence[Mapping[str, Any]], *, timeout: float, env: Sequence[Mapping[str, str]] | None = None
+    module: str,
+    jobs: Sequence[Mapping[str, Any]],
+    *,
+    timeout: float,
+    env: Sequence[Mapping[str, str]] | None = None,
+    log: IO[bytes] | None = None,
 ) -> list[dict[str, Any]]:
     """Run `python -m module JOB` concurrently for all `jobs`; returns their results.
 
@@ -38,6 +43,7 @@ def run(
         jobs: the job of each process; "result" is added here.
         timeout: seconds for all processes together.
         env: additional environment variables of each process.
+        log: a file to which the output of all processes is appended at the end, also after an error.
 
     Raises:
         ProcessError: if one exits with a nonzero code or does not end in time. No process is left running.
@@ -63,6 +69,8 @@ def run(
             codes = [process.poll() for process in processes]
             for process in processes:
                 end(process)
+            if log is not None:
+                log.writelines(path.read_bytes() for path in sorted(Path(scratch).glob("*.stderr")))
         if any(code != 0 for code in codes):
             raise ProcessError("\n".join(_report(module, scratch, number, code) for number, code in enumerate(codes)))
         return [json.loads(Path(scratch, f"{number}.json").read_bytes()) for number in range(len(jobs))]

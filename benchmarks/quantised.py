@@ -57,6 +57,8 @@ class Job:
     size: int
     rank: int
     rounds: int
+    layers: int | None = None
+    """Number of layers; None for that of the benchmark."""
     result: str = ""
 
 
@@ -162,10 +164,15 @@ def write(job: Job) -> None:
     torch.manual_seed(0)
     shared = {"vocab_size": 2000, "max_position_embeddings": 2048, "pad_token_id": 0, "tie_word_embeddings": False}
     if job.format == MXFP4:
-        config = CONFIG_MAPPING["gpt_oss"](**shared, **EXPERTS, num_hidden_layers=6)
+        types = EXPERTS["layer_types"][: job.layers]
+        config = CONFIG_MAPPING["gpt_oss"](
+            **{**shared, **EXPERTS, "layer_types": types, "num_hidden_layers": len(types)}
+        )
         settings = {"quant_method": MXFP4}
     else:
-        config = CONFIG_MAPPING["llama"](**shared, **WIDTHS[job.widths], num_hidden_layers=LAYERS[job.widths])
+        config = CONFIG_MAPPING["llama"](
+            **shared, **WIDTHS[job.widths], num_hidden_layers=job.layers or LAYERS[job.widths]
+        )
         settings = FORMATS[job.format][1]
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config).state_dict()
