@@ -221,6 +221,13 @@ def cache_bytes(cache: Any) -> int:
 
 def inputs_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """(arguments of the forward, arguments of generate) for a left-padded batch, with an image if the model sees."""
+    forward, generated = (
+        {name: value.to(model.device) for name, value in inputs.items()} for inputs in _inputs_of(model)
+    )
+    return forward, generated
+
+
+def _inputs_of(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     text = {"input_ids": PROMPTS, "attention_mask": MASK}
     if model.config.is_encoder_decoder:
         return {**text, "decoder_input_ids": PROMPTS.flip(1)}, text

@@ -117,10 +117,10 @@ def save_reference(seen: dict[str, Any], folder: Path) -> Case:
 
 def observe(model: Any) -> dict[str, Any]:
     """What a model does, in numbers: logits and greedy tokens of a left-padded batch, loss and every gradient."""
-    logits = logits_of(model)
-    tokens = model.generate(PROMPTS, attention_mask=MASK, max_new_tokens=8, do_sample=False)
+    logits, prompts, mask = logits_of(model), PROMPTS.to(model.device), MASK.to(model.device)
+    tokens = model.generate(prompts, attention_mask=mask, max_new_tokens=8, do_sample=False)
     model.zero_grad()
-    loss = model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss
+    loss = model(prompts, attention_mask=mask, labels=prompts).loss
     loss.backward()
     return {
         "logits": logits,
@@ -157,7 +157,7 @@ def load_both(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -
 def logits_of(model: Any) -> torch.Tensor:
     """Logits of the left-padded batch: (2, 7, vocabulary), without gradients."""
     with torch.no_grad():
-        logits: torch.Tensor = model(PROMPTS, attention_mask=MASK).logits
+        logits: torch.Tensor = model(PROMPTS.to(model.device), attention_mask=MASK.to(model.device)).logits
     return logits
 
 

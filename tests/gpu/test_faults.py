@@ -1,0 +1,78 @@
+"""A rank that fails on its GPU: in Python, in a kernel, by an illegal access, without memory. All ranks stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.devices import DEVICE, IS_GPU, load_here
+from tests.support.models import PROMPTS
+from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
+
+pytestmark = pytest.mark.distributed
+
+LIMIT = 90.0
+"""Seconds until all ranks have to have raised, the start of their processes included."""
+FAR = 1 << 40
+"""An index beyond all rows."""
+KERNEL = 'extern "C" __global__ void write_far(float* x) { x[1ll << 40] = 1.0f; }'
+
+
+def in_python(output: torch.Tensor) -> None:
+    raise ValueError("on this rank")
+
+
+def in_a_kernel(output: torch.Tensor) -> torch.Tensor:
+    """An assertion of the kernel on a GPU, an IndexError on a CPU."""
+    return output.flatten()[torch.tensor([FAR], device=output.device)]
+
+
+def by_an_illegal_access(output: torch.Tensor) -> torch.Tensor:
+    """A write to an address without memory; on a CPU, where it would end the process, the error of an index."""
+    if not IS_GPU:
+        return in_a_kernel(output)
+    torch.cuda._compile_kernel(KERNEL, "write_far")((1, 1, 1), (1, 1, 1), (output,))  # type: ignore[attr-defined]
+    return output
+
+
+def without_memory(output: torch.Tensor) -> torch.Tensor:
+    return torch.empty(1 << 50, device=DEVICE)
+
+
+FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    function.__name__: function for function in (in_a_kernel, by_an_illegal_access, without_memory, in_python)
+}
+
+
+def fail(folder: str, name: str) -> float:
+    """Run on every rank: rank 1 fails in a forward. Returns seconds if none raises."""
+    model = load_here(folder)
+    model(PROMPTS.to(DEVICE))
+    began = time.monotonic()
+    if model.tp_group.rank == 1:
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: FAULTS[name](output))
+    for _ in range(3):
+        model(PROMPTS.to(DEVICE)).logits.sum().item()  # an error of a kernel comes with the next transfer
+    return time.monotonic() - began
+
+
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    """New processes: after an error of a kernel, a process cannot use its GPU any more."""
+    pool = Pool(spawn=True)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", wide(FAULTS, 1))
+def test_all_ranks_stop(own_pool: Pool, cases: Any, name: str) -> None:
+    with pytest.raises(WorkerError) as failed:
+        own_pool.run(2, fail, cases(9, 3).folder, name, timeout=LIMIT)
+    print(failed.value.errors)
+    assert failed.value.errors.keys() == {0, 1}, "both have raised, and none is waiting"
+    assert "rank 1" in failed.value.errors[0], "the other rank's error names the one that failed"

@@ -1,0 +1,45 @@
+"""Packed weights on GPUs, multiplied by the operators there, against the same weights dequantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.quantised import Job, write
+from tests.support.comparisons import relative
+from tests.support.devices import DEVICE, load_here
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+
+pytestmark = pytest.mark.distributed
+
+FORMATS = ["gptq", "int8", "fp8", "mxfp4", "int4", "awq"]
+
+
+def compare(folder: str) -> dict[str, Any]:
+    """Run on every rank: errors of logits relative to fp32, packed and dequantised; operators; bytes held."""
+    ids = torch.randint(3, 2000, (1, 80), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        exact = load_here(folder, dtype=torch.float32)
+        references = {length: exact(ids[:, :length]).logits for length in (5, 80)}
+        for side, dequantised in (("packed", False), ("dequantised", True)):
+            model = load_here(folder, dtype=torch.bfloat16, tp_dequantize=dequantised)
+            errors = [relative(model(ids[:, :n]).logits.float(), logits) for n, logits in references.items()]
+            found[side] = max(errors)
+            found[f"{side} bytes"], found[f"{side} products"] = model.tp_report.share, model.tp_report.products
+    return found
+
+
+@pytest.mark.parametrize("form", wide(FORMATS, 1))
+@pytest.mark.parametrize("size", wide([2, 3], 1))
+def test_products_are_as_exact_as_dequantised(pool: Pool, tmp_path: Path, form: str, size: int) -> None:
+    folder = str(tmp_path / "checkpoint")
+    write(Job(form, "9/3", folder, size, 0, 1, layers=1))
+    for found in pool.run(size, compare, folder):
+        print(found)
+        assert found["packed"] < 2 * found["dequantised"] + 2**-8  # bf16 has 8 bits
+        assert found["packed bytes"] < found["dequantised bytes"]

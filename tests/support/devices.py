@@ -1,0 +1,72 @@
+"""The device of the tests in tests/gpu: a GPU if there is one, else a CPU. Ranks on it, models on it, and its memory.
+
+`DEVICE=cpu` chooses a CPU. Ranks that outnumber the GPUs share them; `BACKEND=nccl` lets them communicate by an NCCL
+that allows several ranks on a GPU, else gloo sums for them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM
+
+from tests.support.models import load
+
+DEVICE = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
+BACKEND = os.environ.get("BACKEND", "")
+IS_GPU = DEVICE == "cuda"
+SHARES_A_GPU = IS_GPU and torch.cuda.device_count() < 2 and BACKEND != "nccl"
+"""True if two ranks share a GPU and communicate by gloo."""
+
+
+def start(*axes: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
+    """Run on every rank: the mesh of all ranks, of these sizes; all ranks on the axis `tp` unless given."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = "gloo"
+    if IS_GPU:
+        count = torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(rank % count)
+        torch.cuda.set_device(rank % count)
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in fp32, as on a CPU
+        backend = f"cpu:gloo,cuda:{BACKEND or ('nccl' if size <= count else 'gloo')}"
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+    return init_device_mesh(DEVICE, axes or (size,), mesh_dim_names=names)
+
+
+def load_here(folder: str, auto: Any = AutoModelForCausalLM, mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
+    """Run on every rank: the tensor-parallel model on the ranks' devices."""
+    return load(folder, auto, device_mesh=start() if mesh is None else mesh, **arguments)
+
+
+def one_process(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
+    """The unsharded model, on this rank's device."""
+    return auto.from_pretrained(folder, **arguments).to(DEVICE)
+
+
+def here(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors on this rank's device."""
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def allocated() -> int:
+    """Bytes of tensors on the GPU, in the blocks of 512 bytes of torch's allocator; 0 on a CPU."""
+    return torch.cuda.memory_allocated() if IS_GPU else 0
+
+
+def peak() -> int:
+    """Most bytes of tensors on the GPU since `forget_peak`; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated() if IS_GPU else 0
+
+
+def forget_peak() -> None:
+    """Begin to measure `peak`."""
+    if IS_GPU:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
