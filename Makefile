@@ -6,6 +6,7 @@ TORCH ?= 2.13.0
 CONSTRAINTS ?= .ci/constraints$(if $(filter 3.10,$(PYTHON_VERSION)),-3.10).txt
 RANKS ?= 2
 FUZZ ?= 10
+MINUTES ?= 8
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))')
 VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))$(if \
   $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(CONSTRAINTS),,-unpinned)
@@ -16,7 +17,7 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/plan_search test
 FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick test-all matrix types proofs fuzz bench lint versions coming optimizers docs docs-serve dist \
+.PHONY: demo test quick test-all matrix types proofs fuzz bench gpu lint versions coming optimizers docs docs-serve dist \
   wheel workflows clean
 
 demo: $(VENV)/ready
@@ -56,6 +57,10 @@ fuzz: $(VENV)/ready
 bench: $(VENV)/ready
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[bench]"
 	$(PY) -m benchmarks.bench_load $(BENCH)
+
+# All that only a GPU can prove: tests, decoding, loading, training and sums, into benchmarks/results/gpu.
+gpu: $(VENV)/ready
+	$(PY) -m benchmarks.gpu --minutes $(MINUTES) $(GPU)
 
 lint: $(VENV)/ready
 	$(VENV)/bin/ruff check

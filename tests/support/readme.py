@@ -15,10 +15,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import tp_transformers
+from benchmarks.gpu.__main__ import STEPS as GPU_STEPS
+from benchmarks.gpu.reckoned import H200
+from benchmarks.gpu.reckoned import table as times
 from tests.support import fits
 from tests.support.imports import ORDER, Imports
 from tests.support.measured import computing, exactness, loading
@@ -305,6 +309,12 @@ def fitting(page: Path) -> str:
     return "\n".join(text)
 
 
+def reckoned(page: Path) -> str:
+    """One row a step of the command for GPUs: its seconds on one GPU, from bytes and operations."""
+    parts = {name: import_module(f"benchmarks.gpu.{name}").reckon(H200) for name in GPU_STEPS}
+    return "\n".join(times(parts, H200))
+
+
 def contents(page: Path) -> str:
     """Links to the sections of a page, in one line."""
     titles = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
@@ -322,6 +332,7 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "computing": computing,
     "exactness": exactness,
     "fits": fitting,
+    "reckoned": reckoned,
     "contents": contents,
 }
 """Marker -> the text between it and its end, for a page."""

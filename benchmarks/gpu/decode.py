@@ -1,0 +1,117 @@
+"""Decoding: tokens a second on rank 0 of 1, 2, 4 and 8, eager, as a CUDA graph and compiled; waits and graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .decoding import Decoder
+from .reckoned import Gpu
+from .shapes import checkpoint, load, rank_zero
+from .step import Job, Lines
+
+SIZES, BATCHES = (1, 8, 2, 4), (1, 8, 32)
+"""Numbers of ranks and batch sizes, by value."""
+PROMPT, ROOM, STEPS = 128, 512, 32
+COMPILED = ((1, "ours"), (8, "ours"), (1, "plain"))
+"""(ranks, side) of the compiled models: last, since each takes a minute."""
+COMPILING = 60.0
+"""Seconds that a compilation may take."""
+PUBLISHED = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
+"""Tokens a second of Llama 2 7B in bf16, batch 1, on A100 GPUs, from the README of gpt-fast."""
+
+
+def measure(job: Job, lines: Lines) -> None:
+    """Eager steps and graphs on each number of ranks, then compiled ones; a model at a time has the memory."""
+    folder = checkpoint(job)
+    sizes, batches = ((1, 2), (1, 2)) if job.rehearses else (SIZES, BATCHES)
+    for size in sizes:
+        for side in ("ours", "plain" if size == 1 else "transformers"):
+            _cells(job, lines, folder, side, size, [(batch, mode) for batch in batches for mode in ("eager", "graph")])
+    for size, side in COMPILED:
+        _cells(job, lines, folder, side, size, [(1, "compiled")])
+
+
+def _cells(job: Job, lines: Lines, folder: Path, side: str, size: int, cells: list[tuple[int, str]]) -> None:
+    """Load a model, and measure it in each (batch, mode)."""
+    seconds = 0.0 if job.rehearses else COMPILING if cells[0][1] == "compiled" else 10.0
+    with rank_zero(job, size) as mesh:
+        made: list[Any] = []
+
+        def loaded() -> dict[str, Any]:
+            made.append(load(side, folder, mesh, job))
+            return {"bytes": job.device.allocated()}
+
+        lines.measure(f"load {side}, rank 0 of {size}", loaded, needs=seconds)
+        for batch, mode in cells if made else ():
+            cell = {"side": side, "ranks": size, "batch": batch, "mode": mode}
+            lines.measure(
+                f"{side}, rank 0 of {size}, batch {batch}, {mode}",
+                lambda cell=cell: {**cell, **decode(made[0], job, cell["batch"], cell["mode"])},
+                needs=seconds / 3,
+            )
+        made.clear()
+
+
+def decode(model: Any, job: Job, batch: int, mode: str) -> dict[str, Any]:
+    """Seconds of a decode step, tokens a second, whether tokens are those of eager steps; waits of the host, graphs."""
+    device = job.device
+    device.forget_peak()
+    prompt, room, steps = (8, 32, 4) if job.rehearses else (PROMPT, ROOM, STEPS)
+    decoder = Decoder(model, device, batch=batch, prompt=prompt, room=room)
+    torch._dynamo.utils.counters.clear()
+    eager, step = decoder.eager(), getattr(decoder, mode)()
+    expected = decoder.tokens(eager, steps)
+    is_equal = torch.equal(decoder.tokens(step, steps), expected)
+    decoder.prefill()
+    seconds = min(_timed(decoder, step, steps) for _ in range(3))
+    counters = torch._dynamo.utils.counters
+    return {
+        "seconds": seconds,
+        "tokens_per_second": batch / seconds,
+        "equal": is_equal,
+        "waits": device.host_waits(step),
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "skipped_graphs": counters["inductor"]["cudagraph_skips"],
+        "peak": device.peak(),
+    }
+
+
+def _timed(decoder: Decoder, step: Any, steps: int) -> float:
+    decoder.prefill()
+    return decoder.device.seconds(step, steps)
+
+
+def table(lines: list[dict[str, Any]]) -> list[str]:
+    """Tokens a second by side, ranks, batch and mode; the gain over one rank beside gpt-fast's."""
+    found = [line for line in lines if "tokens_per_second" in line]
+    rows = ["| side | ranks | batch | mode | ms a step | tokens a second | by 1 rank | gpt-fast's | waits | graphs |"]
+    rows.append("| --- " * 10 + "|")
+    alone = {(line["side"], line["batch"], line["mode"]): line["seconds"] for line in found if line["ranks"] == 1}
+    for line in found:
+        one = alone.get(("ours" if line["side"] == "ours" else "plain", line["batch"], line["mode"]))
+        gain = f"{one / line['seconds']:.2f}" if one else "-"
+        published = f"{PUBLISHED[line['ranks']] / PUBLISHED[1]:.2f}" if line["batch"] == 1 else "-"
+        rows.append(
+            f"| {line['side']} | {line['ranks']} | {line['batch']} | {line['mode']} | {line['seconds'] * 1e3:.2f} | "
+            f"{line['tokens_per_second']:.0f} | {gain} | {published} | {line['waits']} | {line['graphs']} |"
+        )
+    rows += ["", "Rank 0 of several; collectives return at once, so these times are lower bounds."]
+    wrong = [line["what"] for line in found if not line["equal"]]
+    return rows + [f"OTHER TOKENS than eager steps: {what}" for what in wrong]
+
+
+def reckon(gpu: Gpu) -> list[tuple[str, float]]:
+    """Seconds of each part: weights by the memory's speed, loads by the bus, compilations as elsewhere."""
+    parts: list[tuple[str, float]] = []
+    for size in SIZES:
+        step = gpu.weights / size / gpu.memory + gpu.launches
+        parts.append((f"rank 0 of {size}: two loads", 2 * gpu.load(gpu.weights / size)))
+        parts.append(
+            (f"rank 0 of {size}: steps of {len(BATCHES)} batches", 4 * len(BATCHES) * (5 * STEPS * step + 0.5))
+        )
+    loads = sum(gpu.load(gpu.weights / size) for size, _ in COMPILED)
+    return [*parts, ("compiled models", len(COMPILED) * COMPILING + loads)]

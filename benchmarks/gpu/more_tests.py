@@ -1,0 +1,19 @@
+"""The tests in tests/gpu that only `make test-all` runs: more shapes, formats, modes and faults, on this device."""
+
+from __future__ import annotations
+
+from .reckoned import Gpu
+from .step import Job, Lines
+from .tests import run
+from .tests import table as table
+
+
+def measure(job: Job, lines: Lines) -> None:
+    """The slow ones; a rehearsal has run its test."""
+    if not job.rehearses:
+        run(job, lines, "slow")
+
+
+def reckon(gpu: Gpu) -> list[tuple[str, float]]:
+    """Three times as many as the quick ones."""
+    return [("three processes of ranks", 3 * gpu.start / 2), ("tests", 200.0)]

@@ -1,0 +1,96 @@
+"""A process of one step: `python -m benchmarks.gpu.step JOB` calls `measure` of the module of that name."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .device import Device, device_of
+
+MARGIN = 3.0
+"""Seconds before a step is ended in which it ends the processes that it has started."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of one process."""
+
+    step: str
+    """Name of the module in this folder."""
+    kind: str
+    """Type of the device: "cuda" or "cpu"."""
+    rehearses: bool
+    """True for small shapes."""
+    folder: str
+    """Folder for checkpoints."""
+    out: str
+    """Folder of the results."""
+    lines: str
+    """File of JSON lines, to which each measurement is appended."""
+    until: float
+    """Time (`time.time`) at which the process will be ended."""
+    backend: str = "gloo"
+    """Backend by which ranks on one device communicate."""
+    rank: int = 0
+    size: int = 1
+    result: str = ""
+
+    @property
+    def left(self) -> float:
+        """Seconds until the process will be ended."""
+        return self.until - time.time()
+
+    @property
+    def device(self) -> Device:
+        return device_of(self.kind)
+
+
+class Lines:
+    """The file of a job's measurements, each an object with `what` was measured, and an `error` if that failed."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one measurement."""
+        with open(self.job.lines, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def measure(self, what: str, function: Callable[[], dict[str, Any]], *, needs: float = 0.0) -> dict[str, Any]:
+        """Append the numbers of `function`, or its error; if fewer than `needs` seconds are left, that."""
+        if self.job.left < needs:
+            line: dict[str, Any] = {"what": what, "late": f"{max(self.job.left, 0):.0f} s were left"}
+        else:
+            began = time.perf_counter()
+            try:
+                line = {"what": what, **function()}
+            except Exception as error:
+                traceback.print_exc()
+                line = {"what": what, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+            line["took"] = round(time.perf_counter() - began, 3)
+        self.write(line)
+        return line
+
+
+def main() -> None:
+    """Run the job in argv."""
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore")
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    job = Job(**json.loads(sys.argv[1]))
+    import_module(f"{__package__}.{job.step}").measure(job, Lines(job))
+    Path(job.result).write_text("{}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

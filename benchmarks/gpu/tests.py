@@ -1,0 +1,62 @@
+"""The tests in tests/gpu that `make test` runs too, one of each kind, on this device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+from .. import processes
+from .machine import SHARED
+from .reckoned import Gpu
+from .step import Job, Lines
+
+REHEARSED = "two_axes"
+"""The test of a rehearsal: `make test` runs the others on a CPU."""
+OUTCOME = re.compile(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
+
+
+def measure(job: Job, lines: Lines) -> None:
+    """The quick ones."""
+    run(job, lines, "not slow")
+
+
+def run(job: Job, lines: Lines, marked: str) -> None:
+    """Run pytest on the tests `marked`; each outcome is a line as soon as it is there."""
+    env = {**os.environ, "DEVICE": job.kind, "COLUMNS": "200"}
+    if job.backend == "nccl":
+        env |= {"BACKEND": "nccl", **SHARED}
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    command += ["-m", marked, *(["-k", REHEARSED] if job.rehearses else []), "tests/gpu"]
+    pipe, seen = subprocess.PIPE, 0
+    process = subprocess.Popen(command, cwd=processes.ROOT, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if found := OUTCOME.match(line):
+            name, outcome = found.groups()
+            seen += 1
+            wrong = {"error": "see the log"} if outcome in ("FAILED", "ERROR") else {}
+            lines.write({"what": name.removeprefix("tests/gpu/"), "outcome": outcome.lower(), **wrong})
+    if process.wait() not in (0, 1) or not seen:
+        lines.write({"what": f"pytest -m {marked!r}", "error": f"exit code {process.returncode}, {seen} outcomes"})
+
+
+def table(lines: list[dict[str, Any]]) -> list[str]:
+    """Counts by file, and the names of failures."""
+    counts: dict[str, dict[str, int]] = {}
+    for line in lines:
+        by = counts.setdefault(line["what"].partition("::")[0], {})
+        by[line.get("outcome", "error")] = by.get(line.get("outcome", "error"), 0) + 1
+    rows = ["| file | outcomes |", "| --- | --- |"]
+    rows += [
+        f"| {file} | {', '.join(f'{count} {name}' for name, count in by.items())} |" for file, by in counts.items()
+    ]
+    return rows
+
+
+def reckon(gpu: Gpu) -> list[tuple[str, float]]:
+    """Tiny models, so that processes and contexts count."""
+    return [("three processes of ranks", 3 * gpu.start / 2), ("tests", 90.0)]

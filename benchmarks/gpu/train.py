@@ -1,0 +1,101 @@
+"""A training step on rank 0 of 8: tokens a second, share of the GPU's peak, memory, and where the time goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..meters import operations_per_token, peak_operations
+from ..train_llm import multiplied
+from .reckoned import Gpu
+from .shapes import checkpoint, load, rank_zero
+from .step import Job, Lines
+
+SIZE, LENGTH, STEPS = 8, 4096, 3
+"""Ranks, tokens of the batch's only sequence, timed steps."""
+TRACE = "train-trace.json.gz"
+
+
+def measure(job: Job, lines: Lines) -> None:
+    """Ours, then transformers'."""
+    folder = checkpoint(job)
+    for side in ("ours", "transformers"):
+        with rank_zero(job, SIZE) as mesh:
+            lines.measure(
+                f"{side}, rank 0 of {SIZE}",
+                lambda side=side, mesh=mesh: train(load(side, folder, mesh, job), side, job),
+                needs=20.0 * (not job.rehearses),
+            )
+
+
+def train(model: Any, side: str, job: Job) -> dict[str, Any]:
+    """Steps of AdamW over one sequence in bf16; the last is profiled."""
+    device, length = job.device, 32 if job.rehearses else LENGTH
+    model.train()
+    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(job.kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False, fused=True)
+
+    def step() -> None:
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    device.forget_peak()
+    seconds = device.seconds(step, STEPS)
+    peak, top = device.peak(), _profile(step, job, Path(job.out, TRACE) if side == "ours" else None)
+    operations = operations_per_token(multiplied(model), model.config, length)
+    limit = peak_operations(device.name())
+    return {
+        "side": side,
+        "tokens": length,
+        "seconds": seconds,
+        "tokens_per_second": length / seconds,
+        "mfu": length / seconds * operations / SIZE / limit if limit else None,
+        "peak": peak,
+        "waits": device.host_waits(step),
+        "top": top,
+    }
+
+
+def _profile(step: Any, job: Job, trace: Path | None) -> list[dict[str, Any]]:
+    """The operators that take the most of a step; a trace for chrome://tracing."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if job.kind == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        job.device.synchronize()
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
+    name = "self_device_time_total" if job.kind == "cuda" else "self_cpu_time_total"
+    events = sorted(profiler.key_averages(), key=lambda event: getattr(event, name), reverse=True)
+    return [{"name": event.key[:60], "ms": getattr(event, name) / 1e3, "count": event.count} for event in events[:12]]
+
+
+def table(lines: list[dict[str, Any]]) -> list[str]:
+    """Seconds, tokens a second of the group, MFU, memory; then the operators that take the most."""
+    rows = ["| side | seconds | tokens a second | MFU | peak | waits of the host |", "| --- " * 6 + "|"]
+    for line in lines:
+        if "seconds" in line:
+            mfu = f"{line['mfu']:.1%}" if line["mfu"] else "-"
+            rows.append(
+                f"| {line['what']} | {line['seconds']:.4f} | {line['tokens_per_second']:.0f} | {mfu} | "
+                f"{line['peak'] / 1e9:.2f} GB | {line['waits']} |"
+            )
+    rows += ["", "Collectives return at once, so these times are lower bounds. The most of a step (ms, calls):", ""]
+    for line in lines:
+        rows += [
+            f"- {line['side']}: {each['name']} {each['ms']:.2f}, {each['count']}" for each in line.get("top", ())[:6]
+        ]
+    return rows
+
+
+def reckon(gpu: Gpu) -> list[tuple[str, float]]:
+    """A step by the operations of a rank at half of the GPU's speed."""
+    step = 6 * gpu.parameters * LENGTH / SIZE / (gpu.operations / 2)
+    return [("two loads", 2 * gpu.load(gpu.weights / SIZE)), ("steps", 2 * (STEPS + 4) * step), ("traces", 10.0)]

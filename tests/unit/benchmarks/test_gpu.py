@@ -1,0 +1,80 @@
+"""The command for GPUs: its summary names failures, its times are reckoned, and a decode step is counted correctly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import STEPS, Record
+from benchmarks.gpu.device import Rehearsal
+from benchmarks.gpu.reckoned import H200, table
+from benchmarks.gpu.step import Job, Lines
+from benchmarks.gpu.tests import OUTCOME
+
+
+def record(path: Path, again: bool = False) -> Record:
+    return Record(argparse.Namespace(results=path, device="cpu", rehearse=True, again=again))
+
+
+def test_the_summary_names_what_failed_and_what_had_no_time(tmp_path: Path) -> None:
+    found = record(tmp_path)
+    lines = [{"what": "a", "side": "ours"}, {"what": "b", "error": "ValueError: wrong"}, {"what": "c", "late": "2 s"}]
+    found.add("load", {"status": "FAILED", "seconds": 3.0, "lines": lines, "error": "--- process 0: exit code 1\nmore"})
+    summary = found.summary()
+    assert "load: FAILED, 3 s, 3 measurements" in summary
+    assert "FAILED  b: ValueError: wrong" in summary
+    assert "NOT RUN c: 2 s" in summary
+    assert "process 0: exit code 1" in summary
+    assert summary in (tmp_path / "gpu.md").read_text()
+    assert record(tmp_path).steps == found.steps
+    assert record(tmp_path, again=True).steps == {}
+
+
+def test_results_of_other_code_are_not_kept(tmp_path: Path) -> None:
+    found = record(tmp_path)
+    found.add("load", {"status": "passed", "seconds": 3.0, "lines": [], "error": ""})
+    text = json.loads((tmp_path / "gpu.json").read_text())
+    text["about"]["code"] = "other"
+    (tmp_path / "gpu.json").write_text(json.dumps(text))
+    assert not record(tmp_path).has_passed("load")
+
+
+def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    job = Job("load", "cpu", True, "", "", str(tmp_path / "lines"), until=float("inf"))
+    lines = Lines(job)
+    lines.measure("wrong", lambda: {"x": 1 / 0})
+    lines.measure("right", lambda: {"x": 1})
+    wrong, right = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert wrong["error"] == "ZeroDivisionError: division by zero"
+    assert right["x"] == 1
+    late = Lines(Job("load", "cpu", True, "", "", str(tmp_path / "lines"), until=0.0))
+    assert "late" in late.measure("late", lambda: {"x": 1}, needs=1.0)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_has_a_table_and_a_reckoned_time(name: str) -> None:
+    module = import_module(f"benchmarks.gpu.{name}")
+    assert isinstance(module.table([]), list)
+    parts = module.reckon(H200)
+    assert all(seconds > 0 for _, seconds in parts)
+    (row,) = [line for line in table({name: parts}, H200) if line.startswith(f"| {name} |")]
+    assert int(row.split("|")[2]) == round(H200.start + sum(seconds for _, seconds in parts))
+
+
+def test_waits_of_the_host_are_counted() -> None:
+    x, device = torch.arange(3.0), Rehearsal()
+    assert device.host_waits(lambda: x.sum().item()) == 1
+    assert device.host_waits(lambda: x[x > 1]) == 1
+    assert device.host_waits(lambda: x + x) == 0
+
+
+def test_outcomes_of_pytest_are_read() -> None:
+    line = "tests/gpu/test_packed.py::test_products[2-int4 with zeros] FAILED                 [ 10%]"
+    found = OUTCOME.match(line)
+    assert found is not None
+    assert found.groups() == ("tests/gpu/test_packed.py::test_products[2-int4 with zeros]", "FAILED")
