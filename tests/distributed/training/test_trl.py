@@ -20,7 +20,7 @@ from tests.support.pool import Pool
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.trl]
 
 TOLERANCE = 1e-3  # TRL rounds some of what it logs; sums in fp32, in another order, through three steps
 TEXTS = ["w5 w17 w98", "w23 w9 w41 w198", "w3 w77", "w12 w150 w6", "w8 w8 w8", "w100 w101"]

@@ -250,7 +250,7 @@ def _gloo(group: TensorParallelGroup) -> Iterator[dist.ProcessGroup | None]:
         yield group.process_group
         return
     counts = group.gather(len(world.pg_names))
-    groups = [
+    groups: list[Any] = [  # torch types them as groups, or as numbers too
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         for _ in range(max(counts) - counts[group.rank])
     ]
