@@ -97,7 +97,7 @@ PRIVATE: dict[str, Private] = {
         "products in fp32 elsewhere", "checkpoint commands", "in fp32"
     ),
     "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "model strategies training"),
-    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model slices strategies"),
+    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model strategies"),
     "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "model plan_search strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),

@@ -41,8 +41,7 @@ from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_one_rank, warn_of_size_alone
 from .gguf_file import read_gguf_config
-from .initialized import partition_initialized
-from .load import LoadResult, load
+from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
 from .shares import resolve_shares

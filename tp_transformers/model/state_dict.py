@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from ..checkpoint.saving.dcp import laid_out, placed
+from ..checkpoint.saving.dcp import placed
 from ..errors import UnsupportedError
 from ..marks import untyped
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -32,7 +32,7 @@ from ..strategies import (
     shard_of,
     unsharded_like,
 )
-from ..strategies.parameters.sharded import full_values, is_sharded, local_values
+from ..strategies.parameters.sharded import full_values, is_sharded, laid_out, local_values
 
 
 def keep_state(module: nn.Module) -> None:

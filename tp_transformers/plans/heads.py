@@ -45,7 +45,7 @@ def split_attention(
     ranks: Ranks,
     faults: list[str],
     attention_splits: AttentionSplits,
-) -> AttentionSplits:
+) -> None:
     """Split the heads of every attention module with sharded projections.
 
     Args:
@@ -92,7 +92,6 @@ def split_attention(
         _split_children(roles, block_splits, blocks, rules, faults, attention_splits)
     if len(faults) == fault_count:  # faults in the description of attention are reported alone
         faults.extend(_unrecognised(modules, model, module_rules, attention_splits, ranks))
-    return attention_splits
 
 
 def _stays_sharded(

@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ..errors import MeshError
-from ..logs import get_logger
 from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
 from .network import connect_machines, find_store, late_ranks_logged
 from .shared_memory.joining import share
-
-logger = get_logger(__name__)
 
 
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:

@@ -20,7 +20,6 @@ from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
 from ..slices.layout import Layout, Ranks, Split, count_of, ranks_of
-from ..slices.lazy import LazyTensor
 from .forward.attach import attach
 from .forward.communication import Communication, Placements, only
 from .shards.shard import ParamShard, shard_of
@@ -232,14 +231,14 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def partition_tensor(
         self,
-        param: Tensor | LazyTensor,
+        param: Tensor,
         empty_param: Tensor,
         param_type: str,
         param_casting_dtype: torch.dtype | None,
         to_contiguous: bool,
         rank: int,
         device_mesh: DeviceMesh | None,
-    ) -> Tensor | LazyTensor:
+    ) -> Tensor:
         """Return this rank's shard of a parameter: a slice of it, plain or in a DTensor or an `nn.Parameter`.
 
         A load does not call it with values: it is called before, once for each rank, with a tensor without data. The
@@ -255,10 +254,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             device_mesh: the 1-D mesh of the `tp` axis, maybe without process groups; None for one process.
         """
         size = device_mesh.size() if device_mesh is not None else 1
-        layout = self._layout(param_type, empty_param.shape, size)
-        if isinstance(param, LazyTensor):
-            return take(param, layout, rank)
-        shard = take(param, layout, rank)
+        shard = take(param, self._layout(param_type, empty_param.shape, size), rank)
         if param_casting_dtype is not None:
             shard = shard.to(param_casting_dtype)
         return shard.contiguous() if to_contiguous else shard

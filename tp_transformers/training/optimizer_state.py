@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..checkpoint.saving.dcp import LocalShard, laid_out, placed
+from ..checkpoint.saving.dcp import LocalShard, placed
 from ..errors import UnsupportedError
 from ..ranks.group import GROUP
 from ..strategies import local_tensor
+from ..strategies.parameters.sharded import laid_out
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -115,7 +115,7 @@ def test_only_the_blocks_that_are_missing_are_fetched(pool: Any, cases: Any) -> 
 
 
 def short_of_memory(folder: str) -> dict[str, Any]:
-    with mock.patch.object(prefetch, "_available_memory", return_value=1000):
+    with mock.patch.object(prefetch, "available_memory", return_value=1000):
         return report(folder, True, False)
 
 

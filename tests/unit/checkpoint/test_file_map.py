@@ -10,7 +10,7 @@ import torch
 
 from tests.support.reading import columns
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.reading.file_map import FileMap
+from tp_transformers.checkpoint.reading.local_file import FileMap
 from tp_transformers.checkpoint.reading.reader import read
 
 

@@ -18,7 +18,7 @@ from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import heads
 from tp_transformers.slices.lazy import LazyTensor, Resident
-from tp_transformers.strategies import STRATEGIES
+from tp_transformers.strategies import STRATEGIES, take
 from tp_transformers.strategies.base import EXPERT_UNIT
 
 SIZES = [1, 2, 3, 5]
@@ -149,7 +149,7 @@ def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: 
         full = module.get_parameter(param_type).detach()
         shards = []
         for rank in range(size):
-            lazy = layer.partition_tensor(Resident(full), full, param_type, None, True, rank, FakeMesh(size))
+            lazy = take(Resident(full), layer.layout(param_type, full.shape, size), rank)
             real = layer.partition_tensor(full, full, param_type, torch.float64, True, rank, FakeMesh(size))
             expected = full
             if dim is not None:

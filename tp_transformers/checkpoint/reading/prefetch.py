@@ -8,6 +8,7 @@ small.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,7 +67,7 @@ def prefetch(
                 number += 1
 
     def read_own() -> int:
-        if total + sum(entry[4] for entry in peers) > _available_memory():
+        if total + sum(entry[4] for entry in peers) > available_memory():
             if group.rank == peers[0][1]:
                 logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
             return 0
@@ -89,10 +90,10 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
     return [union(spans[file]) if file is not None else [] for file in files]
 
 
-def _available_memory() -> float:
-    """Return the bytes available without swapping; infinity if unknown."""
-    meminfo = Path("/proc/meminfo")
-    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return float("inf")
+def available_memory() -> int:
+    """Return the bytes available without swapping; `sys.maxsize` if unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return sys.maxsize

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 from ...slices.layout import ShardRange
 from ...strategies import ParamShard, local_tensor
@@ -101,11 +100,3 @@ def placed(local: Tensor, param: Tensor) -> Tensor:
     if shard.placement is not None and (shard.data_parallel is None or is_even):
         return local
     return LocalShard.of(local_tensor(local), shard)
-
-
-def laid_out(local: Tensor, param: Tensor) -> Tensor:
-    """Return `local`, this rank's shard, as a DTensor if `param` is one, else unchanged."""
-    if isinstance(param, DTensor):
-        layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
-        return DTensor.from_local(local, param.device_mesh, param.placements, **layout)
-    return local

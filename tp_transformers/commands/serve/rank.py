@@ -68,7 +68,7 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket]) -> 
 
     def init(original: Any, self: Any, model: Any, gen_config: Any) -> None:
         if self._cb is None and dist.is_initialized():
-            _store().set(_SETTINGS, pickle.dumps((gen_config, self._cb_config)))
+            get_default_store().set(_SETTINGS, pickle.dumps((gen_config, self._cb_config)))
         original(self, model, gen_config)
         managers.append(self)
 
@@ -96,15 +96,15 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket]) -> 
     finally:
         for manager in managers:  # this also ends the other ranks
             manager._cb.stop(timeout=STOP, hard_stop=True)
-        if dist.is_initialized() and not _store().check([_SETTINGS]):
-            _store().set(_SETTINGS, b"")
+        if dist.is_initialized() and not get_default_store().check([_SETTINGS]):
+            get_default_store().set(_SETTINGS, b"")
 
 
 def follow(model: Any) -> int:
     """Decode the requests of rank 0's server; returns 1 if that failed."""
-    while not _store().check([_SETTINGS]):
+    while not get_default_store().check([_SETTINGS]):
         time.sleep(0.05)
-    settings = _store().get(_SETTINGS)
+    settings = get_default_store().get(_SETTINGS)
     if not settings:
         return 0
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops all ranks
@@ -116,10 +116,6 @@ def follow(model: Any) -> int:
     manager.start()
     manager._generation_thread.join()
     return int(manager.background_thread_status.fatal_error is not None)
-
-
-def _store() -> Any:
-    return get_default_store()
 
 
 def main(arguments: Sequence[str]) -> int:

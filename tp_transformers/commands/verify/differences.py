@@ -259,7 +259,7 @@ class Differences:
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)
                 if scaled.widths[rank] == output.shape[dims[0]]:
-                    errors.append(relative(output, _take(expected, Layout(dims[0], scaled), rank)))
+                    errors.append(relative(output, take(expected, Layout(dims[0], scaled), rank)))
         return min(errors, default=0.0)
 
     def _splits(self) -> set[Split]:
@@ -268,7 +268,7 @@ class Differences:
 
     def _slice(self, full: Tensor, split: Split, rank: int) -> Tensor:
         """This rank's features of the full output; the full output if its width is not the split's length."""
-        return _take(full, Layout(full.ndim - 1, split), rank) if full.shape[-1] == split.length else full
+        return take(full, Layout(full.ndim - 1, split), rank) if full.shape[-1] == split.length else full
 
     def _hint(self, name: str, expected: Tensor, outputs: Mapping[int, Tensor]) -> str:
         """The usual cause of this kind of difference."""
@@ -309,12 +309,6 @@ def _drawn(rule: Rule) -> str:
 
 def _close(value: Tensor, reference: Tensor) -> bool:
     return relative(value, reference) <= GRADIENT_TOLERANCE
-
-
-def _take(full: Tensor, layout: Layout, rank: int) -> Tensor:
-    shard = take(full, layout, rank)
-    assert isinstance(shard, Tensor)
-    return shard
 
 
 def _are_columns(output: Tensor, expected: Tensor) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
+
+from ...checkpoint.reading.prefetch import available_memory
 
 _NAMES = ("max", "current", "inactive_file")
 """Limit, usage and cached pages of a control group of version 2."""
@@ -31,7 +32,7 @@ def free_memory(device: torch.device, sharers: int = 1) -> int:
     if device.type != "cpu":
         module: Any = torch.get_device_module(device.type)
         return int(module.mem_get_info(device)[0])
-    common = [_available(), *_left_in_groups()]
+    common = [available_memory(), *_left_in_groups()]
     return min([nbytes // max(1, sharers) for nbytes in common] + _left_of_limits())
 
 
@@ -59,15 +60,6 @@ def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
         end = perf_counter()
         count, began = count + 1, began or end  # the first products are not counted
     return (end - began) / (count - 1) / repeated
-
-
-def _available() -> int:
-    """Bytes that the system can give to new processes without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return sys.maxsize  # another system: all ranks count the same
 
 
 def _left_in_groups() -> list[int]:

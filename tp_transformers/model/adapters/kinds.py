@@ -39,7 +39,7 @@ class AdaptedLokr(AdaptedLoha):
         shard = base.tp_shards["weight"]
         with parameter_as(base, "weight", torch.empty(1, dtype=base.weight.dtype, device="meta").expand(shard.shape)):
             delta: Tensor = super(AdaptedLoha, self).get_delta_weight(adapter_name, **options)
-        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank))
+        own = take(delta, shard.layout, shard.group.rank)
         return own.contiguous()  # a view would keep the product until the backward
 
 
@@ -73,8 +73,8 @@ class AdaptedVera(AdaptedFactors):
             return a, b
         rank = base.tp_shards["weight"].group.rank
         if is_input:
-            return untyped(take(a, Layout(1, split), rank)), b
-        return a, untyped(take(b, Layout(0, split), rank))
+            return take(a, Layout(1, split), rank), b
+        return a, take(b, Layout(0, split), rank)
 
 
 class AdaptedOft(AdaptedLayer):

@@ -181,5 +181,4 @@ class SlicedDropout(nn.Module):
         if not self.training:
             return x
         mask = dropout(x.new_ones((*x.shape[:-1], self.split.length)), self.p)
-        own: Tensor = untyped(take(mask, Layout(x.ndim - 1, self.split), self.rank))
-        return x * own
+        return x * take(mask, Layout(x.ndim - 1, self.split), self.rank)

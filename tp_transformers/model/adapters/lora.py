@@ -34,8 +34,7 @@ class AdaptedLora(AdaptedLayer):
             delta: Tensor = super().get_delta_weight(adapter)
         shard = SHARD.of(untyped(self.get_base_layer()).weight)
         # Adapters of embeddings are full along the hidden size.
-        own: Tensor = untyped(take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta)
-        return own
+        return take(delta, shard.layout, shard.group.rank) if delta.shape == shard.shape else delta
 
     def _embed(self, ids: Tensor, weight: Tensor, *functions: Any, **named: Any) -> Tensor:
         """Look up this rank's rows of an adapter, and sum over the ranks; weight: (vocab/size, r)."""

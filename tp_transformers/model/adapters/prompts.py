@@ -52,5 +52,4 @@ def get_prompt(peft_model: Any, *args: Any, **kwargs: Any) -> Any:
 def _own_heads(states: Tensor, heads: AttentionHeads, group: TensorParallelGroup) -> Tensor:
     """states: (batch, KV heads, tokens, head_dim) -> (batch, KV heads/size, tokens, head_dim)."""
     copied = copy_to_region(states, untyped(group.process_group), group.reduce_dtype)
-    own: Tensor = untyped(take(copied, Layout(1, heads.kv), group.rank))
-    return own
+    return take(copied, Layout(1, heads.kv), group.rank)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
@@ -228,7 +228,7 @@ def split_parameter(
     if not param.is_meta:
         param.data = param.data.contiguous()
         direct.broadcast(param.data, group.process_group, 0)
-    local: Tensor = untyped(take(param.data, layout, group.rank))
+    local = take(param.data, layout, group.rank)
     shard = ParamShard(param.shape, layout, group, layout is not None, sums_gradients=is_partial)
     owner._parameters[name] = shard.wrap(local.clone(), requires_grad=param.requires_grad)
     owner.__dict__.setdefault("tp_shards", {})[name] = shard

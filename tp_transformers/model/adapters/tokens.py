@@ -71,7 +71,7 @@ class AdaptedTokens(_Layer):
         """`weight: (rows/size, features)` or `(rows, features/size)` with full rows of the adapter's tokens."""
         shard: ParamShard = self.base_layer.tp_shards["weight"]
         if shard.layout is not None and shard.layout.dim == 1:
-            rows = untyped(take(rows, shard.layout, shard.group.rank))
+            rows = take(rows, shard.layout, shard.group.rank)
         positions, numbers = self.tp_rows[adapter]
         return weight.index_copy(0, positions, rows.to(weight)[numbers])
 
@@ -85,7 +85,7 @@ def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
         is_partial = shard.layout is not None
         own = torch.arange(shard.shape[0])
         if shard.layout is not None and shard.layout.dim == 0:
-            own = untyped(take(own, shard.layout, group.rank))
+            own = take(own, shard.layout, group.rank)
         found = (own[:, None] == torch.tensor(layer.token_indices[adapter])).nonzero(as_tuple=True)
         rows = layer.__dict__.setdefault("tp_rows", {})
         rows[adapter] = tuple(index.to(group.device) for index in found)

@@ -17,7 +17,7 @@ from ...marks import Mark
 from ...ranks import direct
 from ...ranks.random_state import random_state, set_random_state
 from ...strategies import ParamShard, finish_gradient, local_tensor, shard_of
-from ...strategies.parameters.sharded import has_changed, is_sharded, know
+from ...strategies.parameters.sharded import has_changed, is_sharded, know, laid_out
 from ...strategies.parameters.tensors import HAS_LOCAL
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
@@ -115,8 +115,7 @@ class StandIn:
             return wrapped  # type: ignore[no-any-return]
         if is_sharded(self.param):
             return know(local, self.param)  # type: ignore[no-any-return]
-        layout: dict[str, Any] = {"shape": self.param.shape, "stride": self.param.stride(), "run_check": False}
-        return DTensor.from_local(local, self.param.device_mesh, self.param.placements, **layout)
+        return laid_out(local, self.param)
 
     def _shapes(self) -> Collection[tuple[int, ...]]:
         """Shapes of the plain shards of all ranks."""

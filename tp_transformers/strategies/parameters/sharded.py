@@ -61,6 +61,14 @@ def is_sharded(value: object) -> TypeGuard[Any]:
     return isinstance(value, Sharded)
 
 
+def laid_out(local: Tensor, param: Tensor) -> Tensor:
+    """Return `local`, this rank's shard, as a DTensor if `param` is one, else unchanged."""
+    if isinstance(param, DTensor):
+        layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        return DTensor.from_local(local, param.device_mesh, param.placements, **layout)
+    return local
+
+
 def know(result: Any, like: Any) -> Any:
     """Mark `result` as a shard if it has the local shape (or placements) of the shard `like`; else return it as is."""
     if not is_sharded(like) or not hasattr(like, "tp_shard"):  # fake tensors of torch.compile have no tp_shard
@@ -68,8 +76,7 @@ def know(result: Any, like: Any) -> Any:
     shard, is_dtensor = like.tp_shard, isinstance(like, DTensor)
     if is_dtensor and type(result) is Tensor and tuple(result.shape) == shard.local_shape:
         with as_torch():
-            layout: Any = {"shape": like.shape, "stride": like.stride(), "run_check": False}
-            result = DTensor.from_local(result, like.device_mesh, like.placements, **layout)
+            result = laid_out(result, like)
     if is_dtensor:
         has_layout = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
     else:

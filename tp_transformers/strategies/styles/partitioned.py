@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...slices.lazy import LazyTensor
 from ..base import TensorParallelLayer
 from ..forward.communication import as_inputs
 
@@ -23,7 +22,7 @@ class PartitionedStyle(TensorParallelLayer):
         names = ("input_layouts", "output_layouts", "desired_input_layouts", "use_local_output", "use_dtensor")
         super().__init__(**{name: getattr(style, name) for name in names if hasattr(style, name)})
 
-    def partition_tensor(self, *args: Any, **kwargs: Any) -> Tensor | LazyTensor:
+    def partition_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.style.partition_tensor(*args, **kwargs)  # type: ignore[no-any-return]
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
