@@ -298,4 +298,4 @@ def test_what_plans_were_proven_with_is_what_ci_runs() -> None:
     assert tested in PROVEN_WITH or Version(tested) > Version(newest)
     assert "pytest.mark.slow" not in (ROOT / "tests/distributed/test_architectures.py").read_text()
     assert "tests/distributed/test_architectures.py" in (ROOT / "Makefile").read_text()  # RELEASE_TESTS
-    assert 'pytest -m "not slow" -n 2' in (ROOT / ".ci" / "versions").read_text()
+    assert 'pytest -m "not slow or trl" -n 2' in (ROOT / ".ci" / "versions").read_text()
