@@ -15,7 +15,7 @@ from ...torch_api import has_bfloat16
 
 _TILE = 1 << 24
 """Bytes of rows that are multiplied at a time."""
-BLOCK = 1 << 20
+_BLOCK = 1 << 20
 """Elements that are decoded at a time."""
 _FEW = 8
 """Tokens whose product does not make up for a conversion of decoded values to bfloat16."""
@@ -96,7 +96,7 @@ class Tiled(ABC):
 
     def fill(self, first: int, values: torch.Tensor) -> None:
         """Decode as `decode`, with memory for a few rows."""
-        for rows in self._ranges(first, first + len(values), BLOCK):
+        for rows in self._ranges(first, first + len(values), _BLOCK):
             self.decode(rows.start, values[rows.start - first : rows.stop - first])
 
     def _ranges(self, first: int, last: int, numel: int) -> Iterator[range]:
@@ -141,5 +141,5 @@ class StoredRows(Tiled):
         if x.dtype != torch.float32:
             yield from super().tiles(x)
             return
-        for rows in self._ranges(0, self.height, BLOCK):
+        for rows in self._ranges(0, self.height, _BLOCK):
             yield rows.start, self.decoded.block(rows.start, rows.stop).flatten(0, -2).to(x.dtype)

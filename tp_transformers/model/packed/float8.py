@@ -15,13 +15,15 @@ import torch
 from torch.nn.functional import pad
 
 from ...checkpoint.quantization.float8 import Float8Values
-from ...checkpoint.quantization.tiled import BLOCK, StoredRows, product_dtype, scratch
+from ...checkpoint.quantization.tiled import StoredRows, product_dtype, scratch
 from ...checkpoint.reading.memory import FLOAT8_SHIFT, has_nan, shifted_float8
 from ...slices.bundle import Decoded
 from .operator import FEW, Operator, without
 
 _ROWS = 64
 """Rows of a block from which on it is cheaper to multiply the inputs by its scales."""
+_TILE = 1 << 20
+"""Elements decoded at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +90,7 @@ class Float8Cpu(Float8):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.empty(len(x), self.height, dtype=torch.float32, device=x.device)
-        step = max(BLOCK // self.width, 1)
+        step = max(_TILE // self.width, 1)
         for block, inputs in self._inputs(x.to(torch.float32)):
             for first in block[::step]:
                 rows = slice(first, min(first + step, block.stop))
