@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
+from tests.distributed.checkpoint.test_quantized import check_errors, packed_errors, packed_folder
 from tests.support.comparisons import assert_same_files, different_tensors, full_parameters
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
 from tests.support.models import bytes_read, headers, llama_config, load
@@ -146,3 +148,17 @@ def test_ranks_read_their_values_and_the_scales_of_their_blocks(
     assert (warned, level) == ("WARNING", "INFO")
     assert cost.startswith(f"[rank 0/{size}] the checkpoint is in FP8, and dequantised")
     assert report.startswith(f"[rank 0/{size}] rank 0 of {size}: ")
+
+
+def packed_products(folder: str) -> dict[str, Any]:
+    model = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
+    errors = packed_errors(folder, load(folder, dtype=torch.bfloat16), model)
+    return {"errors": errors, "products": model.tp_report.products}
+
+
+@pytest.mark.parametrize(("name", "size"), wide([("qwen3_moe", 3), ("llama", 2)], 1))
+def test_packed_blocks_of_many_rows_are_decoded_without_scales(pool: Any, tmp_path: Path, name: str, size: int) -> None:
+    folder, _ = packed_folder(tmp_path, name, partial(quantize_folder, block=(64, 32)))
+    for rank in pool.run(size, packed_products, str(folder)):
+        check_errors(rank["errors"])
+        assert "fp8 decoded without scales" in " ".join(rank["products"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -18,11 +18,12 @@ from tests.unit.slices.test_lazy import ranges
 from tp_transformers.checkpoint.quantization.awq import Awq
 from tp_transformers.checkpoint.quantization.bitsandbytes import BitsAndBytes
 from tp_transformers.checkpoint.quantization.compressed import Compressed
+from tp_transformers.checkpoint.quantization.float8 import Float8
 from tp_transformers.checkpoint.quantization.format import Format
 from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.checkpoint.quantization.packed import PackedWeight, pack
-from tp_transformers.model.packed import int4_cpu, int8
+from tp_transformers.model.packed import float8, int4_cpu, int8
 from tp_transformers.model.packed.products import with_products
 from tp_transformers.model.packed.tensor import PackedTensor
 from tp_transformers.slices.lazy import LazyTensor, Resident
@@ -90,6 +91,22 @@ def int8_of_bitsandbytes() -> LazyTensor:
     return BitsAndBytes.of({}).dequantized(of_module({"weight": values, "SCB": scales(ROWS)}))["m.weight"]
 
 
+def float8_values(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return (torch.randn(rows, columns) * 100).clamp(-448, 448).to(dtype)
+
+
+def fp8(block: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> LazyTensor:
+    counts = (1, 1) if block is None else (-(-ROWS // block[0]), -(-COLUMNS // block[1]))
+    tensors = of_module({"weight": float8_values(ROWS, COLUMNS, dtype), "weight_scale_inv": scales(*counts)})
+    return Float8(block).dequantized(tensors, stays_packed=True)["m.weight"]
+
+
+def fp8_by_rows() -> LazyTensor:
+    groups = {"all": {"targets": ["Linear"], "weights": {"type": "float", "strategy": "channel"}}}
+    tensors = of_module({"weight": float8_values(ROWS, COLUMNS), "weight_scale": scales(ROWS, 1).bfloat16()})
+    return Compressed.of({"format": "float-quantized", "config_groups": groups}).dequantized(tensors)["m.weight"]
+
+
 FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
     "gptq": (gptq, int4_cpu.Int4Cpu),
     "awq": (awq, int4_cpu.Int4Cpu),
@@ -98,6 +115,9 @@ FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
     "int8 packed": (int8_packed, int8.Int8),
     "int8": (int8_plain, int8.Int8),
     "bitsandbytes": (int8_of_bitsandbytes, int8.Int8),
+    "fp8 in blocks": (lambda: fp8((64, 96)), float8.Float8Cpu),
+    "fp8": (lambda: fp8(None), float8.Float8Cpu),
+    "fp8 by rows": (fp8_by_rows, float8.Float8Cpu),
 }
 
 
@@ -116,10 +136,18 @@ def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor)
     assert isinstance(after.product, kind)
     assert relative(weight.linear(x).float(), linear(x.float(), exact)) < ROUNDING
     assert relative(weight.decoded().float(), exact) < ROUNDING
-    # What a save writes has the bits of the file.
-    assert before.decoded.stored.keys() == after.decoded.stored.keys()
-    for name, tensor in before.decoded.stored.items():
-        assert torch.equal(after.decoded.stored[name], tensor), name
+    check_stored(before.decoded.stored, after.decoded.stored)
+
+
+def check_stored(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """A save writes the bits of the file."""
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        if tensor.dtype.is_floating_point and tensor.itemsize == 1:
+            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        else:
+            assert torch.equal(after[name], tensor), name
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -153,6 +181,8 @@ def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatc
     stored["weight_shape"] = torch.tensor([16, 30])  # the last word of a row is incomplete
     lazy = compressed(8, None, "pack-quantized").dequantized(of_module(stored))["m.weight"]
     assert with_products(packed(lazy)).blocks[0].product is None
+    assert with_products(packed(fp8((32, 32)))).blocks[0].product is None  # blocks of a few rows
+    assert with_products(packed(fp8(None, torch.float8_e5m2))).blocks[0].product is None
     odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
     lazy = Gptq.of({"bits": 4, "group_size": 16}).dequantized(of_module(odd), stays_packed=True)["m.weight"]
     assert with_products(packed(lazy)).blocks[0].product is None
@@ -249,3 +279,13 @@ def test_a_recorded_product_keeps_nothing_decoded(monkeypatch: pytest.MonkeyPatc
     assert counts == 0
     y.sum().backward()
     assert counts == 1
+
+
+def test_float8_with_nan_is_decoded() -> None:
+    values = float8_values(96, 64)
+    values[3, 5] = torch.nan
+    lazy = Float8(None).dequantized(of_module({"weight": values, "weight_scale_inv": scales(1)}), stays_packed=True)
+    weight = with_products(packed(lazy["m.weight"]))
+    assert isinstance(weight.blocks[0].product, float8.Float8Cpu)
+    y = weight.linear(torch.ones(2, 64).bfloat16())
+    assert y.isnan().nonzero().tolist() == [[0, 3], [1, 3]]

@@ -23,6 +23,7 @@ from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
 from ..reading.memory import from_float8
 from .affine import Affine, pack_words
+from .float8 import Float8Values
 from .format import (
     FP4,
     Format,
@@ -69,6 +70,8 @@ class Scheme:
     """Rows and columns that share a scale; None for one scale per row or per tensor."""
     micro: str | None = None
     """Name of a micro-scaling format; None for other formats."""
+    activations: int | None = None
+    """See `Float8Values.activations`."""
 
     @property
     def along(self) -> DimMap:
@@ -104,6 +107,7 @@ class Scheme:
             int(size) if strategy in ("group", "tensor_group") else None,
             (int(rows), int(columns)) if strategy == "block" else None,
             form if micro is not None else None,
+            _activations(group.get("input_activations") or {}),
         )
 
     @property
@@ -151,6 +155,9 @@ class Scheme:
 
     def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> Decode:
         decode, is_integer = partial(_decode, self, dtype), self.micro is None and not values.dtype.is_floating_point
+        if self.micro is None and values.dtype.is_floating_point and self.symmetric:
+            block = (None, None) if scales.numel() == 1 else self.scaled_block
+            return Float8Values(decode, block, self.activations)
         if not is_integer or self.block is not None or scales.ndim == 1 or (self.is_packed and self.bits not in (4, 8)):
             return decode
         integers, of_groups = partial(_integers, self), partial(_scales_and_zeros, self)
@@ -187,6 +194,14 @@ class Scheme:
         if scales.numel() == 1:
             return (None,) * ndim
         return (*lead, DimMap(ndim - 2), None if self.group is None else DimMap(ndim - 1, self.group))
+
+
+def _activations(settings: Mapping[str, Any]) -> int | None:
+    """Return `Float8Values.activations` for the `input_activations` of a group of the config."""
+    strategy = settings.get("strategy")
+    if settings.get("dynamic") is not True or settings.get("type") != "float" or settings.get("num_bits") != 8:
+        return None
+    return 0 if strategy == "token" else settings.get("group_size") if strategy == "group" else None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...slices.bundle import Bundle, Component, DimMap, StoredValues
+from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
@@ -24,6 +24,23 @@ _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
 
 
 @dataclass(frozen=True)
+class Float8Values:
+    """A `Decode` of a weight in float8: the stored tensors `values` and `scales`, multiplied by blocks."""
+
+    decode: Decode
+    block: tuple[int | None, int | None]
+    """Rows and columns that share a scale; None for all."""
+    activations: int | None
+    """Columns of a token that share a scale if the checkpoint quantises activations while it computes; 0 for all.
+
+    None: activations stay in floating point, or have scales in the checkpoint.
+    """
+
+    def __call__(self, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+        return self.decode(stored, shape)
+
+
+@dataclass(frozen=True)
 class Float8(Format):
     """Weights in float8 with the scales `NAME_scale_inv`."""
 
@@ -31,13 +48,16 @@ class Float8(Format):
 
     block: tuple[int, int] | None
     """Rows and columns that share one scale; None for one scale per weight."""
+    is_dynamic: bool = True
+    """True if activations are quantised while the model computes: by blocks of columns, or else by token."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Float8:
         if settings.get("expert_dtype", "fp8") != "fp8":
             raise unsupported(f"fp8 and experts in {settings['expert_dtype']}", "one in FP8 alone")
         block = settings.get("weight_block_size")
-        return cls(None if block is None else (int(block[0]), int(block[1])))
+        is_dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
+        return cls(None if block is None else (int(block[0]), int(block[1])), is_dynamic)
 
     def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         """See `Format.dequantized`; tensors without a scale are unchanged.
@@ -50,8 +70,11 @@ class Float8(Format):
             if not self._is_consumed(name, tensors)
         }
         if stays_packed:
+            activations = (self.block[1] if self.block else 0) if self.is_dynamic else None
             result = {
-                name: _bundle(name, weight, tensors[name + _SCALE]) if isinstance(weight, Scaled) else weight
+                name: _bundle(name, weight, tensors[name + _SCALE], activations)
+                if isinstance(weight, Scaled)
+                else weight
                 for name, weight in result.items()
             }
         for name, tensor in result.items():
@@ -82,7 +105,7 @@ class Float8(Format):
             raise inconsistent(name, str(error), "one scale a block") from None
 
 
-def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
+def _bundle(name: str, product: Scaled, scales: LazyTensor, activations: int | None) -> Bundle:
     """Build a `Bundle` with the same values, which stays in float8 until decoded."""
     block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
     dim_maps = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(block))
@@ -90,7 +113,8 @@ def _bundle(name: str, product: Scaled, scales: LazyTensor) -> Bundle:
         "values": Component(product.values, tuple(map(DimMap, range(product.ndim))), name),
         "scales": Component(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, name + _SCALE),
     }
-    return bundle(name, components, product.shape, torch.float32, partial(_decode, block))
+    decode = Float8Values(partial(_decode, block), (block[-2], block[-1]), activations)
+    return bundle(name, components, product.shape, torch.float32, decode)
 
 
 def _decode(block: Sequence[int | None], stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

@@ -23,7 +23,7 @@ _FEW = 8
 _OF_THREAD = threading.local()
 
 
-def _scratch(numel: int, x: torch.Tensor) -> torch.Tensor:
+def scratch(numel: int, x: torch.Tensor) -> torch.Tensor:
     """A buffer like x. On a CPU the thread keeps it: new memory would have to be cleared in every call."""
     if x.device.type != "cpu":
         return x.new_empty(numel)
@@ -34,7 +34,7 @@ def _scratch(numel: int, x: torch.Tensor) -> torch.Tensor:
     return buffer[:nbytes].view(x.dtype)
 
 
-def _product_dtype(x: torch.Tensor) -> torch.dtype:
+def product_dtype(x: torch.Tensor) -> torch.dtype:
     """Dtype in which a product of x (tokens, columns) with decoded values is fastest.
 
     On a CPU products in bfloat16 need instructions of their own, and several tokens.
@@ -78,7 +78,7 @@ class Tiled(ABC):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """(tokens, width) -> (tokens, height)."""
-        dtype, x = x.dtype, x.to(_product_dtype(x))
+        dtype, x = x.dtype, x.to(product_dtype(x))
         y = x.new_empty(len(x), self.height)
         for first, tile in self.tiles(x):
             torch.mm(x, tile.t(), out=y[:, first : first + len(tile)])
@@ -90,7 +90,7 @@ class Tiled(ABC):
         The next tile may overwrite the values.
         """
         for rows in self._ranges(0, self.height, _TILE // x.itemsize):
-            tile = _scratch(self.width * len(rows), x).view(-1, self.width)
+            tile = scratch(self.width * len(rows), x).view(-1, self.width)
             self.fill(rows.start, tile)
             yield rows.start, tile
 

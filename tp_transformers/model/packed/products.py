@@ -3,6 +3,8 @@
 4 bits, groups of 32 to 256 columns     bfloat16 on a CPU or a GPU from NVIDIA      Int4
 8 bits, one scale per row               bfloat16 on a CPU or a GPU                  Int8
 nf4 and fp4 of bitsandbytes             bfloat16 on a CPU                           Blocks4
+8-bit floats                            bfloat16 on a CPU                           Float8Cpu
+the same, activations quantised         bfloat16 on a GPU from NVIDIA               Float8Cuda
 all others                                                                          none: decoded, a few rows at a time
 """
 
@@ -15,6 +17,8 @@ import torch
 
 from ...checkpoint.quantization.packed import PackedBlock, PackedWeight
 from .blocks4 import Blocks4
+from .float8 import Float8Cpu
+from .float8_cuda import Float8Cuda
 from .int4_cpu import Int4Cpu
 from .int4_cuda import Int4Cuda
 from .int8 import Int8
@@ -32,7 +36,10 @@ def with_products(weight: PackedWeight) -> PackedWeight:
     return replace(weight, blocks=[_with_product(block, kinds) for block in weight.blocks])
 
 
-_OPERATORS: Mapping[str, Sequence[type[Operator]]] = {"cpu": (Int4Cpu, Int8, Blocks4), "cuda": (Int4Cuda, Int8)}
+_OPERATORS: Mapping[str, Sequence[type[Operator]]] = {
+    "cpu": (Int4Cpu, Int8, Blocks4, Float8Cpu),
+    "cuda": (Int4Cuda, Int8, Float8Cuda),
+}
 """Type of a device -> operators, the fastest first."""
 
 
