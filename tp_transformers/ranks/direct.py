@@ -6,9 +6,9 @@ active (`CommDebugMode`, `FakeTensorMode`), torch.distributed is called. torch.c
 which it reorders, and fuses with adjacent matrix products. After a graph break in a caller, the collective is not
 compiled either (`untraced`): compiled on its own, the steps in shared memory would go wrong.
 
-CPU tensors go through shared memory if the ranks have it; under torch.compile, as custom operators. CUDA tensors are
-all-reduced by [another way](all_reduce/README.md) than the backend if the environment asks for one. If a dispatch mode
-is active on some ranks only, these set a flag in the memory, and all ranks call torch.distributed.
+CPU tensors go through shared memory if the ranks have it; under torch.compile, as custom operators. If a dispatch mode
+is active on some ranks only, these set a flag in the memory, and all ranks call torch.distributed. CUDA tensors are
+all-reduced by another way than the backend if the environment asks for one (`all_reduce/`).
 """
 
 from __future__ import annotations
