@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from tp_transformers.ranks.all_reduce.transport import VALUES, VARIABLE
+
 from .. import processes
 from .machine import SHARED
 from .reckoned import Gpu
 from .step import MARGIN, Job, Lines
 
-WAYS = ("nccl", "one_shot", "two_shot", "multimem", "nccl_symmetric", "auto")
 NBYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 LIMIT = 40.0
 """Seconds for the ranks of one way."""
@@ -20,14 +21,14 @@ LIMIT = 40.0
 def measure(job: Job, lines: Lines) -> None:
     """Each way in processes of its own, since one that hangs leaves a stream that is of no use."""
     count = torch.cuda.device_count() if job.kind == "cuda" else 2
-    for way in WAYS[:1] if job.rehearses else WAYS:
+    for way in VALUES[:2] if job.rehearses else VALUES:
         lines.measure(f"{way}, {max(count, 2)} ranks", lambda way=way: _ranks(job, way, max(count, 2)), needs=LIMIT / 2)
 
 
 def _ranks(job: Job, way: str, size: int) -> dict[str, Any]:
     store = f"{job.out}/.store-{way}-{size}"
     shared = {"kind": job.kind, "backend": job.backend, "store": store, "size": size}
-    env = {"TP_TRANSFORMERS_ALL_REDUCE": way, **(SHARED if job.backend == "nccl" else {})}
+    env = {VARIABLE: way, **(SHARED if job.backend == "nccl" else {})}
     results = processes.run(
         "benchmarks.gpu.summing",
         [{**shared, "nbytes": NBYTES[:2] if job.rehearses else NBYTES, "rank": rank} for rank in range(size)],
@@ -44,10 +45,10 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     for line in lines:
         if "seconds" in line:
             shown = [f"{line['seconds'][str(n)] * 1e6:.0f} us" if str(n) in line["seconds"] else "-" for n in NBYTES]
-            rows.append(f"| {line['what']}, {line['used'] or line['backend']} | {' | '.join(shown)} |")
+            rows.append(f"| {line['what']}, {', '.join(line['used']) or line['backend']} | {' | '.join(shown)} |")
     return rows
 
 
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
     """Processes that start."""
-    return [(f"{len(WAYS)} ways", len(WAYS) * gpu.start)]
+    return [(f"{len(VALUES)} ways", len(VALUES) * gpu.start)]

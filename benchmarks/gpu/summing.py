@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tp_transformers.ranks import direct
+from tp_transformers.ranks.all_reduce.transport import transport_of
 from tp_transformers.ranks.mesh import join
 
 from .device import device_of
@@ -42,7 +43,8 @@ def main() -> None:
 
         device.seconds(step, 5)
         seconds[nbytes] = device.seconds(step, COUNT)
-    result = {"seconds": seconds, "used": ""}
+    transport = transport_of(group)
+    result = {"seconds": seconds, "used": sorted(way.value for way in getattr(transport, "buffers", ()))}
     dist.barrier()
     dist.destroy_process_group()
     Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import tp_transformers
 from tests.support.models import VOCAB
-from tests.support.pool import Pool
+from tests.support.pool import Pool, WorkerError
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -83,9 +83,19 @@ def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, ki
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2").save_pretrained(folder)
     (expected,) = pool.run(1, train, kind, str(folder), str(tmp_path / "one"), True)
     assert len(expected) == 3
-    for found in pool.run(2, train, kind, str(folder), str(tmp_path / "cut"), False):
+    check(pool.run(2, train, kind, str(folder), str(tmp_path / "cut"), False), expected)
+    errors: dict[int, str] = {}
+    try:
+        check(pool.run(3, train, kind, str(folder), str(tmp_path / "odd"), False), expected)
+    except WorkerError as failed:
+        errors = failed.errors
+    # TRL 1.0 calls the model; later releases multiply by the head's weight, no DTensor where 3 ranks share 199 rows.
+    assert len(errors) == (0 if trl.__version__ == "1.0.0" else 3)
+    assert all("expected 199 rows that divide by 3 ranks" in error for error in errors.values())
+
+
+def check(results: list[Any], expected: list[dict[str, float]]) -> None:
+    """Every rank has logged the numbers of one process."""
+    for found in results:
         for mine, theirs in zip(found, expected, strict=True):
             assert mine == pytest.approx(theirs, rel=TOLERANCE, abs=1e-5)
-    # TRL multiplies by the head's weight itself, which is no DTensor where 199 rows are cut for 3 ranks.
-    said = pool.error(3, train, kind, str(folder), str(tmp_path / "odd"), False)
-    assert "expected 199 rows that divide by 3 ranks" in said

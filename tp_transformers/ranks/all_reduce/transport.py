@@ -145,10 +145,11 @@ def accelerate(group: dist.ProcessGroup) -> None:
     """
     if id(group) in _transports:
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     own, config = (os.environ.get(VARIABLE) or Way.NCCL.value, secrets.token_hex(8)), get_backend_config(group)
-    answers = [own]
-    if group.size() > 1 and ("cpu:gloo" in config or "cuda:nccl" in config):
+    answers, device = [own], torch.device("cpu")
+    if group.size() > 1 and "cuda:nccl" in config:
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
         answers = [pickle.loads(each) for each in exchange(pickle.dumps(own), group, device)]
     asked = _agreed([value for value, _ in answers])
     _transports[id(group)] = None
