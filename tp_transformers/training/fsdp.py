@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -42,8 +43,9 @@ def shard_copies(
     for layer in layers_of(model):
         fully_shard(layer, mesh=both, **options)
     fully_shard(model, mesh=both, **options)
+    by_gloo = f"{mesh.device_type}:gloo" in dist.get_backend_config(mesh[axis].get_group())
     for module in model.modules():
-        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":  # gloo has no mean reduction
+        if isinstance(module, FSDPModule) and by_gloo:  # it has no mean reduction
             getattr(module, "set_force_sum_reduction_for_comms", lambda _: None)(True)
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in shards:
