@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,9 @@ ROOT = Path(__file__).parent.parent
 
 _GRACE = 10.0
 """Seconds for the other processes to end by themselves after one has failed."""
+
+_TERM = 3.0
+"""Seconds between SIGTERM and SIGKILL."""
 
 _STDERR = 6000
 """Characters of a process' stderr in an error."""
@@ -93,8 +97,15 @@ def run_ranks(module: str, job: Any, *, timeout: float) -> list[dict[str, Any]]:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """End a process that was started in its own session, and all processes of the session."""
+    """End a process that was started in its own session, and all processes of the session, also if it has ended.
+
+    SIGTERM first: it may have started processes in sessions of their own, which it ends.
+    """
     if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_TERM)
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

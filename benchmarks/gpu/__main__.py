@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
@@ -24,20 +25,23 @@ from typing import Any
 
 from .. import processes
 from .charts import draw
+from .device import device_of
 from .reckoned import H200, table
 
 STEPS: dict[str, tuple[float, str]] = {
-    "machine": (45, "the machine, its limits, and ranks that share a GPU"),
-    "tests": (100, "exactness, memory, training, faults, packed weights, graphs and mixers"),
-    "decode": (150, "decode steps: eager, CUDA graphs, compiled; against transformers"),
-    "load": (75, "loading 16 GB, warm and cold, against transformers"),
+    "machine": (60, "the machine, its limits, and ranks that share a GPU"),
+    "tests": (110, "exactness, memory, training, faults, packed weights, graphs and mixers"),
+    "decode": (160, "decode steps: eager, CUDA graphs, compiled; against transformers"),
+    "load": (80, "loading 16 GB, warm and cold, against transformers"),
     "train": (45, "a training step, with a trace"),
-    "collectives": (45, "sums over ranks, by each way"),
-    "more_tests": (50, "more shapes of the tests"),
+    "collectives": (15, "sums over ranks, by each way"),
+    "more_tests": (40, "more shapes of the tests"),
 }
 """Step -> (share of the time, of 510 seconds; subject), by value."""
 NEED_CHECKPOINT = {"decode", "load", "train"}
 """Steps that wait for the checkpoint, which is written during the steps before them."""
+WAITING = 90.0
+"""Most seconds that a step waits for it."""
 RESULTS = Path(__file__).parent.parent / "results" / "gpu"
 PASSED, FAILED, LATE = "passed", "FAILED", "out of time"
 
@@ -55,7 +59,9 @@ def main() -> int:
     end = time.time() + 60 * arguments.minutes
     pending = [name for name in arguments.only if not record.has_passed(name)]
     with ExitStack() as stack:
-        prepared = stack.enter_context(_prepared(arguments, end)) if NEED_CHECKPOINT & set(pending) else bool
+        prepared = (
+            stack.enter_context(_prepared(arguments, end, record.folder)) if NEED_CHECKPOINT & set(pending) else bool
+        )
         for number, name in enumerate(pending):
             if name in NEED_CHECKPOINT:
                 prepared()
@@ -74,7 +80,7 @@ class Record:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Read the results of an earlier call with the same code and device."""
         self.folder = arguments.results
-        self.about = {"device": arguments.device, "rehearsal": arguments.rehearse, "code": _code()}
+        self.about = {"device": device_of(arguments.device).name(), "rehearsal": arguments.rehearse, "code": _code()}
         self.steps: dict[str, dict[str, Any]] = {}
         path = self.folder / "gpu.json"
         if path.exists() and not arguments.again:
@@ -89,8 +95,11 @@ class Record:
         self.steps[name] = found
         text = json.dumps({"about": self.about, "steps": self.steps}, indent=1)
         (self.folder / "gpu.json").write_text(text, encoding="utf-8")
-        (self.folder / "gpu.md").write_text(self.page(), encoding="utf-8")
-        draw(self.steps, self.folder)
+        try:
+            (self.folder / "gpu.md").write_text(self.page(), encoding="utf-8")
+            draw(self.steps, self.folder)
+        except Exception:  # the other steps are worth more than a table
+            traceback.print_exc()
 
     def backend(self) -> str:
         """The backend by which ranks on one device communicate, as `machine` has found it."""
@@ -120,16 +129,16 @@ class Record:
 
 
 @contextmanager
-def _prepared(arguments: argparse.Namespace, end: float) -> Iterator[Callable[[], None]]:
-    """Write the checkpoint in a process of its own; yields a function that waits for it, until the time `end`."""
-    with tempfile.TemporaryDirectory() as scratch:
+def _prepared(arguments: argparse.Namespace, end: float, folder: Path) -> Iterator[Callable[[], None]]:
+    """Write the checkpoint in a process of its own; yields a function that waits for it."""
+    with tempfile.TemporaryDirectory() as scratch, (folder / "gpu.log").open("ab") as log:
         job = {**_job("prepare", arguments, end, Path(scratch), "gloo"), "result": f"{scratch}/result"}
         command = [sys.executable, "-m", f"{__package__}.step", json.dumps(job)]
-        process = subprocess.Popen(command, cwd=processes.ROOT, start_new_session=True)
+        process = subprocess.Popen(command, cwd=processes.ROOT, stdout=log, stderr=log, start_new_session=True)
 
         def prepared() -> None:
-            with suppress(subprocess.TimeoutExpired):  # then the next step has no time either
-                process.wait(max(0.0, end - time.time()))
+            with suppress(subprocess.TimeoutExpired):  # then the step says that it has no time, or writes it again
+                process.wait(max(0.0, min(WAITING, end - time.time())))
 
         try:
             yield prepared
@@ -176,7 +185,7 @@ def _job(name: str, arguments: argparse.Namespace, end: float, out: Path, backen
 def _code() -> str:
     """A digest of the package, its plans, these benchmarks and the tests that they run."""
     digest = hashlib.sha256()
-    for folder in ("tp_transformers", "model_plans", "benchmarks/gpu", "tests/gpu", "tests/support"):
+    for folder in ("tp_transformers", "model_plans", "benchmarks", "tests/gpu", "tests/support"):
         for path in sorted((processes.ROOT / folder).rglob("*")):
             if path.suffix in (".py", ".yaml"):
                 digest.update(path.read_bytes())

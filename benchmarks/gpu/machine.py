@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -13,22 +13,22 @@ import torch
 from .. import processes
 from ..machine import facts
 from .reckoned import Gpu
-from .step import Job, Lines
+from .step import MARGIN, Job, Lines
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 """Variables by which NCCL 2.30 and later takes several ranks of one GPU."""
-PROBE = 45.0
-"""Seconds for the probe of NCCL."""
+PROBE = 30.0
+"""Seconds for two ranks that sum."""
 QUERY = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,mig.mode.current"
 
 
 def measure(job: Job, lines: Lines) -> None:
     """Facts first: they cost nothing."""
     lines.measure("machine", facts)
-    lines.measure("tp-transformers env", lambda: {"text": _output(sys.executable, "-m", "tp_transformers", "env")})
     lines.measure("devices", lambda: _devices(job))
+    lines.measure("ranks that share a device", lambda: _probe(job))
     lines.measure("limits", lambda: _limits(job))
-    lines.measure("ranks that share a device", lambda: _probe(job), needs=PROBE * (not job.rehearses))
+    lines.measure("tp-transformers env", lambda: {"text": _output(job, sys.executable, "-m", "tp_transformers", "env")})
 
 
 def _devices(job: Job) -> dict[str, Any]:
@@ -43,8 +43,8 @@ def _devices(job: Job) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "peers": [[a != b and torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)],
         "multicast": _multicast(),
-        "query": _output("nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"),
-        "topology": _output("nvidia-smi", "topo", "-m"),
+        "query": _output(job, "nvidia-smi", f"--query-gpu={QUERY}", "--format=csv"),
+        "topology": _output(job, "nvidia-smi", "topo", "-m"),
     }
 
 
@@ -77,34 +77,32 @@ def _limits(job: Job) -> dict[str, Any]:
 
 def _probe(job: Job) -> dict[str, Any]:
     """The backend by which two ranks sum on one device: "nccl" if it can, else "gloo" and NCCL's error."""
-    if job.kind != "cuda":
-        return {"backend": _sum(job, "gloo")["backend"]}
-    if torch.cuda.device_count() > 1:
+    if job.kind == "cuda" and torch.cuda.device_count() > 1:
         return {"backend": "nccl", "why": "a device for each rank"}
-    try:
-        return _sum(job, "nccl")
-    except processes.ProcessError as error:
-        words = " ".join(str(error).split())
-        return {**_sum(job, "gloo"), "why": words[-300:]}
-
-
-def _sum(job: Job, backend: str) -> dict[str, Any]:
-    """Start two ranks on the device, and sum."""
-    store = f"{job.out}/.store-{backend}-{os.getpid()}"
-    jobs = [{"kind": job.kind, "backend": backend, "store": store, "rank": rank} for rank in range(2)]
-    try:
-        processes.run("benchmarks.gpu.probe", jobs, timeout=PROBE / 2, env=[SHARED, SHARED])
-    finally:
-        if os.path.exists(store):
-            os.unlink(store)
+    backend = "nccl" if job.kind == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as scratch:
+        shared = {"kind": job.kind, "backend": backend, "store": f"{scratch}/store"}
+        timeout = min(PROBE, job.left - MARGIN)
+        try:
+            processes.run(
+                "benchmarks.gpu.probe",
+                [{**shared, "rank": rank} for rank in range(2)],
+                timeout=timeout,
+                env=[SHARED, SHARED],
+            )
+        except processes.ProcessError as error:
+            if job.kind != "cuda":
+                raise
+            return {"backend": "gloo", "why": " ".join(str(error).split())[-300:]}
     return {"backend": backend}
 
 
-def _output(*command: str) -> str:
+def _output(job: Job, *command: str) -> str:
     """The command's output; empty if it does not exist."""
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=processes.ROOT)
+    limit = max(job.left - MARGIN, 1.0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, cwd=processes.ROOT)
     return done.stdout + done.stderr
 
 
@@ -125,4 +123,4 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
 
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
     """Mostly processes that start."""
-    return [("env", gpu.start / 2), ("two probes", 2 * gpu.start)]
+    return [("a probe", gpu.start), ("env", gpu.start / 2)]

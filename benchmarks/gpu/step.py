@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 import traceback
@@ -84,6 +85,7 @@ def main() -> None:
     """Run the job in argv."""
     from transformers.utils import logging
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
     logging.set_verbosity_error()

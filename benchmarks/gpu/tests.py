@@ -13,6 +13,10 @@ from .machine import SHARED
 from .reckoned import Gpu
 from .step import Job, Lines
 
+FILES = ("memory", "exactness", "training", "packed", "graphs", "mixers", "all_reduce", "faults")
+"""Files by value; faults last, since a rank that hangs would take the time of the others."""
+PATIENCE = "45"
+"""Seconds that a test may take."""
 REHEARSED = "two_axes"
 """The test of a rehearsal: `make test` runs the others on a CPU."""
 OUTCOME = re.compile(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
@@ -25,11 +29,14 @@ def measure(job: Job, lines: Lines) -> None:
 
 def run(job: Job, lines: Lines, marked: str) -> None:
     """Run pytest on the tests `marked`; each outcome is a line as soon as it is there."""
-    env = {**os.environ, "DEVICE": job.kind, "COLUMNS": "200"}
+    # Without NVML, torch would count the GPUs by creating a context, after which a process cannot be forked.
+    env = {**os.environ, "DEVICE": job.kind, "COLUMNS": "200", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    env |= {} if job.rehearses else {"TEST_TIMEOUT": PATIENCE}
     if job.backend == "nccl":
         env |= {"BACKEND": "nccl", **SHARED}
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-m", marked, *(["-k", REHEARSED] if job.rehearses else []), "tests/gpu"]
+    command += ["-m", marked, *(["-k", REHEARSED] if job.rehearses else [])]
+    command += [f"tests/gpu/test_{name}.py" for name in FILES]
     pipe, seen = subprocess.PIPE, 0
     process = subprocess.Popen(command, cwd=processes.ROOT, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None

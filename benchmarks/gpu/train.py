@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..meters import operations_per_token, peak_operations
 from ..train_llm import multiplied
@@ -36,7 +38,10 @@ def train(model: Any, side: str, job: Job) -> dict[str, Any]:
     model.train()
     ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     ids = ids.to(job.kind)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False, fused=True)
+    # transformers shards some parameters as DTensors, which torch's kernel does not take together with others.
+    params = sorted(model.parameters(), key=lambda param: isinstance(param, DTensor))
+    groups = [{"params": list(found)} for _, found in groupby(params, key=lambda param: isinstance(param, DTensor))]
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, foreach=False, fused=True)
 
     def step() -> None:
         model(ids, labels=ids, use_cache=False).loss.backward()
@@ -73,7 +78,9 @@ def _profile(step: Any, job: Job, trace: Path | None) -> list[dict[str, Any]]:
     if trace is not None:
         profiler.export_chrome_trace(str(trace))
     name = "self_device_time_total" if job.kind == "cuda" else "self_cpu_time_total"
-    events = sorted(profiler.key_averages(), key=lambda event: getattr(event, name), reverse=True)
+    kind = torch.autograd.DeviceType.CUDA if job.kind == "cuda" else torch.autograd.DeviceType.CPU
+    found = [event for event in profiler.key_averages() if event.device_type == kind]  # kernels, not their callers too
+    events = sorted(found, key=lambda event: getattr(event, name), reverse=True)
     return [{"name": event.key[:60], "ms": getattr(event, name) / 1e3, "count": event.count} for event in events[:12]]
 
 

@@ -11,12 +11,12 @@ import torch
 
 from tests.support.devices import DEVICE, IS_GPU, load_here
 from tests.support.models import PROMPTS
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import TIMEOUT, Pool, WorkerError
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
-LIMIT = 90.0
+LIMIT = min(TIMEOUT, 90.0)
 """Seconds until all ranks have to have raised, the start of their processes included."""
 FAR = 1 << 40
 """An index beyond all rows."""

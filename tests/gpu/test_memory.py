@@ -26,7 +26,7 @@ def checked(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     rank_memory = allocated()
     forget_peak()
     model = load_here(folder, **options)
-    group, held = model.tp_group, allocated() - rank_memory
+    group, held, most = model.tp_group, allocated() - rank_memory, peak() - rank_memory
     tensors = [tp_transformers.local_tensor(each) for each in (*model.parameters(), *model.buffers())]
     own = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return {
@@ -34,7 +34,7 @@ def checked(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         "shard": sum(own.values()),
         "rounded": sum(-(-nbytes // BLOCK) * BLOCK for nbytes in own.values()),
         "held": held,
-        "peak": peak() - rank_memory,
+        "peak": most,
         "devices": {each.device.type for each in tensors},
         "share": model.tp_report.share,
     }

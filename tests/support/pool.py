@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-TIMEOUT = 240.0
+TIMEOUT = float(os.environ.get("TEST_TIMEOUT", 240))
 """Seconds that one call may take before its workers are ended."""
 
 
