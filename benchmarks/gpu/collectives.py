@@ -26,7 +26,7 @@ def measure(job: Job, lines: Lines) -> None:
     if len(ways) == 1:
         lines.write({"what": "other ways than the backend", "skipped": "they need two GPUs"})
     for way in ways:
-        lines.measure(f"{way}, {max(count, 2)} ranks", lambda way=way: _ranks(job, way, max(count, 2)), needs=LIMIT / 2)
+        lines.measure(f"{way}, {max(count, 2)} ranks", lambda way=way: _ranks(job, way, max(count, 2)), needs=LIMIT / 4)
 
 
 def _ranks(job: Job, way: str, size: int) -> dict[str, Any]:
