@@ -150,12 +150,14 @@ def _link(link: re.Match[str], path: str, pages: set[str]) -> str:
         return link[0]
     folder = PurePosixPath(path).parent
     place = PurePosixPath(normpath(str(folder / target)))
+    if place.suffix in (".png", ".svg"):  # a page may have its name
+        return link[0]
     for page in (str(place), f"{place}/README.md", str(place.with_suffix(".md"))):
         if page in pages:
             return f"]({relpath(page, folder)}{anchor})"
     found = ROOT / place
     assert found.exists(), f"{path}: {target}"
-    return link[0] if found.suffix in (".png", ".svg") else f"]({_repository()}/{place})"
+    return f"]({_repository()}/{place})"
 
 
 def _code_with_pipe(code: re.Match[str]) -> str:

@@ -53,6 +53,15 @@ def test_links_lead_to_pages_and_pictures(build: Path) -> None:
     assert found > 1000
 
 
+def test_links_to_pictures_stay(build: Path) -> None:
+    def pictures(page: Path) -> list[str]:
+        return [link for link in links(page) if link.endswith((".png", ".svg"))]
+
+    expected = pictures(ROOT / "benchmarks" / "README.md")
+    assert len(expected) > 10
+    assert pictures(build / "pages" / "benchmarks" / "README.md") == expected, "not the page of the same name"
+
+
 def test_pipes_in_code_of_tables_have_no_backslash(build: Path) -> None:
     text = (build / "pages" / "tp_transformers" / "strategies" / "README.md").read_text(encoding="utf-8")
     assert "<code>x → [xA &#124; xB]</code>" in text
