@@ -52,6 +52,11 @@ class TensorParallelModel(WatchedModel, _Model):
     tp_source: Mapping[str, str | None]
     """The "name" of the checkpoint and, if it is from the Hub, its "commit_hash"."""
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's shards, for inputs; placeholders of packed parameters are on the meta device."""
+        return self.tp_group.device
+
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:

@@ -139,6 +139,7 @@ def stay_packed(folder: str) -> dict[str, Any]:
     fp32 = load(folder, gguf_file=NAME, tp_dequantize=False)
     with torch.enable_grad():
         recorded = model(PROMPTS, attention_mask=MASK).logits
+    assert model.device == torch.device("cpu"), "that of inputs, also if the embedding stays packed"
     return {
         "recorded": torch.equal(recorded, logits_of(model)),
         "fp32": relative(logits_of(fp32), exact),
