@@ -45,7 +45,7 @@ def summed(way: str, folder: str) -> float:
         del os.environ[VARIABLE]
 
 
-@pytest.mark.parametrize("way", wide(VALUES, 2))
+@pytest.mark.parametrize("way", wide(VALUES, 1))
 def test_sums_are_exact(pool: Pool, cases: Any, way: str) -> None:
     for error in pool.run(2, summed, way, cases(9, 3).folder):
         assert error < TOLERANCE

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.gpu.__main__ import STEPS
 from benchmarks.processes import ROOT
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def rehearse(path: Path, *options: str, code: int = 0) -> tuple[str, dict[str, Any]]:
@@ -25,7 +25,6 @@ def rehearse(path: Path, *options: str, code: int = 0) -> tuple[str, dict[str, A
     return done.stdout, json.loads((path / "results" / "gpu.json").read_text())["steps"]
 
 
-@pytest.mark.slow
 def test_every_step_passes_and_leaves_its_tables(tmp_path: Path) -> None:
     output, steps = rehearse(tmp_path, "--minutes", "12")
     assert steps.keys() == STEPS.keys()

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.gpus import NOW, facts, gpus
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.all_reduce import checked, transport, ways
 from tp_transformers.ranks.all_reduce.choice import Way
@@ -79,20 +80,24 @@ SHORT = {"one_shot_all_reduce_copy_out", "one_shot_all_reduce_out"}
 
 @pytest.mark.parametrize(
     ("value", "size", "called"),
-    [
-        ("nccl", 2, set()),
-        ("one_shot", 3, SHORT),
-        ("two_shot", 3, {"two_shot_all_reduce_"}),
-        ("multimem", 2, {"multimem_all_reduce_"}),
-        ("nccl_symmetric", 2, {"nccl_symmetric"}),
-        ("auto", 2, SHORT),
-        ("auto", 4, SHORT | {"nccl_symmetric"}),  # nothing else has kernels for float16
-    ],
+    wide(
+        [
+            ("auto", 2, SHORT),
+            ("two_shot", 3, {"two_shot_all_reduce_"}),
+            ("nccl_symmetric", 2, {"nccl_symmetric"}),
+            ("multimem", 2, {"multimem_all_reduce_"}),
+            ("one_shot", 3, SHORT),
+            ("nccl", 2, set()),
+            ("auto", 4, SHORT | {"nccl_symmetric"}),  # nothing else has kernels for float16
+        ],
+        3,
+    ),
 )
 def test_sums_are_those_of_all_inputs(pool: Pool, value: str, size: int, called: set[str]) -> None:
     assert pool.run(size, every_sum, value, False) == [([], [], called)] * size
 
 
+@pytest.mark.slow
 def test_deterministic_ranks_sum_in_their_order(pool: Pool) -> None:
     assert pool.run(4, every_sum, "auto", True) == [([], [], SHORT)] * 4
     for _, warnings, called in pool.run(2, impossible, "multimem"):
@@ -139,20 +144,23 @@ def failing(how: str, culprits: list[int], value: str) -> tuple[list[str], list[
 
 @pytest.mark.parametrize(
     ("how", "culprits", "value", "left", "why"),
-    [
-        ("wrong", [1], "one_shot", [], "one_shot: it returned a wrong sum of 1 elements of torch.float32 (rank 1)"),
-        ("wrong", [1], "auto", ["two_shot"], "nccl_symmetric: it returned a wrong sum"),
-        (
-            "operator",
-            [0, 1, 2, 3],
-            "auto",
-            ["multimem", "nccl_symmetric", "two_shot"],
-            "one_shot: RuntimeError: no access",
-        ),
-        ("empty_symmetric", [1], "auto", ["nccl_symmetric"], "two_shot: RuntimeError: no access (rank 1)"),
-        ("rendezvous_symmetric", [2], "multimem", [], "multimem: RuntimeError: no access (rank 2)"),
-        ("facts", [1], "auto", [], "one_shot: RuntimeError: no access (rank 1)"),
-    ],
+    wide(
+        [
+            ("wrong", [1], "one_shot", [], "one_shot: it returned a wrong sum of 1 elements of torch.float32 (rank 1)"),
+            ("empty_symmetric", [1], "auto", ["nccl_symmetric"], "two_shot: RuntimeError: no access (rank 1)"),
+            ("rendezvous_symmetric", [2], "multimem", [], "multimem: RuntimeError: no access (rank 2)"),
+            ("facts", [1], "auto", [], "one_shot: RuntimeError: no access (rank 1)"),
+            ("wrong", [1], "auto", ["two_shot"], "nccl_symmetric: it returned a wrong sum"),
+            (
+                "operator",
+                [0, 1, 2, 3],
+                "auto",
+                ["multimem", "nccl_symmetric", "two_shot"],
+                "one_shot: RuntimeError: no access",
+            ),
+        ],
+        4,
+    ),
 )
 def test_a_way_that_fails_on_one_rank_is_used_by_none(
     pool: Pool, how: str, culprits: list[int], value: str, left: list[str], why: str

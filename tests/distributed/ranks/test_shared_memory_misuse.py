@@ -88,6 +88,7 @@ def unused_results() -> tuple[list[int], list[float]]:
     return counts, results
 
 
+@pytest.mark.slow
 def test_a_compiled_graph_makes_collectives_that_a_rank_has_no_use_for(pool: Pool) -> None:
     assert pool.run(2, unused_results) == [([1, 1], [24.0, 48.0]), ([1, 1], [0.0, 0.0])]
 
