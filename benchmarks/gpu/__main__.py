@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,10 @@ def main() -> int:
     record = Record(arguments)
     end = time.time() + 60 * arguments.minutes
     pending = [name for name in arguments.only if not record.has_passed(name)]
-    with ExitStack() as stack:
-        prepared = (
-            stack.enter_context(_prepared(arguments, end, record.folder)) if NEED_CHECKPOINT & set(pending) else bool
-        )
+    with _prepared(arguments, end, record.folder) if NEED_CHECKPOINT & set(pending) else nullcontext() as wait:
         for number, name in enumerate(pending):
-            if name in NEED_CHECKPOINT:
-                prepared()
+            if name in NEED_CHECKPOINT and wait is not None:
+                wait()
             weights = [STEPS[each][0] for each in pending[number:]]
             limit = (end - time.time()) * weights[0] / sum(weights)
             print(f"{name}: {STEPS[name][1]}; at most {limit:.0f} s", flush=True)

@@ -18,7 +18,7 @@ WARM = 3
 
 def device_of(kind: str) -> Device:
     """The device of type "cuda" or "cpu"."""
-    return Gpu() if kind == "cuda" else Rehearsal()
+    return CudaDevice() if kind == "cuda" else Rehearsal()
 
 
 class Device:
@@ -61,7 +61,7 @@ class Device:
         raise NotImplementedError
 
 
-class Gpu(Device):
+class CudaDevice(Device):
     """The current GPU from NVIDIA."""
 
     kind = "cuda"

@@ -52,7 +52,7 @@ def run(job: Job, lines: Lines, marked: str) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Counts by file, and the names of failures."""
+    """Counts of outcomes by file."""
     counts: dict[str, dict[str, int]] = {}
     for line in lines:
         by = counts.setdefault(line["what"].partition("::")[0], {})
