@@ -166,9 +166,9 @@ def losses_on_ranks(folder: str, tokens: torch.Tensor) -> torch.Tensor:
 def test_adapters_train_over_packed_weights_as_in_one_process(pool: Any, smollm2: Path, tmp_path: Path) -> None:
     model = compressed_tensors(smollm2, tmp_path / "checkpoint")
     text = AutoTokenizer.from_pretrained(smollm2)(README.read_text(), return_tensors="pt")["input_ids"]
-    tokens = text.repeat(1, 2)[:, : STEPS * LENGTH]
+    tokens = text[:, : STEPS // 2 * LENGTH].repeat(1, 2)
     expected = losses_of_adapters(model, tokens)
-    assert expected[-5:].mean() < expected[:5].mean()
+    assert expected[STEPS // 2 :].mean() < expected[: STEPS // 2].mean(), "it learns the text that it sees twice"
     for size in (2, 3):
         for losses in pool.run(size, losses_on_ranks, str(tmp_path / "checkpoint"), tokens, timeout=600):
             difference = largest_step(losses, expected)
