@@ -45,7 +45,8 @@ def ensure(model_type: str, gigabytes: float, parent: Path) -> Path:
         target = Path(scratch) / "checkpoint"
         target.mkdir()
         _write(target, config, shapes)
-        target.rename(folder)
+        if not folder.is_dir():  # another process may have been faster
+            target.rename(folder)
     return folder
 
 

@@ -81,11 +81,11 @@ def _probe(job: Job) -> dict[str, Any]:
         return {"backend": "nccl", "why": "a device for each rank"}
     backend = "nccl" if job.kind == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as scratch:
-        shared = {"kind": job.kind, "backend": backend, "store": f"{scratch}/store"}
+        shared = {"kind": job.kind, "backend": backend, "store": f"{scratch}/store", "size": 2, "nbytes": [8192]}
         timeout = min(PROBE, job.left - MARGIN)
         try:
             processes.run(
-                "benchmarks.gpu.probe",
+                "benchmarks.gpu.summing",
                 [{**shared, "rank": rank} for rank in range(2)],
                 timeout=timeout,
                 env=[SHARED, SHARED],

@@ -40,8 +40,6 @@ class Job:
     """Time (`time.time`) at which the process will be ended."""
     backend: str = "gloo"
     """Backend by which ranks on one device communicate."""
-    rank: int = 0
-    size: int = 1
     result: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""One rank of `collectives`: `python -m benchmarks.gpu.summing JOB` checks sums of many lengths, then times them."""
+"""A rank of `collectives` and of the probe in `machine`: `python -m benchmarks.gpu.summing JOB` checks and times sums."""
 
 from __future__ import annotations
 

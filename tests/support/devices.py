@@ -7,7 +7,6 @@ that allows several ranks on a GPU, else gloo sums for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,11 +46,6 @@ def load_here(folder: str, auto: Any = AutoModelForCausalLM, mesh: DeviceMesh | 
 def one_process(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
     """The unsharded model, on this rank's device."""
     return auto.from_pretrained(folder, **arguments).to(DEVICE)
-
-
-def here(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors on this rank's device."""
-    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
 def allocated() -> int:
