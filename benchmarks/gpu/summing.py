@@ -1,4 +1,4 @@
-"""A rank of `collectives` and of the probe in `machine`: `python -m benchmarks.gpu.summing JOB` checks and times sums."""
+"""A rank of `collectives` and of the probe in `machine`: `python -m benchmarks.gpu.summing JOB` checks, then times."""
 
 from __future__ import annotations
 
