@@ -6,6 +6,7 @@ models, since products of a few features have other kernels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import transformers
 from torch import nn
 
@@ -88,6 +90,8 @@ CASES = [
 ]
 """(model, ranks, dtype, implementation of its experts)."""
 STEPS = 3
+COMPILING = 600.0
+"""Seconds for the ranks of one model that Inductor compiles."""
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +117,18 @@ def _auto_class(config: transformers.PretrainedConfig) -> Any:
     return transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
 
 
-def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    """Logits of 1 to 48 tokens, also left-padded, tokens, and training: losses, norms, gradients, weights."""
-    full = tp_transformers.full_tensor
+def prompts(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and a mask with left padding: (3, 48)."""
     torch.manual_seed(1)
     ids = torch.randint(3, model.config.get_text_config().vocab_size, (3, 48))
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
+    return ids, mask
+
+
+def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
+    """Logits of 1 to 48 tokens, also left-padded, tokens, and what `train` returns."""
+    ids, mask = prompts(model)
     seen: dict[str, torch.Tensor] = {}
     model.eval()
     target = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
@@ -130,11 +139,18 @@ def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
     for draws in (False, True):
         options = {"max_new_tokens": 12, "do_sample": draws, "pad_token_id": 0}
         seen[f"tokens, sampled {draws}"] = model.generate(ids[:, :9], attention_mask=mask[:, :9], **options)
+    return seen | train(model, model, ids, steps)
+
+
+def train(model: Any, forward: Callable[..., Any], ids: torch.Tensor, steps: int) -> dict[str, torch.Tensor]:
+    """Training by a model's `forward`: losses, norms of gradients, gradients of the first step, weights."""
+    full = tp_transformers.full_tensor
+    seen: dict[str, torch.Tensor] = {}
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         torch.manual_seed(step)  # of dropout
-        loss = model(ids, labels=ids).loss
+        loss = forward(ids, labels=ids).loss
         loss.backward()
         seen[f"loss {step}"] = loss.detach()
         for name, param in model.named_parameters() if step == 0 else ():
@@ -187,11 +203,11 @@ def compiled(folder: str, file: Path, dynamic: bool) -> list[str]:
     ]
 
 
-DYNAMIC = {"llama": False, "qwen3": True, "phi3": False, "olmo2": True, "gemma3": False}
+DYNAMIC = {"llama": False, "mixtral": False, "qwen3": True, "phi3": False, "olmo2": True, "gemma3": False}
 """Model -> whether its graph is for all lengths."""
 
 
-@pytest.mark.parametrize(("name", "dynamic"), wide(DYNAMIC.items(), quick=1))
+@pytest.mark.parametrize(("name", "dynamic"), wide(DYNAMIC.items(), quick=2))
 def test_a_compiled_model_is_one_graph(pool: Pool, checkpoint: Any, tmp_path: Path, name: str, dynamic: bool) -> None:
     folder, file = checkpoint(name), tmp_path / "reference"
     with on_threads(1):
@@ -201,6 +217,47 @@ def test_a_compiled_model_is_one_graph(pool: Pool, checkpoint: Any, tmp_path: Pa
 
 def invariant(*arguments: Any) -> list[str]:
     return differing(*arguments, tp_invariant=True)
+
+
+def through_inductor(folder: str, dtype: str, file: Path, **plan: Any) -> list[str]:
+    """Run on every rank: names of what a compiled model has with other bits than one process, which writes `file`.
+
+    A prefill with left padding, and two training steps.
+    """
+    torch._inductor.config.compile_threads = 1  # more are processes that each import torch
+    torch._dynamo.reset()
+    with on_threads(1), torch._inductor.config.patch(emulate_precision_casts=True):
+        model = load(folder, dtype=getattr(torch, dtype), **plan)
+        for param in model.parameters() if not file.exists() else ():
+            param.data = param.data.clone()
+        forward, (ids, mask) = torch.compile(model.forward), prompts(model)
+        with torch.no_grad():
+            seen = {"padded logits": forward(ids, attention_mask=mask).logits}
+        seen |= train(model, forward, ids, 2)
+    if not file.exists():
+        torch.save(seen, file)
+    expected = torch.load(file)
+    return [name for name, value in seen.items() if not torch.equal(value, expected[name])]
+
+
+def invariant_through_inductor(*arguments: Any) -> list[str]:
+    return through_inductor(*arguments, tp_invariant=True)
+
+
+def alone_through_inductor(*arguments: Any) -> list[str]:
+    return through_inductor(*arguments, tp_plan=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"), [("mixtral", 2, "float32"), ("gemma3", 3, "float32"), ("llama", 3, "bfloat16")]
+)
+def test_every_bit_is_that_of_one_compiled_process(
+    pool: Pool, checkpoint: Any, tmp_path: Path, name: str, size: int, dtype: str
+) -> None:
+    folder, file = checkpoint(name), tmp_path / "reference"
+    pool.run(1, alone_through_inductor, folder, dtype, file, timeout=COMPILING)
+    assert pool.run(size, invariant_through_inductor, folder, dtype, file, timeout=COMPILING) == [[]] * size
 
 
 @pytest.mark.parametrize(

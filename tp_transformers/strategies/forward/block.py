@@ -106,7 +106,8 @@ class Block:
         opens = not self.is_open and torch.is_grad_enabled()
         if opens:
             self.is_open = True
-            self._find_layers(module)
+            if not torch.compiler.is_dynamo_compiling():  # which makes no shared node, and would compile again
+                self._find_layers(module)
         self.was_training = module.training
         try:
             for guard in self.guards:

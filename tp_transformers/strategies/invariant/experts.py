@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
-from ...ranks import direct
 from ...ranks.collectives import Group, apply_function, reduce_from_region
 from ..experts import IsolatedParallel
 from ..forward.attach import forward_of
@@ -50,19 +49,24 @@ class InvariantExpertsParallel(IsolatedParallel):
         assert self.experts is not None
         start, stop = self.experts.ranges[self.rank][0]
         of_rows = (ids.t() if kind == BY_EXPERT else ids).reshape(-1)
-        own = ((of_rows >= start) & (of_rows < stop)).nonzero().squeeze(1)
+        is_own = (of_rows >= start) & (of_rows < stop)
+        own_ids = torch.where(is_own, of_rows - start, stop - start)
+        # Grouped products skip the others' rows, but with one expert they count all rows as its own.
+        skips = kind == BY_SLOT and stop - start > 1
         if kind == BY_SLOT:
-            own = _before_sort(own, of_rows)
-        forward_of(module).notes["routing"] = (kind, ids, weights, own)
-        rows = apply_function(_OwnRows, states, own, ids, kind, mesh.get_group())
-        own_ids = of_rows[own] - start
-        if not len(own):  # a row of zeros keeps the products, and their gradients
+            taken = _as_sorted(of_rows, own_ids, None if skips else int(is_own.sum()))
+        else:
+            taken = is_own.nonzero().squeeze(1)
+        forward_of(module).notes["routing"] = (kind, ids, weights, taken)
+        rows = apply_function(_Rows, states, taken, ids, kind, mesh.get_group())
+        own_ids = own_ids[taken]
+        if not (skips or len(taken)):  # a row of zeros keeps the products, and their gradients
             rows, own_ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own_ids.new_zeros(1)
         return (rows, own_ids.unsqueeze(1), rows.new_ones(len(own_ids), 1), *rest)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        kind, ids, weights, own = forward_of(module).notes["routing"]
-        rows = outputs.new_zeros(ids.numel(), outputs.shape[1]).index_copy(0, own, outputs[: len(own)])
+        kind, ids, weights, taken = forward_of(module).notes["routing"]
+        rows = outputs.new_zeros(ids.numel(), outputs.shape[1]).index_copy(0, taken, outputs[: len(taken)])
         rows = reduce_from_region(rows, mesh.get_group())
         if kind == BY_SLOT:
             weighted = rows.view(*ids.shape, -1) * weights.unsqueeze(-1)
@@ -77,13 +81,12 @@ def _by_slot(rows: Tensor, ids: Tensor, kind: str) -> Tensor:
     return rows.view(count, tokens, -1).transpose(0, 1) if kind == BY_EXPERT else rows.view(tokens, count, -1)
 
 
-def _before_sort(own: Tensor, of_rows: Tensor) -> Tensor:
-    """The rows `own`, so arranged that the implementation's unstable sort of their experts leaves them in the order in
-    which it leaves them among all rows, which have the experts `of_rows`."""
-    is_own = torch.zeros_like(of_rows, dtype=torch.bool).index_fill(0, own, True)
+def _as_sorted(of_rows: Tensor, own_ids: Tensor, count: int | None) -> Tensor:
+    """Rows, so arranged that the implementation's unstable sort of `own_ids` leaves those of this rank's experts in the
+    order in which its sort of `of_rows`, the experts of all ranks, leaves them: the first `count`, or all."""
     order = torch.sort(of_rows).indices
-    order = order[is_own[order]]
-    return torch.empty_like(order).index_copy(0, torch.sort(of_rows[order]).indices, order)
+    order = order[torch.sort(own_ids[order], stable=True).indices][:count]
+    return torch.empty_like(order).index_copy(0, torch.sort(own_ids[order]).indices, order)
 
 
 def _add_up(by_slot: Tensor, order: Tensor) -> Tensor:
@@ -94,24 +97,23 @@ def _add_up(by_slot: Tensor, order: Tensor) -> Tensor:
     return total
 
 
-class _OwnRows(torch.autograd.Function):
-    """The rows of this rank's experts; backward adds up the gradients of all rows of a token in one order.
+class _Rows(torch.autograd.Function):
+    """The rows that a rank takes; backward adds up the gradients of all rows of a token in one order.
 
     The backward of one process visits eager experts from the last to the first, and grouped ones from the first.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, own: Tensor, ids: Tensor, kind: str, group: Group) -> Tensor:
-        ctx.save_for_backward(own, ids)
+    def forward(ctx: Any, states: Tensor, taken: Tensor, ids: Tensor, kind: str, group: Group) -> Tensor:
+        ctx.save_for_backward(taken, ids)
         ctx.kind, ctx.group = kind, group
-        return states[own % ids.shape[0] if kind == BY_EXPERT else own // ids.shape[1]]
+        return states[taken % ids.shape[0] if kind == BY_EXPERT else taken // ids.shape[1]]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        own, ids = ctx.saved_tensors
-        rows = grad.new_zeros(ids.numel(), grad.shape[1])
-        rows[own] = grad
-        direct.all_reduce(rows, ctx.group)
+        taken, ids = ctx.saved_tensors
+        rows = grad.new_zeros(ids.numel(), grad.shape[1]).index_copy(0, taken, grad)
+        rows = reduce_from_region(rows, ctx.group, in_place=True)
         order = ids.argsort(-1, descending=ctx.kind == BY_EXPERT)
         return _add_up(_by_slot(rows, ids, ctx.kind), order), None, None, None, None

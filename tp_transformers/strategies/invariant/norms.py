@@ -89,39 +89,43 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         return (by_stride or fitting)[0]
 
 
-def _gathered(x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
-    """All-gather `dim`; the result has its dims in the order of those of `x` in memory, in which sums visit them.
-
-    A single head has the stride of the dim before it in memory.
-    """
+def _memory_order(x: Tensor, dim: int) -> tuple[int, ...]:
+    """The dims of `x` in their order in memory; a single head, along `dim`, has the stride of the dim before it."""
     strides, heads = x.stride(), dim % x.ndim
     order: list[int] = []
     for axis in range(x.ndim):  # not by sorted(), to which torch.compile gives no symbolic strides
         level = [other for other in order if strides[other] == strides[axis] and (other != heads or axis == heads)]
         order.insert(len([other for other in order if strides[other] > strides[axis]]) + len(level), axis)
-    gathered = all_gather_uneven(x, counts, group, dim=dim)
-    return gathered.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
+    return tuple(order)
 
 
 class _GatherHeads(torch.autograd.Function):
-    """All-gather; backward keeps this rank's shard."""
+    """All-gather; the result has its dims in memory in `order`, in which sums visit them. Backward keeps the shard."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group, order: tuple[int, ...] | None = None
+    ) -> Tensor:
         ctx.settings = (counts, dim, group)
-        return _gathered(x, counts, dim, group)
+        order = order or _memory_order(x, dim)
+        gathered = all_gather_uneven(x.permute(order), counts, group, dim=order.index(dim % x.ndim))
+        return gathered.permute([order.index(axis) for axis in range(x.ndim)])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_KeepHeads, grads[0], *ctx.settings), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return apply_function(_KeepHeads, grads[0], *ctx.settings), None, None, None, None
 
 
 class _KeepHeads(torch.autograd.Function):
-    """Keep this rank's shard; backward all-gathers the gradients."""
+    """Keep this rank's shard; backward all-gathers the gradients, as they are in memory.
+
+    A compiled sum visits the dims in the order of the input: its gradient is not stored before it is summed.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
-        ctx.settings = (counts, dim, group)
+        order = _memory_order(x, dim) if torch.compiler.is_dynamo_compiling() else None
+        ctx.settings = (counts, dim, group, order)
         rank = dist.get_rank(group)
         return x.narrow(dim, sum(counts[:rank]), counts[rank]).clone()
 
