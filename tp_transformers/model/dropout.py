@@ -148,9 +148,17 @@ class FullMasks(OwnRandomness):
         return copied
 
     def enter(self) -> None:
-        """Draw full masks from here on. Raises UnsupportedError elsewhere than on a CPU, where kernels draw."""
+        """Draw full masks from here on.
+
+        Raises UnsupportedError elsewhere than on a CPU, where kernels draw, and under torch.compile, which draws other
+        numbers than torch.
+        """
         if not self.draws or self.mode is not None:
             return
+        if torch.compiler.is_dynamo_compiling():
+            _note_compilation()
+        elif _is_compilation_noted():
+            raise _unsupported("torch.compile", "a forward that is not compiled")
         if self.device.type != "cpu":
             raise _unsupported(f"a device of type {self.device.type}", "a CPU")
         splits = [strategy.sharded_input for strategy in map(_strategy, self.children) if strategy is not None]
@@ -192,6 +200,21 @@ class _FullDraws(TorchDispatchMode):  # type: ignore[misc]
             return mask.ndim - 1, self.features[mask.shape[-1]]
         expected = "this rank's heads (batch, heads, queries, keys) or features (..., features)"
         raise _unsupported(f"a mask of {tuple(mask.shape)}", expected)
+
+
+_compilations: list[bool] = []
+"""Not empty if torch.compile has reached a dropout of shards. There its graph breaks, and Python goes on."""
+
+
+@torch.compiler.assume_constant_result  # so torch.compile calls it, and does not trace it
+def _note_compilation() -> None:
+    _compilations.append(True)
+
+
+def _is_compilation_noted() -> bool:
+    is_noted = bool(_compilations)
+    _compilations.clear()
+    return is_noted
 
 
 def _unsupported(got: str, expected: str) -> UnsupportedError:

@@ -215,6 +215,19 @@ def test_a_compiled_model_is_one_graph(pool: Pool, checkpoint: Any, tmp_path: Pa
     assert pool.run(2, compiled, folder, file, dynamic) == [[], []]
 
 
+def train_compiled(folder: str) -> float:
+    """Run on every rank: a compiled training step with dropout between sharded linears."""
+    torch._dynamo.reset()
+    model = load(folder, tp_invariant=True).train()
+    loss: float = torch.compile(model, backend="eager")(prompts(model)[0], labels=prompts(model)[0]).loss.item()
+    return loss
+
+
+def test_dropout_of_a_compiled_model_is_refused(pool: Pool, checkpoint: Any) -> None:
+    error = pool.error(2, train_compiled, checkpoint("gpt2"))
+    assert error.startswith("UnsupportedError: dropout with tp_invariant=True: got torch.compile")
+
+
 def invariant(*arguments: Any) -> list[str]:
     return differing(*arguments, tp_invariant=True)
 
