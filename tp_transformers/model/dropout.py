@@ -206,7 +206,7 @@ _compilations: list[bool] = []
 """Not empty if torch.compile has reached a dropout of shards. There its graph breaks, and Python goes on."""
 
 
-@torch.compiler.assume_constant_result  # so torch.compile calls it, and does not trace it
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # called, not traced
 def _note_compilation() -> None:
     _compilations.append(True)
 
