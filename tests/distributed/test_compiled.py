@@ -138,7 +138,7 @@ def test_graphs_on_three_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
             ("bamba", 1),
             pytest.param("xlstm", 2, marks=BREAKS),
         ],
-        quick=1,
+        quick=0,
     ),
 )
 def test_graphs_of_mixers(pool: Pool, tmp_path: Path, name: str, groups: int) -> None:

@@ -25,6 +25,7 @@ from transformers import (
 import tp_transformers
 from tests.support.comparisons import equal_parameters, full_gradients, read_folder, relative, relative_errors
 from tests.support.models import MASK, PROMPTS, VOCAB, bytes_read, headers, load, logits_of
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -230,7 +231,7 @@ def ways_to_generate(folder: str) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 1), 3)])
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 1), 3)], 1))
 def test_ways_to_generate(pool: Any, cases: Any, heads: tuple[int, int], size: int) -> None:
     assert pool.run(size, ways_to_generate, cases(*heads).folder) == [[]] * size
 

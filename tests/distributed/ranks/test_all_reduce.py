@@ -90,7 +90,7 @@ SHORT = {"one_shot_all_reduce_copy_out", "one_shot_all_reduce_out"}
             ("nccl", 2, set()),
             ("auto", 4, SHORT | {"nccl_symmetric"}),  # nothing else has kernels for float16
         ],
-        3,
+        2,
     ),
 )
 def test_sums_are_those_of_all_inputs(pool: Pool, value: str, size: int, called: set[str]) -> None:

@@ -206,6 +206,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 TRAINED = ("mixtral", "qwen3", "phi3", "gemma2", "gpt2")
 UNEVEN: tuple[Variant, ...] = ((6, 3), (9, 3))
+MORE = (("llama", (6, 3)), ("qwen3", (8, 4)), ("gemma2", (8, 4)))
+"""More of the same kind, for the slow tier."""
 ALONE = tuple(name for name, mode in MODES.items() if mode.copies == 1)
 
 
@@ -234,7 +236,14 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
 
 @pytest.mark.parametrize(
     ("name", "variant", "size", "modes"),
-    [pytest.param(*row, id="-".join(map(str, (row[0], *row[1], row[2], row[3][0])))) for row in table()],
+    [
+        pytest.param(
+            *row,
+            id="-".join(map(str, (row[0], *row[1], row[2], row[3][0]))),
+            marks=[pytest.mark.slow] if row[:2] in MORE else [],
+        )
+        for row in table()
+    ],
 )
 def test_trains_as_one_process(
     pool: Pool, made: Any, name: str, variant: Variant, size: int, modes: tuple[str, ...]
