@@ -42,7 +42,8 @@ from .all_reduce.transport import transport_of
 from .shared_memory.interface import MAX as MAX
 from .shared_memory.interface import SUM as SUM
 from .shared_memory.interface import Transport
-from .shared_memory.joining import NAMES, memory_of, transports_of
+from .shared_memory.joining import NAMES, memory_of
+from .transports import transports_of
 
 Group = dist.ProcessGroup
 

@@ -23,7 +23,7 @@ from tp_transformers.ranks.all_reduce.choice import Way
 from tp_transformers.ranks.all_reduce.transport import VALUES, VARIABLE, transport_of
 from tp_transformers.ranks.direct import MAX
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.shared_memory.joining import share
+from tp_transformers.ranks.transports import set_up
 
 pytestmark = pytest.mark.distributed
 
@@ -232,7 +232,7 @@ def groups_that_end() -> tuple[bool, bool, str]:
         first = join()
         assert transport_of(first.process_group) is not None
         second = dist.new_group()
-        share(second)
+        set_up(second)
         number = id(second)
         assert transport._transports[number] is not None
         transport._transports[number].end("the group has ended")
@@ -244,7 +244,7 @@ def groups_that_end() -> tuple[bool, bool, str]:
         is_gone = number not in transport._transports
         patch.setattr(ways, "_NAMES", {first.process_group.group_name})
         transport._transports.clear()
-        share(first.process_group)
+        set_up(first.process_group)
         return is_gone, transport_of(first.process_group) is None, "".join(warnings)
 
 
@@ -276,7 +276,7 @@ def in_a_capture() -> None:
         assert not NOW.calls
     with gpus("one_shot") as (patch, _):
         second = dist.new_group()
-        share(second)
+        set_up(second)
         first, other, third = Stream(), Stream(), Stream()
         for stream, captures, waits in ((first, 0, 1), (first, 0, 1), (other, 0, 1), (third, 1, 0), (first, 0, 2)):
             NOW.captures = bool(captures)

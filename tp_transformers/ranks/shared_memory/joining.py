@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from ...logs import get_logger
 from ...torch_api import get_default_store
-from ..all_reduce.transport import accelerate, transport_of
 from ..environment import machine_name
 from ..messages import exchange
 from .interface import Transport
@@ -36,12 +35,10 @@ NAMES: set[str] = set()
 
 
 def share(group: dist.ProcessGroup) -> None:
-    """Set up the transports of `group`: shared memory, if its ranks can use it, and all-reduces on GPUs. Collective.
+    """Set up shared memory for `group` if its ranks can use it. Collective.
 
-    If they cannot, logs the reason at INFO. A second call for the same group does nothing. Raises MeshError on all
-    ranks as `accelerate` does.
+    If they cannot, logs the reason at INFO. A second call for the same group does nothing.
     """
-    accelerate(group)
     if id(group) in _memories or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
         return
     memory, why = _join(group)
@@ -58,11 +55,6 @@ def share(group: dist.ProcessGroup) -> None:
 def memory_of(group: dist.ProcessGroup) -> Transport | None:
     """The shared memory of `group`, for its CPU tensors; None without."""
     return _memories.get(id(group))
-
-
-def transports_of(group: dist.ProcessGroup) -> list[Transport]:
-    """The transports of `group`, for tensors on any device."""
-    return [transport for transport in (memory_of(group), transport_of(group)) if transport is not None]
 
 
 def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:

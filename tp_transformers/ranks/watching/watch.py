@@ -29,8 +29,8 @@ from ...marks import untyped
 from .. import direct
 from ..environment import this_process
 from ..group import TensorParallelGroup, bind_thread, is_agreed
-from ..shared_memory.joining import transports_of
 from ..sockets import between, connections, limit_silence, shut, store_of_ranks
+from ..transports import transports_of
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER
 from .waits import Waits, beat_of
