@@ -60,13 +60,43 @@ def in_blocks(length: int, ranks: Ranks) -> Split:
 
 def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -> Tensor:
     """All-gather the shards of `dim`, in the order of the unsharded dim; backward keeps this rank's shard."""
-    return in_order(gather_from_region(x, split.widths, group, dim=dim), split, dim)
+    gathered = in_order(gather_from_region(x, split.widths, group, dim=dim), split, dim)
+    if torch.compiler.is_dynamo_compiling() and gathered.requires_grad:
+        return apply_function(_StoreGradient, gathered)
+    return gathered
 
 
 def in_order(gathered: Tensor, split: Split, dim: int) -> Tensor:
     """Bring `gathered`, the concatenated shards of all ranks along `dim`, into the order of the unsharded dim."""
     ranges = [gathered.narrow(dim, start, stop - start) for start, stop in split.gathered_ranges]
     return ranges[0] if len(ranges) == 1 else torch.cat(ranges, dim)
+
+
+@torch.library.custom_op("tp_transformers::stored", mutates_args=())  # type: ignore[untyped-decorator]
+def _stored(x: Tensor) -> Tensor:
+    """A copy. torch.compile cannot look into it, so it computes all of `x`, by the kernels of one process."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_stored.register_fake  # type: ignore[untyped-decorator]
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+class _StoreGradient(torch.autograd.Function):
+    """The input; its gradient is computed as a whole before a shard of it is kept.
+
+    Kernels of a shard alone may take other functions: Inductor's sine of 16 numbers is not that of one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        stored: Tensor = _stored(grads[0])
+        return stored
 
 
 def with_input_gradient(
