@@ -57,14 +57,6 @@ __all__ = [
 OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
 """Supported versions of transformers: OLDEST <= version < FIRST_UNSUPPORTED."""
 
-
-def _release() -> tuple[int, ...]:
-    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
-
-
-SKIPS_ROWS = _release() >= (5, 17)
-"""True if grouped experts compute no row of an expert beyond their own; 5.6 gives such rows to their last expert."""
-
 METHODS = {
     "_load_pretrained_model": "replaced by our load",
     "_adjust_missing_and_unexpected_keys": "the load's report leaves out the keys that a class ignores",
@@ -112,7 +104,7 @@ def check() -> None:
     """Raise UnsupportedError unless the installed transformers has the private API that this package uses."""
     version = transformers.__version__
     problems = []
-    if not OLDEST <= _release() < FIRST_UNSUPPORTED:
+    if not OLDEST <= tuple(int(number) for number in version.split(".")[:2]) < FIRST_UNSUPPORTED:
         problems.append("another version")
     problems += [f"no {name}" for name in METHODS if not hasattr(PreTrainedModel, name)]
     problems += ["no _BaseAutoModelClass"] if not hasattr(modeling_auto, "_BaseAutoModelClass") else []

@@ -26,7 +26,6 @@ from tests.support.tiers import wide
 from tp_transformers.plans.bind import resolve
 from tp_transformers.small_models.model import on_threads
 from tp_transformers.strategies import STRATEGIES, RowwiseParallel
-from tp_transformers.transformers_api import SKIPS_ROWS
 
 pytestmark = pytest.mark.distributed
 
@@ -205,10 +204,10 @@ def compiled(folder: str, file: Path, dynamic: bool) -> list[str]:
 
 
 DYNAMIC = {"mixtral": False, "llama": False, "qwen3": True, "phi3": False, "olmo2": True, "gemma3": False}
-"""Model -> whether its graph is for all lengths. Experts of older releases of transformers are several graphs."""
+"""Model -> whether its graph is for all lengths."""
 
 
-@pytest.mark.parametrize(("name", "dynamic"), wide(list(DYNAMIC.items())[not SKIPS_ROWS :], quick=1))
+@pytest.mark.parametrize(("name", "dynamic"), wide(DYNAMIC.items(), quick=1))
 def test_a_compiled_model_is_one_graph(pool: Pool, checkpoint: Any, tmp_path: Path, name: str, dynamic: bool) -> None:
     folder, file = checkpoint(name), tmp_path / "reference"
     with on_threads(1):

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, apply_function, reduce_from_region
-from ...transformers_api import SKIPS_ROWS
 from ..experts import IsolatedParallel
 from ..forward.attach import forward_of
 from ..local import to_local
@@ -52,8 +51,8 @@ class InvariantExpertsParallel(IsolatedParallel):
         of_rows = (ids.t() if kind == BY_EXPERT else ids).reshape(-1)
         is_own = (of_rows >= start) & (of_rows < stop)
         own_ids = torch.where(is_own, of_rows - start, stop - start)
-        # Grouped products skip the others' rows; with one expert they would count all rows as its own.
-        skips = kind == BY_SLOT and stop - start > 1 and SKIPS_ROWS
+        # Grouped products skip the others' rows, but with one expert they count all rows as its own.
+        skips = kind == BY_SLOT and stop - start > 1
         if kind == BY_SLOT:
             taken = _as_sorted(of_rows, own_ids, None if skips else int(is_own.sum()))
         else:
