@@ -44,7 +44,6 @@ def test_every_step_passes_and_leaves_its_tables(tmp_path: Path) -> None:
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 
-@pytest.mark.slow
 def test_a_call_goes_on_where_one_ended_and_names_what_has_not_run(tmp_path: Path) -> None:
     output, steps = rehearse(tmp_path, "--only", "collectives", "--minutes", "0.001", code=1)
     assert steps["collectives"]["status"] == "out of time"

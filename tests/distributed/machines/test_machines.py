@@ -59,7 +59,7 @@ def alone(case: Case, steps: int) -> list[float]:
     return train(AutoModelForCausalLM.from_pretrained(case.folder), steps)
 
 
-@pytest.mark.parametrize("names", wide(["loopback", "apart"], 0))
+@pytest.mark.parametrize("names", wide(["loopback", "apart"], 1))
 def test_names_that_no_other_machine_reaches(cases: Any, tmp_path: Path, names: Any) -> None:
     """As Debian installs a machine: its own name is 127.0.1.1 to itself. Or it has another network too."""
     case = cases(9, 3)
