@@ -24,7 +24,7 @@ from ..anatomy.linears import holds_experts
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Ranks, Split, count_of
 from .base import TensorParallelLayer
-from .forward.attach import LocalConfig, read_locally
+from .forward.attach import LocalConfig, forward_of, read_locally
 from .local import to_local
 from .shards.shard import SHARD, ParamShard
 from .signature import PARTIAL, REPLICATED, Signature
@@ -87,15 +87,26 @@ class IsolatedParallel(TensorParallelLayer):
             return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
         states, ids, weights, *rest = inputs
         here = (ids >= start) & (ids < stop)
+        weights = weights.masked_fill(~here, 0)
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
+        if skips and implementation == "grouped_mm" and stop - start == 1 and not torch.compiler.is_compiling():
+            # torch.histc takes min = max for the range of the data, so that a single expert would get all rows.
+            tokens, slots = _rows_of_one_expert(here)
+            forward_of(module).notes["tokens"] = tokens, len(states)
+            return (states[tokens], torch.zeros_like(tokens)[:, None], weights[tokens, slots][:, None], *rest)
         elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
-        return (states, torch.where(here, ids - start, elsewhere), weights.masked_fill(~here, 0), *rest)
+        return (states, torch.where(here, ids - start, elsewhere), weights, *rest)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         experts = self.experts
-        if not isinstance(experts, Split) or _is_routed(module):
+        if not isinstance(experts, Split):
             return outputs
+        if _is_routed(module):
+            tokens, count = forward_of(module).notes.get("tokens", (None, 0))
+            if tokens is None:
+                return outputs
+            return outputs.new_zeros(count, outputs.shape[1]).index_add(0, tokens, outputs)
         start, stop = experts.ranges[self.rank][0]
         by_expert = outputs.view(stop - start, -1, outputs.shape[-1])
         return pad(by_expert, (0, 0, 0, 0, start, experts.length - stop)).flatten(0, 1)
@@ -142,6 +153,18 @@ class IdentityExpertParallel(TensorParallelLayer):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (inputs[0] / mesh.size(), *inputs[1:])
+
+
+def _rows_of_one_expert(here: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens, and their slots, that an expert computes: (rows,) each, at least one row.
+
+    Args:
+        here: True where a token's slot names the expert: (tokens, experts per token).
+    """
+    tokens, slots = here.nonzero(as_tuple=True)
+    if not len(tokens):  # the weight of a row elsewhere is zero; it keeps the products, and their gradients
+        tokens, slots = tokens.new_zeros(1), slots.new_zeros(1)
+    return tokens, slots
 
 
 def takes_expert_ids(module: nn.Module) -> bool:

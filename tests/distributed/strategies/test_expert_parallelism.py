@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tp_transformers
 from tests.distributed.test_model_types import compare_small_models
@@ -94,6 +96,40 @@ def test_complete_experts_of_other_types(pool: Pool, tmp_path: Path, name: str) 
         assert found[name]["output"] < LOGITS_TOLERANCE, found
         assert found[name]["tokens"]
         assert found[name]["gradients"] < GRADIENT_TOLERANCE, found
+
+
+class GroupedRows(TorchDispatchMode):
+    """Records the number of rows that each grouped product multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._grouped_mm.default:
+            offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+            self.counts.append(int(offsets[-1]))
+        return func(*args, **kwargs)
+
+
+def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Run on every rank, each with one expert: rows that its products multiply, and tokens routed to its expert."""
+    model = load(folder, transformers.MixtralForCausalLM, tp_expert_parallel=True, experts_implementation="grouped_mm")
+    with torch.no_grad(), GroupedRows() as rows:
+        logits = model(ids, output_router_logits=True).router_logits
+    chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]
+    return rows.counts, [int((each == dist.get_rank()).sum()) for each in chosen]
+
+
+@pytest.mark.parametrize("tokens", [32, 1])
+def test_a_single_expert_multiplies_its_own_rows(pool: Pool, tmp_path: Path, tokens: int) -> None:
+    case = make_case(tmp_path, "mixtral", 8, 4)
+    ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
+    found = pool.run(4, rows_of_one_expert, case.folder, ids)
+    for counts, routed in found:
+        assert counts == [max(rows, 1) for rows in routed for _ in ("up", "down")]
+    assert min(rows for _, routed in found for rows in routed) < tokens
 
 
 def test_more_ranks_than_experts_are_refused() -> None:
