@@ -46,7 +46,7 @@ class InBlocks(TensorParallelLayer):
 
 
 def block_of(length: int, ranks: Ranks) -> int:
-    """The largest block, a power of 2 of at most BLOCK, of which every rank gets one."""
+    """The largest block, a power of 2 of at most BLOCK, such that every rank gets one."""
     block = BLOCK
     while block > 1 and length < block * count_of(ranks):
         block //= 2
@@ -102,7 +102,7 @@ class _StoreGradient(torch.autograd.Function):
 def with_input_gradient(
     y: Tensor, x: Tensor, weight: Tensor, split: Split, columns: Split, group: Group, *, is_transposed: bool
 ) -> Tensor:
-    """Return `y`; its backward computes the gradient of `x`, of which `y` was computed without recording it.
+    """Return `y`, which was computed from `x` without recording it; its backward computes the gradient of `x`.
 
     Args:
         y: (..., features of this rank).
