@@ -163,12 +163,15 @@ def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: in
 
 
 def _padded(x: Tensor, length: int, dim: int) -> Tensor:
-    """Pad `x` with zeros at the end of `dim`, up to `length`."""
+    """Extend `dim` of `x` to `length` by elements of any value.
+
+    Not by zeros: a compiled graph would share them with other zeros, and choose other kernels for these.
+    """
     if x.shape[dim] == length:
         return x
     padding = list(x.shape)
     padding[dim] = length - x.shape[dim]
-    return torch.cat([x, x.new_zeros(padding)], dim)
+    return torch.cat([x, x.new_empty(padding)], dim)
 
 
 def all_gather_number(number: int, group: Group, device: torch.device | str) -> tuple[int, ...]:

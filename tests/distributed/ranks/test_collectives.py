@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support.comparisons import relative
+from tp_transformers.ranks import collectives
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
 from tp_transformers.ranks.mesh import join
 from tp_transformers.ranks.messages import FIRST_BYTES
@@ -72,3 +74,11 @@ def gather_lengths(base: int) -> bool:
 @pytest.mark.parametrize("base", [0, 350, FIRST_BYTES, 5000])
 def test_values_of_any_length_are_gathered(pool: Any, base: int) -> None:
     assert pool.run(3, gather_lengths, base) == [True] * 3
+
+
+def test_padding_makes_no_zeros_in_a_graph() -> None:
+    """Inductor would take them for zeros of the model, and compute those that read them by other kernels."""
+    graph = make_fx(lambda x: collectives._padded(x, 5, 0))(torch.ones(3, 2)).graph
+    targets = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert targets
+    assert not any(name in target for target in targets for name in ("zeros", "full", "pad"))
