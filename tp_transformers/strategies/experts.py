@@ -90,11 +90,12 @@ class IsolatedParallel(TensorParallelLayer):
         weights = weights.masked_fill(~here, 0)
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
         skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
-        if skips and implementation == "grouped_mm" and stop - start == 1 and not torch.compiler.is_compiling():
+        if skips and implementation == "grouped_mm" and stop - start == 1 and may_select_rows(states):
             # torch.histc takes min = max for the range of the data, so that a single expert would get all rows.
-            tokens, slots = _rows_of_one_expert(here)
+            tokens, slots = here.nonzero(as_tuple=True)
             forward_of(module).notes["tokens"] = tokens, len(states)
-            return (states[tokens], torch.zeros_like(tokens)[:, None], weights[tokens, slots][:, None], *rest)
+            ids = tokens.new_zeros(len(tokens), 1)
+            return (*map(never_empty, (states[tokens], ids, weights[tokens, slots].unsqueeze(1))), *rest)
         elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
         return (states, torch.where(here, ids - start, elsewhere), weights, *rest)
 
@@ -106,7 +107,7 @@ class IsolatedParallel(TensorParallelLayer):
             tokens, count = forward_of(module).notes.get("tokens", (None, 0))
             if tokens is None:
                 return outputs
-            return outputs.new_zeros(count, outputs.shape[1]).index_add(0, tokens, outputs)
+            return outputs.new_zeros(count, outputs.shape[1]).index_add(0, tokens, outputs[: len(tokens)])
         start, stop = experts.ranges[self.rank][0]
         by_expert = outputs.view(stop - start, -1, outputs.shape[-1])
         return pad(by_expert, (0, 0, 0, 0, start, experts.length - stop)).flatten(0, 1)
@@ -155,16 +156,20 @@ class IdentityExpertParallel(TensorParallelLayer):
         return (inputs[0] / mesh.size(), *inputs[1:])
 
 
-def _rows_of_one_expert(here: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens, and their slots, that an expert computes: (rows,) each, at least one row.
+def may_select_rows(states: Tensor) -> bool:
+    """True if an expert's rows may be selected: their number depends on data, so a graph cannot have them.
 
     Args:
-        here: True where a token's slot names the expert: (tokens, experts per token).
+        states: the tokens (tokens, hidden).
     """
-    tokens, slots = here.nonzero(as_tuple=True)
-    if not len(tokens):  # the weight of a row elsewhere is zero; it keeps the products, and their gradients
-        tokens, slots = tokens.new_zeros(1), slots.new_zeros(1)
-    return tokens, slots
+    if torch.compiler.is_compiling() or states.is_meta or type(states) not in (Tensor, nn.Parameter):
+        return False
+    return not (states.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def never_empty(rows: Tensor) -> Tensor:
+    """`rows` (rows, features), or one of zeros in place of none: it keeps the products, and their gradients."""
+    return rows if len(rows) else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
 
 
 def takes_expert_ids(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,13 +114,24 @@ class GroupedRows(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Run on every rank, each with one expert: rows that its products multiply, and tokens routed to its expert."""
+def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[int], bool]:
+    """Run on every rank, each with one expert.
+
+    Returns rows that its products multiply, tokens routed to it, and whether logits stay if experts without tokens
+    would overflow.
+    """
     model = load(folder, transformers.MixtralForCausalLM, tp_expert_parallel=True, experts_implementation="grouped_mm")
     with torch.no_grad(), GroupedRows() as rows:
-        logits = model(ids, output_router_logits=True).router_logits
-    chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in logits]
-    return rows.counts, [int((each == dist.get_rank()).sum()) for each in chosen]
+        output = model(ids, output_router_logits=True)
+    chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in output.router_logits]
+    routed = [int((each == dist.get_rank()).sum()) for each in chosen]
+    with torch.no_grad():
+        expected = model(ids).logits
+        for layer, count in zip(model.model.layers, routed, strict=True):
+            if not count:
+                tp_transformers.local_tensor(layer.mlp.experts.down_proj).fill_(3e38)
+        is_same = torch.equal(model(ids).logits, expected)
+    return rows.counts, routed, is_same
 
 
 @pytest.mark.parametrize("tokens", [32, 1])
@@ -127,9 +139,25 @@ def test_a_single_expert_multiplies_its_own_rows(pool: Pool, tmp_path: Path, tok
     case = make_case(tmp_path, "mixtral", 8, 4)
     ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
     found = pool.run(4, rows_of_one_expert, case.folder, ids)
-    for counts, routed in found:
+    for counts, routed, is_same in found:
         assert counts == [max(rows, 1) for rows in routed for _ in ("up", "down")]
-    assert min(rows for _, routed in found for rows in routed) < tokens
+        assert is_same
+    assert min(rows for _, routed, _ in found for rows in routed) < tokens
+
+
+def without_tokens(folder: str, **plan: Any) -> tuple[int, ...]:
+    """Run on every rank, each with one expert: the shape that experts make of no tokens."""
+    model = load(folder, transformers.MixtralForCausalLM, experts_implementation="grouped_mm", **plan)
+    experts, hidden = model.model.layers[0].mlp.experts, model.config.hidden_size
+    shape: torch.Size = experts(torch.empty(0, hidden), torch.empty(0, 2).long(), torch.empty(0, 2)).shape
+    return tuple(shape)
+
+
+@pytest.mark.parametrize("option", ["tp_expert_parallel", "tp_invariant"])
+def test_experts_without_any_token(pool: Pool, tmp_path: Path, option: str) -> None:
+    case = make_case(tmp_path, "mixtral", 8, 4)
+    found = pool.run(4, functools.partial(without_tokens, **{option: True}), case.folder)
+    assert found == [pool.run(1, functools.partial(without_tokens, tp_plan=None), case.folder)[0]] * 4
 
 
 def test_more_ranks_than_experts_are_refused() -> None:

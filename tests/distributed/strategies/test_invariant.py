@@ -87,6 +87,7 @@ CASES = [
     *QUICK,
     *((name, size, dtype, None) for name in MODELS for size in (2, 3, 4) for dtype in ("float32", "bfloat16")),
     *((name, size, "float32", "eager") for name in ("mixtral", "deepseek_v3", "gpt_oss") for size in (2, 4)),
+    *((name, 2, dtype, "batched_mm") for name in ("mixtral", "deepseek_v3") for dtype in ("float32", "bfloat16")),
 ]
 """(model, ranks, dtype, implementation of its experts)."""
 STEPS = 3
@@ -266,7 +267,13 @@ def alone_through_inductor(*arguments: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "size", "dtype"), [("mixtral", 2, "float32"), ("gemma3", 3, "float32"), ("llama", 4, "float32")]
+    ("name", "size", "dtype"),
+    [
+        ("mixtral", 2, "float32"),
+        ("gemma3", 3, "float32"),
+        ("llama", 4, "float32"),
+        ("deepseek_v3", 4, "float32"),
+    ],
 )
 def test_every_bit_is_that_of_one_compiled_process(
     pool: Pool, checkpoint: Any, tmp_path: Path, name: str, size: int, dtype: str

@@ -11,13 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, apply_function, reduce_from_region
-from ..experts import IsolatedParallel
+from ..experts import IsolatedParallel, may_select_rows, never_empty
 from ..forward.attach import forward_of
 from ..local import to_local
 from ..signature import PARTIAL, REPLICATED, Signature
 
-BY_EXPERT, BY_SLOT = "eager", "grouped_mm"
-"""Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing."""
+GROUPED, BATCHED = "grouped_mm", "batched_mm"
+BY_EXPERT, BY_SLOT = "eager", (GROUPED, BATCHED)
+"""Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing.
+
+On a GPU `generate` decodes by batched products where a prompt is computed by grouped ones.
+"""
 
 
 class InvariantExpertsParallel(IsolatedParallel):
@@ -43,33 +47,46 @@ class InvariantExpertsParallel(IsolatedParallel):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         states, ids, weights, *rest = to_local(inputs)
         kind = getattr(getattr(module, "config", None), "_experts_implementation", None) or BY_EXPERT
-        if kind not in (BY_EXPERT, BY_SLOT):
-            expected, fix = f"{BY_EXPERT} or {BY_SLOT}", "Load it with one of these as experts_implementation."
-            raise UnsupportedError(self.name, got=f"{kind}, with tp_invariant", expected=expected, fix=fix)
+        self._check_kind(kind, states, weights)
         assert self.experts is not None
         start, stop = self.experts.ranges[self.rank][0]
         of_rows = (ids.t() if kind == BY_EXPERT else ids).reshape(-1)
         is_own = (of_rows >= start) & (of_rows < stop)
         own_ids = torch.where(is_own, of_rows - start, stop - start)
-        # Grouped products skip the others' rows, but with one expert they count all rows as its own.
-        skips = kind == BY_SLOT and stop - start > 1
-        if kind == BY_SLOT:
-            taken = _as_sorted(of_rows, own_ids, None if skips else int(is_own.sum()))
-        else:
+        # In a graph, products take all rows and skip the others'; grouped ones do not skip beside a single expert.
+        selects = kind == BY_EXPERT or may_select_rows(states) or (kind == GROUPED and stop - start == 1)
+        if kind == GROUPED:
+            taken = _as_sorted(of_rows, own_ids, int(is_own.sum()) if selects else None)
+        elif selects:
             taken = is_own.nonzero().squeeze(1)
+        else:
+            taken = torch.arange(len(of_rows), device=ids.device)
         forward_of(module).notes["routing"] = (kind, ids, weights, taken)
         rows = apply_function(_Rows, states, taken, ids, kind, mesh.get_group())
-        own_ids = own_ids[taken]
-        if not (skips or len(taken)):  # a row of zeros keeps the products, and their gradients
-            rows, own_ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), own_ids.new_zeros(1)
-        return (rows, own_ids.unsqueeze(1), rows.new_ones(len(own_ids), 1), *rest)
+        own_ids = own_ids[taken].unsqueeze(1)
+        if selects:
+            rows, own_ids = never_empty(rows), never_empty(own_ids)
+        return (rows, own_ids, rows.new_ones(len(own_ids), 1), *rest)
+
+    def _check_kind(self, kind: str, states: Tensor, weights: Tensor) -> None:
+        """Raise UnsupportedError for an implementation without a known order, or with roundings that ranks lack."""
+        is_rounded = torch.promote_types(states.dtype, weights.dtype) != weights.dtype  # by a router under autocast
+        if kind in BY_SLOT or (kind == BY_EXPERT and not is_rounded):
+            return
+        got, expected = f"{kind}, with tp_invariant", " or ".join(BY_SLOT)
+        if kind == BY_EXPERT:
+            got += f" and routing weights of {weights.dtype} for tokens of {states.dtype}"
+        else:
+            expected = f"{BY_EXPERT} or {expected}"
+        fix = "Load it with one of these as experts_implementation."
+        raise UnsupportedError(self.name, got=got, expected=expected, fix=fix)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         kind, ids, weights, taken = forward_of(module).notes["routing"]
         rows = outputs.new_zeros(ids.numel(), outputs.shape[1]).index_copy(0, taken, outputs[: len(taken)])
         rows = reduce_from_region(rows, mesh.get_group())
-        if kind == BY_SLOT:
-            weighted = rows.view(*ids.shape, -1) * weights.unsqueeze(-1)
+        if kind in BY_SLOT:
+            weighted = rows.view(*ids.shape, rows.shape[1]) * weights.unsqueeze(-1)
             return weighted.sum(1).to(rows.dtype)
         weighted = (_by_slot(rows, ids, kind) * weights.unsqueeze(-1)).to(rows.dtype)
         return _add_up(weighted, ids.argsort(-1))
@@ -78,7 +95,9 @@ class InvariantExpertsParallel(IsolatedParallel):
 def _by_slot(rows: Tensor, ids: Tensor, kind: str) -> Tensor:
     """Rows in the order of the implementation as (tokens, experts per token, hidden)."""
     tokens, count = ids.shape
-    return rows.view(count, tokens, -1).transpose(0, 1) if kind == BY_EXPERT else rows.view(tokens, count, -1)
+    if kind == BY_EXPERT:
+        return rows.view(count, tokens, rows.shape[1]).transpose(0, 1)
+    return rows.view(tokens, count, rows.shape[1])
 
 
 def _as_sorted(of_rows: Tensor, own_ids: Tensor, count: int | None) -> Tensor:
@@ -100,7 +119,8 @@ def _add_up(by_slot: Tensor, order: Tensor) -> Tensor:
 class _Rows(torch.autograd.Function):
     """The rows that a rank takes; backward adds up the gradients of all rows of a token in one order.
 
-    The backward of one process visits eager experts from the last to the first, and grouped ones from the first.
+    The backward of one process visits eager experts from the last to the first, and grouped ones from the first;
+    batched products have copies of a token, which one sum adds up.
     """
 
     @staticmethod
@@ -115,5 +135,6 @@ class _Rows(torch.autograd.Function):
         taken, ids = ctx.saved_tensors
         rows = grad.new_zeros(ids.numel(), grad.shape[1]).index_copy(0, taken, grad)
         rows = reduce_from_region(rows, ctx.group, in_place=True)
-        order = ids.argsort(-1, descending=ctx.kind == BY_EXPERT)
-        return _add_up(_by_slot(rows, ids, ctx.kind), order), None, None, None, None
+        by_slot, order = _by_slot(rows, ids, ctx.kind), ids.argsort(-1, descending=ctx.kind == BY_EXPERT)
+        gradient = by_slot.sum(1) if ctx.kind == BATCHED else _add_up(by_slot, order)
+        return gradient, None, None, None, None
