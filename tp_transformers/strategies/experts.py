@@ -29,12 +29,16 @@ from .local import to_local
 from .shards.shard import SHARD, ParamShard
 from .signature import PARTIAL, REPLICATED, Signature
 
+GROUPED, BATCHED = "grouped_mm", "batched_mm"
+"""Implementations of transformers' experts: one product for the rows of all experts, or one for each row."""
+
 
 class IsolatedParallel(TensorParallelLayer):
     """The module computes with this rank's tensors alone, without communication.
 
     On experts, or on a parameter of experts, each rank holds complete experts, as evenly as possible (expert
-    parallelism): ids of other ranks' experts get weight zero. Other parameters are replicated.
+    parallelism): ids of other ranks' experts get weight zero. Beside a single expert, `before` may select its rows, and
+    `after` then puts them back among all tokens. Other parameters are replicated.
     """
 
     experts: Split | None = None
@@ -71,7 +75,7 @@ class IsolatedParallel(TensorParallelLayer):
         Not eager experts: they query which experts have tokens, which waits for the device and breaks a compiled graph.
         """
         if self.is_empty and hasattr(module, "config"):
-            return {"config": LocalConfig(module.config, _experts_implementation="batched_mm")}
+            return {"config": LocalConfig(module.config, _experts_implementation=BATCHED)}
         if self.experts is None:
             return {}
         local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
@@ -89,8 +93,8 @@ class IsolatedParallel(TensorParallelLayer):
         here = (ids >= start) & (ids < stop)
         weights = weights.masked_fill(~here, 0)
         implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        skips = "_is_expert_parallel" in module.__dict__ and implementation in ("grouped_mm", "batched_mm")
-        if skips and implementation == "grouped_mm" and stop - start == 1 and may_select_rows(states):
+        skips = "_is_expert_parallel" in module.__dict__ and implementation in (GROUPED, BATCHED)
+        if skips and implementation == GROUPED and stop - start == 1 and may_select_rows(states):
             # torch.histc takes min = max for the range of the data, so that a single expert would get all rows.
             tokens, slots = here.nonzero(as_tuple=True)
             forward_of(module).notes["tokens"] = tokens, len(states)

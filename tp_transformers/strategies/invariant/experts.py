@@ -11,16 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, apply_function, reduce_from_region
-from ..experts import IsolatedParallel, may_select_rows, never_empty
+from ..experts import BATCHED, GROUPED, IsolatedParallel, may_select_rows, never_empty
 from ..forward.attach import forward_of
 from ..local import to_local
 from ..signature import PARTIAL, REPLICATED, Signature
 
-GROUPED, BATCHED = "grouped_mm", "batched_mm"
 BY_EXPERT, BY_SLOT = "eager", (GROUPED, BATCHED)
 """Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing.
 
-On a GPU `generate` decodes by batched products where a prompt is computed by grouped ones.
+On a GPU `generate` replaces grouped products by batched ones for all tokens but the prompt's.
 """
 
 
