@@ -16,12 +16,14 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging
 
 from benchmarks import demo
+from tests.support import cores
 from tests.support.architectures import make_case as make_architecture
 from tests.support.models import Case, make_case
 from tests.support.pool import Pool
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # the ranks of the pool need the other cores
+cores.take_own()
 # How fast a machine draws examples says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

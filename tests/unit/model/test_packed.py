@@ -24,6 +24,7 @@ from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.checkpoint.quantization.packed import PackedWeight, pack
 from tp_transformers.model.packed import float8, int4_cpu, int8
+from tp_transformers.model.packed.int4 import Int4
 from tp_transformers.model.packed.products import with_products
 from tp_transformers.model.packed.tensor import PackedTensor
 from tp_transformers.slices.lazy import LazyTensor, Resident
@@ -134,11 +135,23 @@ def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor)
     exact, weight = lazy.materialize().float(), with_products(stored)
     (before,), (after,) = stored.blocks, weight.blocks
     assert isinstance(after.product, kind)
-    # A scale, a value and the result are rounded to bfloat16, by 2^-9 at most each; sums are in fp32.
-    seen, expected, size = weight.linear(x).float(), linear(x.float(), exact), linear(x.float().abs(), exact.abs())
-    assert ((seen - expected).abs() <= 2**-8 * (size + expected.abs())).all()
+    # A scale, a value, their product and the result are rounded to bfloat16, by 2^-8 at most each; sums are in fp32.
+    seen, expected = weight.linear(x).float(), linear(x.float(), exact)
+    size = linear(x.float().abs(), rounded_sizes(after.product, exact))
+    assert ((seen - expected).abs() <= 1.01 * 2**-8 * (3 * size + expected.abs())).all()
     assert relative(weight.decoded().float(), exact) < ROUNDING
     check_stored(before.decoded.stored, after.decoded.stored)
+
+
+def rounded_sizes(product: Any, exact: Tensor) -> Tensor:
+    """At most the sizes of what an operator rounds for the values `exact`.
+
+    A value of 4 bits is `(integer - 8) * scale + value of 8`, the sum of two terms that may be larger than it.
+    """
+    if not isinstance(product, Int4):
+        return exact.abs()
+    scales, values_of_8 = product.scales_and_zeros.float().abs().unbind(2)
+    return torch.full_like(exact, float((8 * scales + values_of_8).max()))
 
 
 def check_stored(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cores import ALL
 from tp_transformers.ranks import numa
 
 
@@ -37,12 +38,13 @@ def test_neighbouring_ranks_share_a_node(tmp_path: Path, lists: list[str], size:
     assert [numa.cores_of(rank, size, set(range(8)), nodes) for rank in range(size)] == expected
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="has one core")
+@pytest.mark.skipif(len(ALL) < 2, reason="has one core")
 def test_a_rank_keeps_to_its_cores(tmp_path: Path) -> None:
-    first, second, *_ = sorted(os.sched_getaffinity(0))
+    first, second, *_ = ALL
     machine(tmp_path, str(first), str(second))
     program = (
-        "import os; from pathlib import Path; from tp_transformers.ranks import numa\n"
+        f"import os; os.sched_setaffinity(0, {ALL})\n"
+        "from pathlib import Path; from tp_transformers.ranks import numa\n"
         f"numa.cores_of.__defaults__ = (Path({str(tmp_path)!r}),); numa._GPU = Path('/nowhere')\n"
         "numa.bind_rank(); print(os.sched_getaffinity(0))"
     )

@@ -1,0 +1,19 @@
+"""Cores of the processes of a parallel run of tests."""
+
+from __future__ import annotations
+
+import os
+
+ALL = sorted(os.sched_getaffinity(0))
+"""Cores of the run."""
+
+
+def take_own() -> None:
+    """Give this process, with the ranks that it will start, cores that no other process of the run has.
+
+    Ranks wait for one another in every collective, and longer if another process' ranks compute in between.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if 1 < count <= len(ALL):
+        index = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.sched_setaffinity(0, ALL[index::count])
