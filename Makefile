@@ -23,7 +23,7 @@ PY := $(VENV)/bin/python
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
 
-# What holds the rest: every feature, in few of its shapes. About ten minutes on two cores.
+# What holds the rest: every feature, in few of its shapes. About twelve minutes on two cores.
 test: lint quick
 
 # The tests of `make test`, without ruff and mypy: for other releases of torch and Python.
