@@ -5,6 +5,7 @@ The stand-ins follow `aten/src/ATen/native/cuda/int4mm.cu` lane by lane, and com
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,16 +33,12 @@ def convert(weight: Tensor, inner: int) -> Tensor:
     assert pairs * 2 % (inner * 16) == 0
     assert rows % 8 == 0  # others would be read as zeros
     packed = torch.empty(rows // 8, pairs * 2 // (inner * 16), 32, inner // 2, dtype=torch.int32)
-    values = weight.tolist()
-    for tile in range(packed.shape[0]):
-        for outer in range(packed.shape[1]):
-            for lane in range(32):
-                for word in range(inner // 2):
-                    first = (outer * inner + 2 * word) * 8 + lane % 4
-                    bytes_ = [values[tile * 8 + lane // 4][first + 4 * each] for each in range(4)]
-                    nibbles = [byte >> 4 for byte in bytes_] + [byte & 15 for byte in bytes_]
-                    number = sum(nibble << 4 * place for place, nibble in enumerate(nibbles))
-                    packed[tile, outer, lane, word] = number - (number >> 31 << 32)
+    outer = torch.arange(packed.shape[1])
+    for lane, word in product(range(32), range(inner // 2)):
+        first = (outer * inner + 2 * word) * 8 + lane % 4
+        bytes_ = [weight[lane // 4 :: 8, first + 4 * each].long() for each in range(4)]
+        nibbles = [byte >> 4 for byte in bytes_] + [byte & 15 for byte in bytes_]
+        packed[:, :, lane, word] = sum(nibble << 4 * place for place, nibble in enumerate(nibbles)).int()
     return packed
 
 
@@ -62,12 +59,10 @@ def multiply(x: Tensor, weight: Tensor, group: int, scales_and_zeros: Tensor) ->
     assert scales_and_zeros.shape == (columns // group, rows, 2)
     assert scales_and_zeros.is_contiguous()  # its kernel reads data_ptr() by these sizes
     integers = torch.empty(rows, columns)
-    for tile, outer, lane, word in torch.cartesian_prod(*map(torch.arange, weight.shape)).tolist():
-        number = int(weight[tile, outer, lane, word])
-        first = (outer * inner + 2 * word) * 16 + 2 * (lane % 4)
-        for place in range(8):
-            column = first + 8 * (place % 4) + place // 4
-            integers[tile * 8 + lane // 4, column] = number >> 4 * place & 15
+    outer = torch.arange(weight.shape[1])
+    for lane, word, place in product(range(32), range(inner // 2), range(8)):
+        column = (outer * inner + 2 * word) * 16 + 2 * (lane % 4) + 8 * (place % 4) + place // 4
+        integers[lane // 4 :: 8, column] = (weight[:, :, lane, word] >> 4 * place & 15).float()
     scales, zeros = (each.float().t().repeat_interleave(group, 1) for each in scales_and_zeros.unbind(2))
     return linear(x.float(), (integers - 8) * scales + zeros).bfloat16()
 
