@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 
-ALL = sorted(os.sched_getaffinity(0))
-"""Cores of the run."""
+ALL = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+"""Cores of the run; none where the system does not let a process choose."""
 
 
 def take_own() -> None:

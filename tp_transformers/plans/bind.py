@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,7 +65,7 @@ class Resolution:
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
     """The plan after it was rewritten for its options."""
 
-    @property
+    @cached_property
     def keeps_order(self) -> bool:
         """True if results have the bits of one process."""
         return any(strategy.keeps_order for strategy in self.param_strategies.values())
@@ -73,8 +74,10 @@ class Resolution:
         """This rank's shard of the parameter `name` of `shape`."""
         strategy = self.param_strategies.get(name)
         if strategy is None:
-            return ParamShard(shape, None, group, use_dtensor=False)
-        return strategy.shard(name.rpartition(".")[2], shape, group)
+            shard = ParamShard(shape, None, group, use_dtensor=False)
+        else:
+            shard = strategy.shard(name.rpartition(".")[2], shape, group)
+        return replace(shard, keeps_order=self.keeps_order)
 
 
 def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:

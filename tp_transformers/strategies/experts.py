@@ -92,15 +92,15 @@ class IsolatedParallel(TensorParallelLayer):
         states, ids, weights, *rest = inputs
         here = (ids >= start) & (ids < stop)
         weights = weights.masked_fill(~here, 0)
-        implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-        skips = "_is_expert_parallel" in module.__dict__ and implementation in (GROUPED, BATCHED)
-        if skips and implementation == GROUPED and stop - start == 1 and may_select_rows(states):
+        kind = implementation_of(module)
+        if kind == GROUPED and stop - start == 1 and may_select_rows(states):
             # torch.histc takes min = max for the range of the data, so that a single expert would get all rows.
             tokens, slots = here.nonzero(as_tuple=True)
             forward_of(module).notes["tokens"] = tokens, len(states)
             ids = tokens.new_zeros(len(tokens), 1)
             return (*map(never_empty, (states[tokens], ids, weights[tokens, slots].unsqueeze(1))), *rest)
-        elsewhere = stop - start if skips else 0  # past its experts, these compute nothing
+        # Past its experts: grouped products skip the rows of these ids, batched ones drop their results.
+        elsewhere = stop - start if kind is not None and "_is_expert_parallel" in module.__dict__ else 0
         return (states, torch.where(here, ids - start, elsewhere), weights, *rest)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
@@ -160,15 +160,30 @@ class IdentityExpertParallel(TensorParallelLayer):
         return (inputs[0] / mesh.size(), *inputs[1:])
 
 
+def implementation_of(module: nn.Module) -> str | None:
+    """GROUPED or BATCHED if that implementation of transformers computes the experts; None for their own loop."""
+    kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return kind if kind in (GROUPED, BATCHED) and has_implementations(module) else None
+
+
+def has_implementations(module: nn.Module) -> bool:
+    """True for experts that transformers' `use_experts_implementation` decorates."""
+    return "has_gate" in vars(module)
+
+
 def may_select_rows(states: Tensor) -> bool:
     """True if an expert's rows may be selected: their number depends on data, so a graph cannot have them.
 
     Args:
         states: the tokens (tokens, hidden).
     """
-    if torch.compiler.is_compiling() or states.is_meta or type(states) not in (Tensor, nn.Parameter):
-        return False
-    return not (states.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_plain = not states.is_meta and type(states) in (Tensor, nn.Parameter)
+    return is_plain and not torch.compiler.is_compiling() and not is_captured(states)
+
+
+def is_captured(states: Tensor) -> bool:
+    """True if the CUDA stream of `states` captures a graph."""
+    return states.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def never_empty(rows: Tensor) -> Tensor:

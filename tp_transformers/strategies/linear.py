@@ -260,8 +260,8 @@ class RowwiseParallel(_WeightParallel):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.is_embedding:
-            outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), 0)
+        if self.is_embedding:  # sums with -0.0 keep the sign of a zero
+            outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), -0.0)
         is_own = self.asks_block or not torch.is_grad_enabled()
         outputs = reduce_from_region(outputs, self.group_of(mesh), in_place=is_own)
         if (bias := module._parameters.get("bias")) is not None:

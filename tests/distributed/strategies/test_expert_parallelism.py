@@ -114,24 +114,14 @@ class GroupedRows(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[int], bool]:
-    """Run on every rank, each with one expert.
-
-    Returns rows that its products multiply, tokens routed to it, and whether logits stay if experts without tokens
-    would overflow.
-    """
+def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Run on every rank, each with one expert: rows that its products multiply, and tokens routed to it."""
     model = load(folder, transformers.MixtralForCausalLM, tp_expert_parallel=True, experts_implementation="grouped_mm")
     with torch.no_grad(), GroupedRows() as rows:
         output = model(ids, output_router_logits=True)
     chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in output.router_logits]
     routed = [int((each == dist.get_rank()).sum()) for each in chosen]
-    with torch.no_grad():
-        expected = model(ids).logits
-        for layer, count in zip(model.model.layers, routed, strict=True):
-            if not count:
-                tp_transformers.local_tensor(layer.mlp.experts.down_proj).fill_(3e38)
-        is_same = torch.equal(model(ids).logits, expected)
-    return rows.counts, routed, is_same
+    return rows.counts, routed
 
 
 @pytest.mark.parametrize("tokens", [32, 1])
@@ -139,10 +129,9 @@ def test_a_single_expert_multiplies_its_own_rows(pool: Pool, tmp_path: Path, tok
     case = make_case(tmp_path, "mixtral", 8, 4)
     ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
     found = pool.run(4, rows_of_one_expert, case.folder, ids)
-    for counts, routed, is_same in found:
+    for counts, routed in found:
         assert counts == [max(rows, 1) for rows in routed for _ in ("up", "down")]
-        assert is_same
-    assert min(rows for _, routed, _ in found for rows in routed) < tokens
+    assert min(rows for _, routed in found for rows in routed) < tokens
 
 
 def without_tokens(folder: str, **plan: Any) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import get_prompt, set_up_prompts
 from .shard import (
+    check_no_order,
     check_rotations,
     full_adapters,
     layout_of_vector,
@@ -89,6 +90,7 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
+        check_no_order(model)
         if hasattr(model, "set_requires_gradient_sync"):
             raise UnsupportedError(
                 "peft on a model with data-parallel copies",

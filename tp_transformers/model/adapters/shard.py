@@ -254,6 +254,17 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     )
 
 
+def check_no_order(model: Any) -> None:
+    """Raise UnsupportedError for a model with the bits of one process: adapters sum over the ranks."""
+    if model.tp_resolution.keeps_order:
+        raise UnsupportedError(
+            "peft on a tensor-parallel model",
+            got="an adapter with tp_invariant=True",
+            expected="an adapter without tp_invariant",
+            fix="Load the model without tp_invariant.",
+        )
+
+
 @contextmanager
 def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None) -> Iterator[None]:
     """Give LoRA layers PEFT's own class and full adapters in the block; then shard their matrices again. Collective.

@@ -11,12 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, apply_function, reduce_from_region
-from ..experts import BATCHED, GROUPED, IsolatedParallel, may_select_rows, never_empty
+from ..experts import (
+    BATCHED,
+    GROUPED,
+    IsolatedParallel,
+    has_implementations,
+    is_captured,
+    may_select_rows,
+    never_empty,
+)
 from ..forward.attach import forward_of
 from ..local import to_local
 from ..signature import PARTIAL, REPLICATED, Signature
 
-BY_EXPERT, BY_SLOT = "eager", (GROUPED, BATCHED)
+BY_EXPERT, BY_SLOT = "eager", (BATCHED, GROUPED)
 """Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing.
 
 On a GPU `generate` replaces grouped products by batched ones for all tokens but the prompt's.
@@ -40,7 +48,7 @@ class InvariantExpertsParallel(IsolatedParallel):
 
     def check(self, module: nn.Module) -> None:
         """Accept experts with one of transformers' implementations, which multiply a row by its routing weight."""
-        if "_is_expert_parallel" not in vars(module):
+        if not has_implementations(module):
             raise ValueError(f"a {type(module).__name__} has no implementation with a known order of its experts")
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -52,16 +60,19 @@ class InvariantExpertsParallel(IsolatedParallel):
         of_rows = (ids.t() if kind == BY_EXPERT else ids).reshape(-1)
         is_own = (of_rows >= start) & (of_rows < stop)
         own_ids = torch.where(is_own, of_rows - start, stop - start)
-        # In a graph, products take all rows and skip the others'; grouped ones do not skip beside a single expert.
-        selects = kind == BY_EXPERT or may_select_rows(states) or (kind == GROUPED and stop - start == 1)
+        # In a graph, products take all rows: grouped ones skip the others', unless this rank has a single expert, and
+        # batched ones multiply them.
+        is_single = kind == GROUPED and stop - start == 1
+        selects = kind == BY_EXPERT or may_select_rows(states) or (is_single and not is_captured(states))
         if kind == GROUPED:
             taken = _as_sorted(of_rows, own_ids, int(is_own.sum()) if selects else None)
         elif selects:
             taken = is_own.nonzero().squeeze(1)
         else:
             taken = torch.arange(len(of_rows), device=ids.device)
-        forward_of(module).notes["routing"] = (kind, ids, weights, taken)
-        rows = apply_function(_Rows, states, taken, ids, kind, mesh.get_group())
+        others = None if selects else ~is_own[taken].unsqueeze(1)
+        forward_of(module).notes["routing"] = (kind, ids, weights, taken, others)
+        rows = apply_function(_Rows, states, taken, others, ids, kind, mesh.get_group())
         own_ids = own_ids[taken].unsqueeze(1)
         if selects:
             rows, own_ids = never_empty(rows), never_empty(own_ids)
@@ -70,19 +81,18 @@ class InvariantExpertsParallel(IsolatedParallel):
     def _check_kind(self, kind: str, states: Tensor, weights: Tensor) -> None:
         """Raise UnsupportedError for an implementation without a known order, or with roundings that ranks lack."""
         is_rounded = torch.promote_types(states.dtype, weights.dtype) != weights.dtype  # by a router under autocast
-        if kind in BY_SLOT or (kind == BY_EXPERT and not is_rounded):
+        known = (GROUPED,) if is_rounded else (BY_EXPERT, *BY_SLOT)
+        if kind in known:
             return
-        got, expected = f"{kind}, with tp_invariant", " or ".join(BY_SLOT)
-        if kind == BY_EXPERT:
+        got = f"{kind}, with tp_invariant"
+        if is_rounded:
             got += f" and routing weights of {weights.dtype} for tokens of {states.dtype}"
-        else:
-            expected = f"{BY_EXPERT} or {expected}"
-        fix = "Load it with one of these as experts_implementation."
-        raise UnsupportedError(self.name, got=got, expected=expected, fix=fix)
+        fix = f"Load it with experts_implementation={known[-1]!r}."
+        raise UnsupportedError(self.name, got=got, expected=" or ".join(known), fix=fix)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        kind, ids, weights, taken = forward_of(module).notes["routing"]
-        rows = outputs.new_zeros(ids.numel(), outputs.shape[1]).index_copy(0, taken, outputs[: len(taken)])
+        kind, ids, weights, taken, others = forward_of(module).notes["routing"]
+        rows = _of_all(outputs[: len(taken)], taken, others, ids.numel())
         rows = reduce_from_region(rows, mesh.get_group())
         if kind in BY_SLOT:
             weighted = rows.view(*ids.shape, rows.shape[1]) * weights.unsqueeze(-1)
@@ -107,6 +117,12 @@ def _as_sorted(of_rows: Tensor, own_ids: Tensor, count: int | None) -> Tensor:
     return torch.empty_like(order).index_copy(0, torch.sort(own_ids[order]).indices, order)
 
 
+def _of_all(rows: Tensor, taken: Tensor, others: Tensor | None, count: int) -> Tensor:
+    """(count, hidden): `rows` at the indices `taken`, and zeros for `others` and for all that were not taken."""
+    own = rows if others is None else rows.masked_fill(others, 0)
+    return rows.new_zeros(count, rows.shape[1]).index_copy(0, taken, own)
+
+
 def _add_up(by_slot: Tensor, order: Tensor) -> Tensor:
     """Add up (tokens, experts per token, hidden) one after the other, in the `order` of each token."""
     total, *others = by_slot.gather(1, order.unsqueeze(-1).expand_as(by_slot)).unbind(1)
@@ -116,24 +132,26 @@ def _add_up(by_slot: Tensor, order: Tensor) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """The rows that a rank takes; backward adds up the gradients of all rows of a token in one order.
+    """The rows that a rank takes, with zeros in `others`; backward adds up a token's gradients of rows in one order.
 
     The backward of one process visits eager experts from the last to the first, and grouped ones from the first;
     batched products have copies of a token, which one sum adds up.
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, taken: Tensor, ids: Tensor, kind: str, group: Group) -> Tensor:
-        ctx.save_for_backward(taken, ids)
+    def forward(
+        ctx: Any, states: Tensor, taken: Tensor, others: Tensor | None, ids: Tensor, kind: str, group: Group
+    ) -> Tensor:
+        ctx.save_for_backward(taken, others, ids)
         ctx.kind, ctx.group = kind, group
-        return states[taken % ids.shape[0] if kind == BY_EXPERT else taken // ids.shape[1]]
+        rows = states[taken % ids.shape[0] if kind == BY_EXPERT else taken // ids.shape[1]]
+        return rows if others is None else rows.masked_fill(others, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        taken, ids = ctx.saved_tensors
-        rows = grad.new_zeros(ids.numel(), grad.shape[1]).index_copy(0, taken, grad)
-        rows = reduce_from_region(rows, ctx.group, in_place=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        taken, others, ids = ctx.saved_tensors
+        rows = reduce_from_region(_of_all(grad, taken, others, ids.numel()), ctx.group, in_place=True)
         by_slot, order = _by_slot(rows, ids, ctx.kind), ids.argsort(-1, descending=ctx.kind == BY_EXPERT)
         gradient = by_slot.sum(1) if ctx.kind == BATCHED else _add_up(by_slot, order)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None

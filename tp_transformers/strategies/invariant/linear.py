@@ -34,10 +34,6 @@ class _InvariantLinear(InBlocks, _WeightParallel):
         bound.output_blocks = in_blocks(bound.out_features, bound.ranks)
         return bound
 
-    def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: not supported."""
-        raise NotImplementedError
-
     def short_forward(self) -> ShortForward | None:
         return None
 

@@ -79,14 +79,14 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         """(heads of each rank, the dim of the heads): (batch, sequence, heads, features), or heads before sequence.
 
         The features of a token are (heads, features) in memory, so the strides tell a dim of heads from a sequence of
-        the same length.
+        the same length. They are equal beside a single head, which is then the smaller count.
         """
         fitting = [(counts, dim) for dim in (-2, -3) for counts in self.counts if counts[self.rank] == x.shape[dim]]
         by_stride = [(counts, dim) for counts, dim in fitting if x.stride(dim) == x.shape[LAST]]
         if not fitting:
             got, fix = f"an input of shape {tuple(x.shape)}", "Leave out tp_invariant, or the gradients of this module."
             raise UnsupportedError(self.name, got=got, expected=f"heads of {self.counts}", fix=fix)
-        return (by_stride or fitting)[0]
+        return min(by_stride or fitting, key=lambda found: found[0][self.rank])
 
 
 def _memory_order(x: Tensor, dim: int) -> tuple[int, ...]:

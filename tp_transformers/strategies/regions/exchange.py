@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 
 from ...ranks.collectives import Group, exchange_counts, exchange_rows, scale_gradient
 from ...slices.layout import Split
-from ..experts import IsolatedParallel, MoEExpertsParallel, takes_expert_ids
+from ..experts import IsolatedParallel, MoEExpertsParallel, never_empty, takes_expert_ids
 from ..forward.attach import forward_of
 from ..forward.short_forwards import Forwarder
 from ..local import to_local
@@ -157,10 +156,9 @@ def dispatch(
     local_ids = torch.where(is_owner, ids[tokens] - starts[ranks, None], -1).int()
     rows = (states.index_select(0, tokens), weights.index_select(0, tokens), local_ids)
     received_states, received_weights, received_ids = exchange_rows(rows, sent, received, group)
-    if not len(received_states):
-        received_states, received_weights, received_ids = (
-            pad(tensor, (0, 0, 0, 1)) for tensor in (received_states, received_weights, received_ids)
-        )
+    received_states, received_weights, received_ids = map(
+        never_empty, (received_states, received_weights, received_ids)
+    )
     row_index, slots = (received_ids >= 0).nonzero(as_tuple=True)
     route = Route(sent, received, len(states), tokens, row_index)
     expert_ids = received_ids[row_index, slots].long()

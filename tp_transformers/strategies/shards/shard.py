@@ -37,7 +37,7 @@ class ParamShard:
     added_once: bool = False
     """True if only rank 0 computes with it, since outputs are summed over the ranks; other ranks see zeros."""
     keeps_order: bool = False
-    """True if the norm of its gradient has to be computed in the order of one process."""
+    """True if the norm of gradients has to be computed in the order of one process."""
     data_parallel: dist.ProcessGroup | None = None
     """Process group over which FSDP shards dim 0 of this rank's shard again, in torch.chunk's sizes; None without FSDP.
     It may be the tensor-parallel group, if each rank has its own batch; the parameter is then replicated in it."""
