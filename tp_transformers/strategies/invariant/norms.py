@@ -62,7 +62,7 @@ class InvariantHeadNormParallel(TensorParallelLayer):
     def __init__(self, counts: Sequence[tuple[int, ...]]) -> None:
         """`counts`: heads of each rank, of queries and of keys."""
         super().__init__()
-        self.counts = tuple(counts)
+        self.counts = sorted(counts, key=sum)
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x: Tensor = inputs[0]
@@ -81,12 +81,12 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         The features of a token are (heads, features) in memory, so the strides tell a dim of heads from a sequence of
         the same length. They are equal beside a single head, which is then the smaller count.
         """
-        fitting = [(counts, dim) for dim in (-2, -3) for counts in self.counts if counts[self.rank] == x.shape[dim]]
+        fitting = [(counts, dim) for counts in self.counts for dim in (-2, -3) if counts[self.rank] == x.shape[dim]]
         by_stride = [(counts, dim) for counts, dim in fitting if x.stride(dim) == x.shape[LAST]]
         if not fitting:
             got, fix = f"an input of shape {tuple(x.shape)}", "Leave out tp_invariant, or the gradients of this module."
             raise UnsupportedError(self.name, got=got, expected=f"heads of {self.counts}", fix=fix)
-        return min(by_stride or fitting, key=lambda found: found[0][self.rank])
+        return (by_stride or fitting)[0]
 
 
 def _memory_order(x: Tensor, dim: int) -> tuple[int, ...]:
