@@ -67,6 +67,7 @@ def train_compiled(folder: str) -> float:
     return loss
 
 
+@pytest.mark.slow
 def test_dropout_of_a_compiled_model_is_refused(pool: Pool, checkpoint: Any) -> None:
     with pytest.raises(WorkerError) as raised:  # the other rank raises it, too, or that this one failed
         pool.run(2, train_compiled, checkpoint("gpt2"))
