@@ -61,6 +61,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 1000, "hidden_size": 576, "n_layer": 2, "n_head": 9, "eos_token_id": None}
         | {"attention_dropout": 0.1, "hidden_dropout": 0.1},
     ),
+    "longt5": (  # as t5; attends in blocks, of as many keys as two ranks have features each
+        "LongT5",
+        {"vocab_size": 1000, "d_model": 768, "d_kv": 64, "num_heads": 12, "d_ff": 768, "num_layers": 2}
+        | {"decoder_start_token_id": 0, "eos_token_id": None, "feed_forward_proj": "gated-gelu"},
+    ),
     "t5": (  # an encoder and a decoder; with dropout of attention and of its MLPs' features
         "T5",
         {"vocab_size": 1000, "d_model": 576, "d_kv": 64, "num_heads": 9, "d_ff": 768, "num_layers": 2}

@@ -18,6 +18,8 @@ from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split
 from ..torch_api import tree_map_only
 
+HEADS = -3
+"""The dim of the heads: (batch, heads, queries, keys), of local attention (batch, blocks, heads, queries, keys)."""
 FIELDS = {"attentions": False, "cross_attentions": True}
 """Attention fields in the output of a stack of layers -> True for cross-attention."""
 
@@ -25,7 +27,7 @@ FIELDS = {"attentions": False, "cross_attentions": True}
 def return_full_attentions(
     model: nn.Module, attention: Mapping[str, AttentionHeads], group: TensorParallelGroup
 ) -> None:
-    """Gather the heads of all ranks in the attentions that a stack of layers returns, (batch, heads, queries, keys).
+    """Gather the heads of all ranks in the attentions that a stack of layers returns, (..., heads, queries, keys).
 
     In the stack and not in its layers: eager attention always computes its weights, even if they are not returned.
 
@@ -71,18 +73,31 @@ def _gather(
             )
         splits = [splits[0]] * len(weights)
     return tuple(
-        tree_map_only(Tensor, lambda layer, split=split: _all_heads(layer, split, rank, process_group), layer_weights)
+        tree_map_only(
+            Tensor, lambda layer, split=split: _all_heads(field, layer, split, rank, process_group), layer_weights
+        )
         for layer_weights, split in zip(weights, splits, strict=True)
     )
 
 
-def _all_heads(weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
-    if weights.shape[1] != split.widths[rank]:
+def _all_heads(field: str, weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
+    """Attention weights (..., this rank's heads, queries, keys) of all heads, unless they already are."""
+    heads = weights.shape[HEADS] if weights.ndim >= 4 else None
+    if heads == split.length:
         return weights
-    return _in_order(gather_from_region(weights, split.widths, process_group, dim=1), split)
+    if heads != split.widths[rank]:
+        raise UnsupportedError(
+            field,
+            got=f"attention weights of shape {tuple(weights.shape)}",
+            expected=f"(..., {split.widths[rank]} heads, queries, keys)",
+            fix="Load the model without tp_plan to look at its attentions.",
+        )
+    return _in_order(gather_from_region(weights, split.widths, process_group, dim=HEADS), split)
 
 
 def _in_order(weights: Tensor, split: Split) -> Tensor:
     """Sort the gathered heads as in the unsharded model; a rank may hold heads of several ranges."""
     order = [head for ranges in split.ranges for start, stop in ranges for head in range(start, stop)]
-    return weights if order == sorted(order) else weights[:, torch.tensor(order, device=weights.device).argsort()]
+    if order == sorted(order):
+        return weights
+    return weights.index_select(HEADS, torch.tensor(order, device=weights.device).argsort())

@@ -38,6 +38,7 @@ from ..strategies import TensorParallelLayer, block_of, take
 from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
 from ..torch_api import TorchDispatchMode
+from .attentions import HEADS
 
 _STEP = 0x9E3779B97F4A7C15
 """Difference between the seeds of neighbouring ranks: 2**64 divided by the golden ratio."""
@@ -193,12 +194,15 @@ class _FullDraws(TorchDispatchMode):  # type: ignore[misc]
         return mask.copy_(take(full, Layout(dim, split), self.rank))
 
     def _sharded_dim(self, mask: Tensor) -> tuple[int, Split]:
-        """The dim of a mask that is sharded, and its split."""
-        if self.heads is not None and mask.ndim == 4 and mask.shape[1] == self.heads.widths[self.rank]:
-            return 1, self.heads
-        if mask.shape[-1] in self.features:
-            return mask.ndim - 1, self.features[mask.shape[-1]]
-        expected = "this rank's heads (batch, heads, queries, keys) or features (..., features)"
+        """The dim of a mask that is sharded, and its split: the heads of attention, elsewhere the features."""
+        if self.heads is not None:
+            if mask.ndim >= 4 and mask.shape[HEADS] == self.heads.widths[self.rank]:
+                return mask.ndim + HEADS, self.heads
+            expected = "this rank's heads (..., heads, queries, keys)"
+        else:
+            if mask.shape[-1] in self.features:
+                return mask.ndim - 1, self.features[mask.shape[-1]]
+            expected = "this rank's features (..., features)"
         raise _unsupported(f"a mask of {tuple(mask.shape)}", expected)
 
 

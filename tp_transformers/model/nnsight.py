@@ -75,7 +75,8 @@ class FullActivations:
     def whole(self, location: str, value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
         """The full value, and the function that returns this rank's shard of it after an edit. Collective.
 
-        Raises UnsupportedError for a module without weights if the linears beside it have several splits.
+        Raises UnsupportedError for a module without weights if the linears beside it have several splits, and for
+        attention weights.
         """
         path, side = _place(location)
         if path in self.between:
@@ -88,10 +89,11 @@ class FullActivations:
         assert strategy is not None
         split = next(iter(splits))
         widths = {x.shape[-1] for x in _tensors(value)}
-        if len(splits) > 1 or not widths <= {split.length, split.widths[strategy.rank]}:
+        has_features = all(x.ndim <= 3 for x in _tensors(value))  # others are attention weights, with keys last
+        if len(splits) > 1 or not has_features or not widths <= {split.length, split.widths[strategy.rank]}:
             raise UnsupportedError(
                 f"nnsight at {path}",
-                got="a module without weights beside sharded linears of several widths",
+                got="a module without weights beside sharded linears of several widths, or of attention weights",
                 expected="a linear, or a module between linears of one width",
                 fix="Read the output of the linear before it, or the input of the one after it.",
             )

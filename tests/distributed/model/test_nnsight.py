@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
@@ -104,6 +105,22 @@ def refused(folder: str) -> str:
 def test_shards_of_the_sequence_are_refused(pool: Pool, cases: Any) -> None:
     for text in pool.run(2, refused, cases(9, 3).folder):
         assert "tp_sequence_parallel" in text
+
+
+def attention_weights(folder: str) -> str:
+    """Run on every rank: the error for attention weights, which have as many keys as this rank has features."""
+    tree = nnsight.NNsight(load(folder))
+    with pytest.raises(Exception) as raised, torch.no_grad(), tree.trace(torch.arange(3, 15)[None]):
+        tree.transformer.h[0].attn.attention.attn_dropout.output.save()
+    return str(raised.value)
+
+
+def test_attention_weights_are_refused(pool: Pool, tmp_path: Path) -> None:
+    settings = {"hidden_size": 24, "num_heads": 2, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
+    config = transformers.GPTNeoConfig(vocab_size=64, **settings, bos_token_id=1, eos_token_id=2)
+    transformers.GPTNeoForCausalLM(config).save_pretrained(tmp_path)
+    for text in pool.run(2, attention_weights, str(tmp_path)):
+        assert "or of attention weights" in text
 
 
 def test_a_name_is_loaded_on_any_number_of_ranks() -> None:

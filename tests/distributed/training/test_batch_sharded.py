@@ -272,6 +272,15 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
     first, expected = dist.get_rank() == 0, torch.load(reference)
     ready_made = torch.ones(2, 1, 7, 7, dtype=torch.bool)
     cache = model.generate(PROMPTS, max_new_tokens=1, return_dict_in_generate=True).past_key_values
+    usual, packed = model.config._attn_implementation, torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+
+    def with_attention(kind: str, **inputs: Any) -> None:
+        model.config._attn_implementation = kind
+        try:
+            model(PROMPTS[:1], **inputs)
+        finally:
+            model.config._attn_implementation = usual
+
     said = []
     for call in (
         lambda: model(PROMPTS[:, : 6 + first]),
@@ -279,6 +288,8 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
         lambda: model(PROMPTS, output_attentions=first),
         lambda: model(PROMPTS[:, :1], past_key_values=None if first else cache),
         lambda: model(PROMPTS, position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 7]) if first else None),
+        lambda: with_attention("flash_attention_2", position_ids=packed if first else None),
+        lambda: with_attention("flex_attention", attention_mask=MASK[:1] if first else None),
         lambda: model.lm_head(torch.zeros(1, 1 + first, model.config.hidden_size)),
         lambda: model.generate(PROMPTS + first, max_new_tokens=1),
         lambda: tp_transformers.debug.check_inputs(model),
@@ -309,6 +320,8 @@ def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
             "output_attentions=True",
             "past_key_values",
             "cu_seq_lens_q",
+            "position_ids that start again in a rank's only row",
+            "flex attention with a mask",
             "sequences of 2 on rank 0 and of 1 on rank 1",
             "generate's inputs: got one on rank 0 and another on rank 1",
             "batches of their own",
@@ -320,6 +333,20 @@ def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
         assert found["logits"] < 1e-5
         assert found["grads"][1] < GRADIENT_TOLERANCE, found["grads"]
         assert found["tokens"]
+
+
+def some_routers(folder: str) -> str:
+    """Run on every rank: the error for router logits of which some are of all ranks' samples; without them it works."""
+    model, _ = load_on_mesh(folder, 1, ["model.layers.0.mlp"])
+    model(PROMPTS)
+    with pytest.raises(tp_transformers.UnsupportedError) as raised:
+        model(PROMPTS, output_router_logits=dist.get_rank() == 0)
+    return str(raised.value)
+
+
+def test_router_logits_of_some_samples_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for error in pool.run(2, some_routers, architectures.make_case(tmp_path, "mixtral", 8, 4).folder):
+        assert "where only some mixtures of experts are batch-sharded" in error
 
 
 def printed(folder: str) -> list[str]:

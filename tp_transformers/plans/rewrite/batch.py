@@ -76,7 +76,9 @@ class _BatchRewriter(StackRewriter):
             if not any(name == outer or is_inside(name, outer) for outer in chosen):
                 self.rules[name] = Rule(name, "replicate")
         self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
-        self.rules[self.prefix] = Rule(self.prefix, BatchStates())
+        mixtures = [name for name, module in self.modules.items() if holds_experts(module)]
+        gathered = [name for name in mixtures if any(is_inside(name, outer) for outer in chosen)]
+        self.rules[self.prefix] = Rule(self.prefix, BatchStates(mixes_routers=0 < len(gathered) < len(mixtures)))
         if not (chosen or self.faults):
             if self.plan.batch_sharded == EXPERTS:
                 self.faults.append("it has no experts with a rule moe_all_to_all; expert_parallel gives them one")

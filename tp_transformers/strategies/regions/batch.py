@@ -37,13 +37,22 @@ from .region import Widths, in_backward
 BATCH_DIM = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
 
-_NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED = range(6)
+_NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED, _PACKED_ROW, _FLEX, _ROUTERS = range(9)
 """Kinds of a rank's arguments, in `Batch.agree`. _MASK is a mask of more than 2 dims; its dtype is sent too."""
 
 _PROBLEMS = {
     _CACHE: ("past_key_values", "none, or generate, for which all ranks have the same prompts"),
     _ATTENTIONS: ("output_attentions=True", "no attentions, whose heads and samples are on different ranks"),
-    _PACKED: ("cu_seq_lens_q, which counts a rank's own tokens", "samples packed by position_ids alone, or padded"),
+    _PACKED: ("cu_seq_lens_q, which counts a rank's own tokens", "padded samples, or position_ids and sdpa"),
+    _PACKED_ROW: (
+        "position_ids that start again in a rank's only row, with flash attention, which reads them in one row alone",
+        "padded samples, or sdpa",
+    ),
+    _FLEX: ("flex attention with a mask, or with position_ids that start again", "sdpa"),
+    _ROUTERS: (
+        "output_router_logits=True where only some mixtures of experts are batch-sharded",
+        "all or none of them",
+    ),
 }
 _DTYPES = (torch.bool, torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 
@@ -163,6 +172,11 @@ def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
 class BatchStates(TensorParallelLayer):
     """Around a base model: exchange the numbers of samples before the forward."""
 
+    def __init__(self, *, mixes_routers: bool = False) -> None:
+        """`mixes_routers`: whether some routers see the samples of all ranks, and others those of their own."""
+        super().__init__()
+        self.mixes_routers = mixes_routers
+
     def prepare_arguments(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -172,7 +186,7 @@ class BatchStates(TensorParallelLayer):
         names, given = self.arguments, forward_of(module).given
         ids = given.get("input_ids")
         ids = given["inputs_embeds"] if ids is None else ids
-        group, (kind, extra) = mesh.get_group(), _kind(module, given)
+        group, (kind, extra) = mesh.get_group(), _kind(module, given, ids.shape[0], self.mixes_routers)
         batch = _current[group] = Batch.agree(tuple(ids.shape), kind, extra, ids.device, group)
         if torch.is_grad_enabled() and _common.setdefault(group, replace(batch, joined={})) != batch:
             _common[group] = None
@@ -210,18 +224,30 @@ class BatchStates(TensorParallelLayer):
         return "holds samples of its own"
 
 
-def _kind(module: nn.Module, given: Mapping[str, Any]) -> tuple[int, int]:
+def _kind(module: nn.Module, given: Mapping[str, Any], samples: int, mixes_routers: bool) -> tuple[int, int]:
     """Return (kind of the arguments, index of a mask's dtype) for `Batch.agree`."""
-    mask, config = given.get("attention_mask"), module.config
+    mask, positions, config = given.get("attention_mask"), given.get("position_ids"), module.config
     if any(given.get(name) is not None for name in CACHES):
         return _CACHE, 0
     if given.get("cu_seq_lens_q") is not None:
         return _PACKED, 0
-    attentions = given.get("output_attentions")
-    if getattr(config, "output_attentions", False) if attentions is None else attentions:
+    if _asks(config, given, "output_attentions"):
         return _ATTENTIONS, 0
+    if mixes_routers and _asks(config, given, "output_router_logits"):
+        return _ROUTERS, 0
+    attention = str(getattr(config, "_attn_implementation", None))
+    is_masked = isinstance(mask, Tensor) and (mask.ndim > 2 or not bool(mask.all()))
+    is_packed = isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff() != 1).any())
+    if "flash" in attention and is_packed and not is_masked and samples == 1:
+        return _PACKED_ROW, 0
+    if attention == "flex_attention" and (is_masked or is_packed):
+        return _FLEX, 0
     if isinstance(mask, Tensor) and mask.ndim > 2:
         return _MASK, _DTYPES.index(mask.dtype)
-    if (isinstance(mask, Tensor) and not bool(mask.all())) or given.get("position_ids") is not None:
-        return _POSITIONS, 0
-    return _NOTHING, 0
+    return (_POSITIONS if is_masked or positions is not None else _NOTHING), 0
+
+
+def _asks(config: Any, given: Mapping[str, Any], name: str) -> bool:
+    """True if a forward is asked for an output, by an argument or by the config."""
+    value = given.get(name)
+    return bool(getattr(config, name, False) if value is None else value)

@@ -1,0 +1,41 @@
+"""Masks of dropout with the bits of one process: the dim that ranks share, or an error where none is sure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tp_transformers import UnsupportedError
+from tp_transformers.model.dropout import _FullDraws
+from tp_transformers.slices.layout import apportion
+
+HEADS, FEATURES = apportion(3, 2), apportion(24, 2)
+
+
+def drop(shape: tuple[int, ...], *, of_heads: bool) -> torch.Tensor:
+    """The mask that rank 0 of 2 draws for a dropout of `shape`."""
+    with _FullDraws(0, HEADS if of_heads else None, [FEATURES]):
+        return torch.empty(shape).bernoulli_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_heads", "full"),
+    [
+        ((2, 2, 5, 12), True, (2, 3, 5, 12)),  # as many keys as local features
+        ((2, 4, 2, 5, 12), True, (2, 4, 3, 5, 12)),  # of local attention
+        ((2, 5, 12), False, (2, 5, 24)),
+    ],
+)
+def test_masks_are_slices_of_full_ones(shape: tuple[int, ...], of_heads: bool, full: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    expected = torch.empty(full).bernoulli_(0.5)
+    dim = next(dim for dim in range(len(full)) if full[dim] != shape[dim])
+    torch.manual_seed(0)
+    assert torch.equal(drop(shape, of_heads=of_heads), expected.narrow(dim, 0, shape[dim]))
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 12), (2, 1, 5, 12)])
+def test_other_masks_of_heads_are_refused(shape: tuple[int, ...]) -> None:
+    """Those of XGLM are (batch * heads, queries, keys)."""
+    with pytest.raises(UnsupportedError, match="heads, queries, keys"):
+        drop(shape, of_heads=True)
