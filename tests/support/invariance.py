@@ -133,7 +133,7 @@ def train(model: Any, forward: Callable[..., Any], ids: torch.Tensor, steps: int
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(steps):
         torch.manual_seed(step)  # of dropout
-        tokens = ids[:, :3] if step == 2 else ids
+        tokens = ids[:, :3].contiguous() if step == 2 else ids
         loss = forward(tokens, labels=tokens).loss
         loss.backward()
         seen[f"loss {step}"] = loss.detach()
