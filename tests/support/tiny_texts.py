@@ -238,6 +238,7 @@ TEXTS = {
             ("kv_channels", HEAD_DIM),
             ("num_hidden_layers", 3),
             ("num_key_value_heads", 5),
+            ("num_attention_heads", 10),  # one for each expert of a token
         ),
     ),
     "gemma3n_text": Tiny(

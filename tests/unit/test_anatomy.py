@@ -191,12 +191,19 @@ def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], c
     assert {path for path in heads if attention.is_cross_attention(path)} == cross
 
 
-@pytest.mark.parametrize("own", ["crossattention", "cross_attn", "EncDecAttention", "encoder_attn", "text_cross_attn"])
+CROSS = ["crossattention", "cross_attn", "EncDecAttention", "encoder_attn", "text_cross_attn"]
+CROSS += ["crossattention.self", "crossattention.attention", "encoder_decoder_attention.attention"]
+
+
+@pytest.mark.parametrize("own", CROSS)
 def test_names_of_cross_attention(own: str) -> None:
     assert attention.is_cross_attention(f"encoder.layers.0.{own}")
 
 
-@pytest.mark.parametrize("own", ["self_attn", "SelfAttention", "sequence_attn", "attention"])
+OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention.self", "attention.attention"]
+
+
+@pytest.mark.parametrize("own", OTHERS)
 def test_names_of_other_attention(own: str) -> None:
     assert not attention.is_cross_attention(f"encoder.layers.0.{own}")
 

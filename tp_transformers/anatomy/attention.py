@@ -36,8 +36,10 @@ def is_around_attention(module: nn.Module) -> bool:
 
 
 def is_cross_attention(name: str) -> bool:
-    """True for the name of cross-attention: EncDecAttention, encoder_attn, crossattention.self."""
-    own = name.removesuffix(".self").rpartition(".")[2].lower()
+    """True for the name of cross-attention: EncDecAttention, encoder_attn, crossattention.self, or .attention."""
+    *around, own = name.lower().split(".")
+    if own in ("self", "attention") and around and "att" in around[-1]:
+        own = around[-1]
     return "cross" in own or own.startswith("enc")
 
 

@@ -81,11 +81,13 @@ def _gather(
 
 
 def _all_heads(field: str, weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
-    """Attention weights (..., this rank's heads, queries, keys) of all heads, unless they already are."""
-    heads = weights.shape[HEADS] if weights.ndim >= 4 else None
-    if heads == split.length:
+    """Attention weights (..., this rank's heads, queries, keys) of all heads, unless they already are.
+
+    Towers of Qwen2-VL's kind return hidden states (tokens, hidden) in place of weights.
+    """
+    if weights.ndim < 4 or weights.shape[HEADS] == split.length:
         return weights
-    if heads != split.widths[rank]:
+    if weights.shape[HEADS] != split.widths[rank]:
         raise UnsupportedError(
             field,
             got=f"attention weights of shape {tuple(weights.shape)}",
