@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -113,6 +115,38 @@ def changed(folder: str) -> dict[str, bool]:
 def test_changes_of_views_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for found in pool.run(2, changed, cases(*heads).folder):
         assert all(found.values()), [name for name, is_right in found.items() if not is_right]
+
+
+def kept(folder: str) -> dict[str, float]:
+    """Run on every rank: rows that are read while rank 0 alone keeps another, and views from before a merge."""
+    found, views = {}, []
+    with torch.no_grad():
+        for model in load_both(folder):
+            weight = model.lm_head.weight
+            if dist.get_rank() == 0:
+                views.append(weight[5])
+            else:
+                weight[5]
+            views.append(weight[7].clone())
+            merged = get_peft_model(model, LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+            layer = model.model.layers[0].self_attn.k_proj
+            view = layer.weight.detach().T
+            torch.manual_seed(0)
+            for factor in ("lora_A", "lora_B"):
+                full = nn.Parameter(torch.randn(full_tensor(getattr(layer, factor)["default"].weight).shape))
+                getattr(layer, factor)["default"].weight.copy_(full)
+            merged.merge_adapter()
+            views += [view + 0, layer.weight.detach().T + 0]
+    ours, alone = views[: len(views) // 2], views[len(views) // 2 :]
+    for at, (own, expected) in enumerate(zip(ours[-3:], alone[-3:], strict=True)):
+        found[f"view {at}"] = relative(own, expected)
+    return found
+
+
+def test_views_that_some_ranks_have_kept(pool: Pool, cases: Any) -> None:
+    for found in pool.run(2, kept, cases(9, 3).folder):
+        assert len(found) == 3
+        assert max(found.values()) < TOLERANCE, found
 
 
 def copies(folder: str) -> dict[str, bool]:

@@ -61,6 +61,14 @@ def steer_a_norm_in_place(model: Any, kept: Kept) -> list[Any]:
     return [layer.post_attention_layernorm.register_forward_pre_hook(hook) for layer in model.model.layers]
 
 
+def steer_a_projection_in_place(model: Any, kept: Kept) -> list[Any]:
+    def hook(module: nn.Module, args: Any) -> None:
+        args[0].mul_(steering(args[0].shape[-1]))  # the inputs of keys and values, too
+        keep(kept, args[0])
+
+    return [layer.self_attn.q_proj.register_forward_pre_hook(hook) for layer in model.model.layers]
+
+
 def replace_outputs(model: Any, kept: Kept) -> list[Any]:
     def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         keep(kept, output=output)
@@ -116,6 +124,7 @@ WAYS: tuple[Way, ...] = (
     nothing,
     steer_in_place,
     steer_a_norm_in_place,
+    steer_a_projection_in_place,
     replace_outputs,
     replace_inputs,
     read_alone,

@@ -51,6 +51,26 @@ def test_views_of_what_is_gathered_are_told_from_other_tensors() -> None:
     view = whole[:, 1:].transpose(1, 2)
     assert regathered.pack(view) == (view.shape, view.stride(), view.storage_offset())
     other = torch.randn(3)
-    assert regathered.pack(other).data_ptr() == other.data_ptr()  # type: ignore[union-attr]
+    assert regathered.pack(other)[0].data_ptr() == other.data_ptr()  # type: ignore[union-attr]
     regathered._full, regathered._left = whole, 1  # as if it had been gathered
     assert torch.equal(regathered.unpack(regathered.pack(view)), view)
+
+
+def test_what_has_changed_since_it_was_gathered_is_kept() -> None:
+    full = torch.randn(2, 3, 4)
+    regathered = _Regathered(full, full, (3,), None, 1)  # type: ignore[arg-type]
+    full.add_(1)
+    packed = regathered.pack(full)
+    assert regathered._uses == 0
+    assert torch.equal(regathered.unpack(packed), full)
+
+
+def test_a_saved_tensor_that_has_changed_is_an_error_as_in_autograd() -> None:
+    regathered = _Regathered(torch.randn(2, 3), torch.randn(2, 3), (3,), None, 1)  # type: ignore[arg-type]
+    weight = nn.Parameter(torch.randn(3, 3))
+    with torch.autograd.graph.saved_tensors_hooks(regathered.pack, regathered.unpack):
+        loss = (torch.randn(2, 3, requires_grad=True) @ weight).sum()
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -31,6 +31,7 @@ from ...ranks import direct
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, STRATEGY, batch_sharded, full_tensor, local_tensor
+from ...strategies.parameters.sharded import has_changed
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import get_prompt, set_up_prompts
@@ -205,6 +206,7 @@ def _full_weight(base: nn.Module) -> Iterator[None]:
         changed = full.data.contiguous()
         direct.broadcast(changed, shard.group.process_group, 0)
         local_tensor(param).copy_(shard.own(changed))
+        has_changed(param)
     finally:
         base._parameters["weight"] = param
 

@@ -15,6 +15,7 @@ from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
+from ...strategies.parameters.sharded import has_changed
 from ...strategies.signature import FEATURES
 
 PeftLayer: Any = object
@@ -162,8 +163,11 @@ def local_weights(layer: Any) -> Iterator[None]:
         yield
         for owner, params in saved:
             for name, param in params.items():
-                if param is not None and owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
+                if param is None:
+                    continue
+                if owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
                     local_tensor(param).copy_(owner._parameters[name])  # peft put another tensor in its place
+                has_changed(param)
     finally:
         for owner, params in saved:
             owner._parameters.update(params)

@@ -197,10 +197,14 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gathered(shard: Any) -> Source:
-    """Return the full tensor that views of `shard` share, or gather a new one that passes gradients back."""
+    """Gather the full tensor that views of `shard` share, or a new one that passes gradients back.
+
+    Other ranks may have dropped their views, so that it is gathered on every call.
+    """
     if not (shard.requires_grad and torch.is_grad_enabled()):
         for source in WATCHERS:
             if source.memory == memory_of(shard):
+                source.is_stale = True
                 source.refresh()
                 return source  # type: ignore[no-any-return]
     return Source(shard, full_values(shard))

@@ -69,21 +69,30 @@ class _Regathered:
         made: _Made | None = getattr(shard, "_tp_made", None)
         self._made = made if made is not None and made.made == shard._version else None
         self._shard = shard.detach() if self._made is None else None
-        self._address = full.untyped_storage().data_ptr()
+        self._address, self._version = full.untyped_storage().data_ptr(), _version(full)
         self._full: Tensor | None = None
         self._uses, self._left = 0, 0
 
-    def pack(self, x: Tensor) -> Tensor | View:
-        """Return the value that autograd saves in place of `x`."""
-        if x.numel() and x.untyped_storage().data_ptr() == self._address:
+    def pack(self, x: Tensor) -> tuple[Tensor, int] | View:
+        """Return the value that autograd saves in place of `x`: a tensor with its version, or a view to gather again.
+
+        A gathered tensor that has changed since then is kept.
+        """
+        if x.numel() and x.untyped_storage().data_ptr() == self._address and _version(x) == self._version:
             self._uses += 1
             return x.shape, x.stride(), int(x.storage_offset())
-        return x.detach()
+        return x.detach(), _version(x)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor that `pack` took."""
-        if isinstance(packed, Tensor):
-            return packed
+        """Return the tensor that `pack` took. Raises RuntimeError if it was modified since, as autograd does."""
+        if isinstance(packed[0], Tensor):
+            kept, version = packed
+            if _version(kept) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                    f"tensor {list(kept.shape)} is at version {_version(kept)}, expected version {version}"
+                )
+            return kept  # type: ignore[no-any-return]
         if self._full is None:
             self._full = all_gather_uneven(self._own_shard(), self._widths, self._group, dim=self._dim)
             self._left = self._uses
@@ -107,3 +116,8 @@ class _Regathered:
         finally:
             made.module._parameters.update(now)
         return shard
+
+
+def _version(x: Tensor) -> int:
+    """The version of a tensor, which counts changes in place; one that was made in inference mode has none."""
+    return 0 if x.is_inference() else x._version
