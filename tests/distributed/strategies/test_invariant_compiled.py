@@ -38,9 +38,9 @@ def compiled(folder: str, file: Path, dynamic: bool, options: dict[str, Any]) ->
 
 
 COMPILED = [
+    ("llama", False, {}),
     ("mixtral", False, {}),
     ("mixtral", False, {"experts_implementation": "batched_mm"}),
-    ("llama", False, {}),
     ("qwen3", True, {}),
     ("phi3", False, {}),
     ("olmo2", True, {}),

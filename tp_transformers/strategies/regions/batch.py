@@ -237,14 +237,18 @@ def _kind(module: nn.Module, given: Mapping[str, Any], samples: int, mixes_route
         return _ROUTERS, 0
     attention = str(getattr(config, "_attn_implementation", None))
     is_masked = isinstance(mask, Tensor) and (mask.ndim > 2 or not bool(mask.all()))
-    is_packed = isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff() != 1).any())
-    if "flash" in attention and is_packed and not is_masked and samples == 1:
+    if "flash" in attention and not is_masked and samples == 1 and _start_again(positions):
         return _PACKED_ROW, 0
-    if attention == "flex_attention" and (is_masked or is_packed):
+    if attention == "flex_attention" and (is_masked or _start_again(positions)):
         return _FLEX, 0
     if isinstance(mask, Tensor) and mask.ndim > 2:
         return _MASK, _DTYPES.index(mask.dtype)
     return (_POSITIONS if is_masked or positions is not None else _NOTHING), 0
+
+
+def _start_again(positions: Any) -> bool:
+    """True for position ids (batch, length) of several sequences in a row."""
+    return isinstance(positions, Tensor) and positions.ndim == 2 and bool((positions.diff() != 1).any())
 
 
 def _asks(config: Any, given: Mapping[str, Any], name: str) -> bool:
