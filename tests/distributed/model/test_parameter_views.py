@@ -149,6 +149,26 @@ def test_views_that_some_ranks_have_kept(pool: Pool, cases: Any) -> None:
         assert max(found.values()) < TOLERANCE, found
 
 
+def read_twice(folder: str) -> float:
+    """Run on every rank: the error of a gradient through a frozen head that is read for every chunk, and kept."""
+    grads = []
+    for model in load_both(folder):
+        weight = model.lm_head.weight.requires_grad_(False)
+        with torch.inference_mode():
+            view = weight.T
+        assert relative(weight.detach().T, view) == 0
+        hidden = torch.ones(4, weight.shape[1], requires_grad=True)
+        loss = sum((chunk @ weight.T).square().sum() for chunk in hidden.chunk(2))
+        assert torch.equal(weight.data, weight.data)
+        loss.backward()
+        grads.append(hidden.grad)
+    return relative(*grads)
+
+
+def test_a_parameter_that_is_read_again_is_not_changed(pool: Pool, cases: Any) -> None:
+    assert max(pool.run(2, read_twice, cases(9, 3).folder)) < TOLERANCE
+
+
 def copies(folder: str) -> dict[str, bool]:
     """Run on every rank: copies of values that go back, state dicts, and a replaced embedding."""
     model = load(folder)

@@ -24,7 +24,7 @@ from ..forward.attach import forward_of
 from ..local import to_local
 from ..signature import PARTIAL, REPLICATED, Signature
 
-BY_EXPERT, BY_SLOT = "eager", (BATCHED, GROUPED)
+BY_EXPERT, BY_SLOT = "eager", (GROUPED, BATCHED)
 """Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing.
 
 On a GPU `generate` replaces grouped products by batched ones for all tokens but the prompt's.
@@ -84,10 +84,10 @@ class InvariantExpertsParallel(IsolatedParallel):
         known = (GROUPED,) if is_rounded else (BY_EXPERT, *BY_SLOT)
         if kind in known:
             return
-        got = f"{kind}, with tp_invariant"
-        if is_rounded:
+        got, fix = f"{kind}, with tp_invariant", f"Load it with experts_implementation={GROUPED!r}."
+        if is_rounded:  # on a GPU, `generate` takes batched products
             got += f" and routing weights of {weights.dtype} for tokens of {states.dtype}"
-        fix = f"Load it with experts_implementation={known[-1]!r}."
+            fix = f"Load it in the dtype of autocast, or with experts_implementation={GROUPED!r}."
         raise UnsupportedError(self.name, got=got, expected=" or ".join(known), fix=fix)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:

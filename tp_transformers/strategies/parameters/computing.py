@@ -203,8 +203,8 @@ def _gathered(shard: Any) -> Source:
     """
     if not (shard.requires_grad and torch.is_grad_enabled()):
         for source in WATCHERS:
-            if source.memory == memory_of(shard):
-                source.is_stale = True
+            is_usable = source.full.is_inference() == torch.is_inference_mode_enabled()
+            if is_usable and source.memory == memory_of(shard):
                 source.refresh()
                 return source  # type: ignore[no-any-return]
     return Source(shard, full_values(shard))
@@ -228,7 +228,8 @@ class Gathered(Tensor):
         sources = list(dict.fromkeys(view.tp_source for view in views))
         if name not in READS and name not in SHAPES:
             for source in sources:
-                source.refresh()
+                if source.is_stale:
+                    source.refresh()
         meshes = [leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
         if meshes:
             args, kwargs = tree_map_only(Gathered, partial(_replicated, mesh=meshes[0]), (args, kwargs))
@@ -259,11 +260,16 @@ class Source:
         self.memory = memory_of(shard)
 
     def refresh(self) -> None:
-        """If the shards have changed, gather them again into the same memory (on all ranks)."""
-        if self.is_stale:
-            with torch.no_grad(), as_torch():
-                self.full.copy_(full_values(self.shard))
-            self.is_stale = False
+        """Gather the shards again (on all ranks), into the same memory if they have changed.
+
+        Otherwise it stays, since a backward may need it.
+        """
+        with torch.no_grad(), as_torch():
+            full = full_values(self.shard)
+            if self.is_stale or not torch.equal(full, self.full):
+                with torch.inference_mode(self.full.is_inference()):
+                    self.full.copy_(full)
+        self.is_stale = False
 
     def write(self) -> None:
         """Copy this rank's slice of the full tensor to the shard."""
