@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from tests.unit.ranks.test_failure import report
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.watching import waits
+from tp_transformers.ranks.watching import place, waits
 from tp_transformers.ranks.watching.failure import Failure, judge
 from tp_transformers.ranks.watching.place import Place, here
 from tp_transformers.ranks.watching.waits import PATIENCE, Waits, beat_of
@@ -118,6 +118,36 @@ def test_a_place_is_the_line_of_the_users_own_code() -> None:
     assert not found[0].waits
     assert found[0].line.startswith("test_waits.py:")
     assert found[0].line.endswith((": thread.start()", ": thread.join()"))
+
+
+def test_no_thread_runs_while_its_frames_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile frees frames that another thread still reads."""
+    count, calls, read = 0, 10, place._read
+    seen: list[set[int]] = []
+
+    def slowly(frame: Any) -> Any:
+        seen[-1].add(count)
+        sum(range(2000))  # all frames together take longer than Python's usual interval
+        return read(frame)
+
+    def look() -> None:
+        for _ in range(calls):
+            seen.append(set())
+            here()
+
+    def go_on(depth: int) -> None:
+        nonlocal count
+        if depth:
+            return go_on(depth - 1)
+        while thread.is_alive():
+            count += 1
+
+    monkeypatch.setattr(place, "_read", slowly)
+    thread = threading.Thread(target=look)
+    thread.start()
+    go_on(600)
+    thread.join()
+    assert [len(counts) for counts in seen].count(1) > calls // 2  # a busy machine may stop the reader for longer
 
 
 def test_a_rank_that_has_ended_was_not_killed() -> None:

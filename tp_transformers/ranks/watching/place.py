@@ -7,10 +7,12 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from ...errors import shorten
 
@@ -25,6 +27,8 @@ _COLLECTIVES = (
 )
 """Modules of the innermost frame of a thread that waits in a collective."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_INTERVAL = 0.25
+"""Seconds after which Python lets another thread run while stacks are read, which takes a few milliseconds."""
 _OWN = str(Path(__file__).resolve().parents[2])
 _NAMES = {
     "__call__": "forward",
@@ -50,12 +54,44 @@ class Place:
 
 def here() -> Place:
     """The position of the main thread, or of another thread if only that waits in a call of this package."""
-    frames = {thread: list(_outwards(frame)) for thread, frame in sys._current_frames().items()}
-    frames.pop(threading.get_ident())
-    main = frames.get(threading.main_thread().ident or 0, [])
-    waiting = (stack for stack in frames.values() if _waits(stack) and _call(stack))
+    stacks = _stacks()
+    main = stacks.get(threading.main_thread().ident or 0, [])
+    waiting = (stack for stack in stacks.values() if _waits(stack) and _call(stack))
     thread = main if _call(main) else next(waiting, main)
     return Place(_call(thread), _waits(thread), _line(thread))
+
+
+class _Frame(NamedTuple):
+    """What is read of a stack frame."""
+
+    module: str
+    function: str
+    file: str
+    line: int
+
+
+def _stacks() -> dict[int, list[_Frame]]:
+    """The frames of every other thread, from the innermost outwards.
+
+    No other thread runs meanwhile, and none finds its frames in use when it goes on: torch.compile, which evaluates
+    frames by itself, crashed when frames ended that another thread was reading.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(_INTERVAL)
+    try:
+        time.sleep(0)  # a thread that waits already would wait for the former interval
+        tops = sys._current_frames()
+        tops.pop(threading.get_ident())
+        stacks = {thread: list(map(_read, _outwards(tops[thread]))) for thread in tops}
+        tops.clear()
+        return stacks
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def _read(frame: FrameType) -> _Frame:
+    code = frame.f_code
+    return _Frame(str(frame.f_globals.get("__name__", "")), code.co_name, code.co_filename, frame.f_lineno)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -64,28 +100,22 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+def _waits(frames: list[_Frame]) -> bool:
+    return bool(frames) and frames[0].module.startswith(_COLLECTIVES)
 
 
-def _waits(frames: list[FrameType]) -> bool:
-    return bool(frames) and _module(frames[0]).startswith(_COLLECTIVES)
-
-
-def _call(frames: list[FrameType]) -> str:
+def _call(frames: list[_Frame]) -> str:
     for frame in reversed(frames):
-        module = _module(frame)
-        if module.startswith(f"{_PACKAGE}.") and not module.startswith(_NOT_CALLS):
-            return _NAMES.get(name := frame.f_code.co_name, name)
+        if frame.module.startswith(f"{_PACKAGE}.") and not frame.module.startswith(_NOT_CALLS):
+            return _NAMES.get(frame.function, frame.function)
     return ""
 
 
-def _line(frames: list[FrameType]) -> str:
+def _line(frames: list[_Frame]) -> str:
     """The innermost line outside of all libraries, or else the outermost line."""
-    own = (frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARIES, _OWN, "<")))
+    own = (frame for frame in frames if not frame.file.startswith((*_LIBRARIES, _OWN, "<")))
     frame = next(own, frames[-1] if frames else None)
     if frame is None:
         return "an unknown line"
-    file, number = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(file, number).strip()
-    return shorten(f"{os.path.basename(file)}:{number}" + (f": {source}" if source else ""), 120)
+    source = linecache.getline(frame.file, frame.line).strip()
+    return shorten(f"{os.path.basename(frame.file)}:{frame.line}" + (f": {source}" if source else ""), 120)
