@@ -27,6 +27,7 @@ from .sharded import (
     local_values,
     memory_of,
     own_values,
+    version_of,
     write,
 )
 
@@ -173,7 +174,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
             return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
         if id(leaf) not in sources:
             source = _gathered(leaf)
-            sources[id(leaf)] = source, _version(source.full)
+            sources[id(leaf)] = source, version_of(source.full)
         return sources[id(leaf)][0].full
 
     full_args = tree_map(gather, (args, kwargs))
@@ -182,7 +183,7 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
     is_unversioned = is_in_place(name_of(func)) and (name_of(func) in _UNVERSIONED or torch.is_inference_mode_enabled())
     for key, (source, version) in sources.items():
         full, is_target = source.full, is_unversioned and key == id(args[0])
-        if _version(full) == version and not is_target:
+        if version_of(full) == version and not is_target:
             continue
         if full.shape != source.shard.tp_shard.shape:
             raise UnsupportedError(
@@ -234,18 +235,14 @@ class Gathered(Tensor):
         if meshes:
             args, kwargs = tree_map_only(Gathered, partial(_replicated, mesh=meshes[0]), (args, kwargs))
         with as_torch():
-            before = [_version(view) for view in views]
+            before = [version_of(view) for view in views]
             result = func(*args, **kwargs)
-            changed = [view for view, version in zip(views, before, strict=True) if _version(view) != version]
+            changed = [view for view, version in zip(views, before, strict=True) if version_of(view) != version]
             if views and (views[0].is_inference() or name in _UNVERSIONED) and is_in_place(name):
                 changed = views[:1]
         for source in dict.fromkeys(view.tp_source for view in changed):
             source.write()
         return _views(result, sources)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -166,6 +166,11 @@ def memory_of(tensor: Any) -> tuple[Any, ...]:
     return local.untyped_storage()._cdata, local.storage_offset(), local.numel()
 
 
+def version_of(tensor: Tensor) -> int:
+    """The version of a tensor, which counts changes in place; one that was made in inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def has_changed(tensor: Any) -> None:
     """Mark views of the full tensor as stale. All ranks do so at the same point of the program."""
     if WATCHERS:

@@ -16,6 +16,7 @@ from ...anatomy.norms import is_norm
 from ...marks import untyped
 from ...ranks.collectives import Group, all_gather_uneven
 from ...torch_api import top_saved_tensors_hooks
+from ..parameters.sharded import version_of
 
 View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""
@@ -69,7 +70,7 @@ class _Regathered:
         made: _Made | None = getattr(shard, "_tp_made", None)
         self._made = made if made is not None and made.made == shard._version else None
         self._shard = shard.detach() if self._made is None else None
-        self._address, self._version = full.untyped_storage().data_ptr(), _version(full)
+        self._address, self._version = full.untyped_storage().data_ptr(), version_of(full)
         self._full: Tensor | None = None
         self._uses, self._left = 0, 0
 
@@ -78,19 +79,19 @@ class _Regathered:
 
         A gathered tensor that has changed since then is kept.
         """
-        if x.numel() and x.untyped_storage().data_ptr() == self._address and _version(x) == self._version:
+        if x.numel() and x.untyped_storage().data_ptr() == self._address and version_of(x) == self._version:
             self._uses += 1
             return x.shape, x.stride(), int(x.storage_offset())
-        return x.detach(), _version(x)
+        return x.detach(), version_of(x)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor that `pack` took. Raises RuntimeError if it was modified since, as autograd does."""
         if isinstance(packed[0], Tensor):
             kept, version = packed
-            if _version(kept) != version:
+            if version_of(kept) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                    f"tensor {list(kept.shape)} is at version {_version(kept)}, expected version {version}"
+                    f"tensor {list(kept.shape)} is at version {version_of(kept)}, expected version {version}"
                 )
             return kept  # type: ignore[no-any-return]
         if self._full is None:
@@ -116,8 +117,3 @@ class _Regathered:
         finally:
             made.module._parameters.update(now)
         return shard
-
-
-def _version(x: Tensor) -> int:
-    """The version of a tensor, which counts changes in place; one that was made in inference mode has none."""
-    return 0 if x.is_inference() else x._version
