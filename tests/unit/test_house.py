@@ -1,0 +1,36 @@
+"""Core and features: imports between them, and their lines, which only go down."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.house import House
+
+CORE = 14361
+"""Lines of the core. A change that raises this number says in its commit what it took out."""
+PACKAGE = 40622
+"""Lines of the package, likewise."""
+FROM_CORE = 134
+"""Imports of features by the core. A change that removes one lowers this number; none raises it."""
+BETWEEN_FEATURES = 113
+"""Imports of one feature by another, likewise."""
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    return House()
+
+
+def test_features_name_modules_that_exist(house: House) -> None:
+    assert not house.unknown
+
+
+def test_imports_of_features_only_go_away(house: House) -> None:
+    assert len(house.from_core) == FROM_CORE, house.from_core
+    assert len(house.between_features) == BETWEEN_FEATURES, house.between_features
+
+
+def test_lines_stay_within_their_budgets(house: House) -> None:
+    print(house.report())
+    assert house.lines() <= CORE
+    assert sum(house.imports.lines.values()) <= PACKAGE
