@@ -26,7 +26,6 @@ _REFUSED = "a load with tp_plan is refused"
 _RAISES = "its call raises UnsupportedError"
 _OTHER = "the other name of the same function is called"
 _DECODED = "packed weights are decoded in a forward"
-_BY_NCCL = "GPUs all-reduce by NCCL alone"
 _BY_ITSELF = "meshes find the new group by themselves"
 
 
@@ -66,11 +65,6 @@ PRIVATE: dict[str, Private] = {
     "torch._inductor.lowering.constrain_to_fx_strides": Private("the same", "ranks", _RAISES),
     "torch._inductor.lowering.register_lowering": Private("the same", "ranks", _RAISES),
     "torch.autograd.Variable._execution_engine": Private("averages end with the backward", "training", _RAISES),
-    "torch._C._autograd.DeviceType": Private("kinds of devices, for the two below", "ranks", _BY_NCCL),
-    "torch._C._distributed_c10d._SymmetricMemory": Private("multicast of the NVLink switch", "ranks", _BY_NCCL),
-    "torch._C._distributed_c10d._detect_dma_connectivity": Private("NVLink between GPUs", "ranks", _BY_NCCL),
-    "torch.distributed._symmetric_memory.empty": Private("memory that other GPUs map", "ranks", _BY_NCCL),
-    "torch.distributed._symmetric_memory.rendezvous": Private("the same", "ranks", _BY_NCCL),
     "torch.distributed._functional_collectives.all_gather_single": Private("compiled graphs", "ranks", _OTHER),
     "torch.distributed._functional_collectives.all_gather_tensor": Private("until torch 2.12", "ranks", _OTHER),
     "torch.distributed._functional_collectives.reduce_scatter_single": Private("compiled graphs", "ranks", _OTHER),
@@ -281,30 +275,6 @@ def untraced(function: F) -> F:
         return cast(F, torch.compiler.disable(function))
     set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
     return function
-
-
-def empty_symmetric(nbytes: int, **options: Any) -> torch.Tensor:
-    """An uninitialized tensor in memory that the GPUs of other ranks may map."""
-    tensor: torch.Tensor = _take("torch.distributed._symmetric_memory.empty")(nbytes, **options)
-    return tensor
-
-
-def rendezvous_symmetric(tensor: torch.Tensor, group: str) -> Any:
-    """Map a tensor of `empty_symmetric` on all ranks of the group with this name. Collective."""
-    return _take("torch.distributed._symmetric_memory.rendezvous")(tensor, group)
-
-
-def detect_nvlink() -> list[list[int]]:
-    """The number of NVLinks from each visible GPU to each other, also through a switch."""
-    kind = _take("torch._C._autograd.DeviceType").CUDA
-    matrix: list[list[int]] = _take("torch._C._distributed_c10d._detect_dma_connectivity")(kind, "nvlink").matrix
-    return matrix
-
-
-def detect_multicast(index: int) -> bool:
-    """True if the GPU with this index has multicast."""
-    kind = _take("torch._C._autograd.DeviceType").CUDA
-    return bool(_take("torch._C._distributed_c10d._SymmetricMemory").has_multicast_support(kind, index))
 
 
 DYNAMO = "torch._dynamo.eval_frame"

@@ -34,7 +34,7 @@ STEPS: dict[str, tuple[float, str]] = {
     "decode": (160, "decode steps: eager, CUDA graphs, compiled; against transformers"),
     "load": (80, "loading 16 GB, warm and cold, against transformers"),
     "train": (45, "a training step, with a trace"),
-    "collectives": (15, "sums over ranks, by each way"),
+    "collectives": (15, "sums over ranks"),
     "more_tests": (40, "more shapes of the tests"),
 }
 """Step -> (share of the time, of 510 seconds; subject), by value."""

@@ -13,7 +13,7 @@ from .machine import SHARED
 from .reckoned import Gpu
 from .step import Job, Lines
 
-FILES = ("memory", "exactness", "training", "packed", "graphs", "mixers", "all_reduce", "faults")
+FILES = ("memory", "exactness", "training", "packed", "graphs", "mixers", "faults")
 """Files by value; faults last, since a rank that hangs would take the time of the others."""
 PATIENCE = "45"
 """Seconds that a test may take."""

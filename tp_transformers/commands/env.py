@@ -96,15 +96,12 @@ def _ranks() -> Iterator[str]:
     """Lines about the backends, and the transport of ranks on this machine."""
     import torch.distributed as dist
 
-    from ..ranks.all_reduce.transport import VALUES, VARIABLE
     from ..ranks.shared_memory.joining import obstacle
 
     backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     yield f"backends: {', '.join(name for name, is_available in backends.items() if is_available()) or 'none'}"
     why = obstacle()
     yield "CPU tensors of ranks on one machine: " + (f"gloo, since {why}" if why else "shared memory")
-    asked = os.environ.get(VARIABLE) or "nccl"
-    yield "all-reduces of CUDA tensors: " + (asked if asked in VALUES else f"an error, since {VARIABLE} is {asked!r}")
 
 
 def _refusals() -> list[str]:

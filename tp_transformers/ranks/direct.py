@@ -7,8 +7,7 @@ which it reorders, and fuses with adjacent matrix products. After a graph break 
 compiled either (`untraced`): compiled on its own, the steps in shared memory would go wrong.
 
 CPU tensors go through shared memory if the ranks have it; under torch.compile, as custom operators. If a dispatch mode
-is active on some ranks only, these set a flag in the memory, and all ranks call torch.distributed. CUDA tensors are
-all-reduced by another way than the backend if the environment asks for one (`all_reduce/`).
+is active on some ranks only, these set a flag in the memory, and all ranks call torch.distributed.
 """
 
 from __future__ import annotations
@@ -38,12 +37,10 @@ from ..torch_api import (
     wait_tensor,
 )
 from ..torch_api import is_watched as is_watched
-from .all_reduce.transport import transport_of
 from .shared_memory.interface import MAX as MAX
 from .shared_memory.interface import SUM as SUM
 from .shared_memory.interface import Transport
 from .shared_memory.joining import NAMES, memory_of
-from .transports import transports_of
 
 Group = dist.ProcessGroup
 
@@ -174,14 +171,15 @@ def broadcast(x: Tensor, group: Group | None, source: int) -> None:
 def begun(group: Group, device: torch.device) -> int:
     """Number of collectives that this rank has begun."""
     own = group._get_backend(device)._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return int(own) + sum(transport.collectives for transport in transports_of(group))
+    memory = memory_of(group)
+    return int(own) + (memory.collectives if memory is not None else 0)
 
 
 def _memory(group: Group, x: Tensor) -> Transport | None:
     """The transport to send `x` through; None for torch.distributed."""
     if type(x) not in (Tensor, nn.Parameter) or x.is_complex():
         return None
-    memory = memory_of(group) if x.is_cpu else transport_of(group) if x.is_cuda else None
+    memory = memory_of(group) if x.is_cpu else None
     if memory is not None:
         refuse_transforms()
     return memory

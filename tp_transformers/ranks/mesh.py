@@ -15,7 +15,7 @@ from ..errors import MeshError
 from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
 from .network import connect_machines, find_store, late_ranks_logged
-from .transports import set_up
+from .shared_memory.joining import share
 
 
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
@@ -38,7 +38,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
     device = local_device(device_mesh.device_type)
     bind_thread(device)
-    set_up(device_mesh.get_group())
+    share(device_mesh.get_group())
     mesh = device_mesh if user_mesh is None else user_mesh
     return TensorParallelGroup.of_mesh(device_mesh, device, mesh=mesh)
 
@@ -56,7 +56,7 @@ def restart(group: TensorParallelGroup, store: Store) -> None:
     root = getattr(group.device_mesh, "_get_root_mesh", lambda: None)()  # older torch finds groups by name alone
     registry = getattr(root, "_pg_registry", None)
     assert group.process_group is not None
-    set_up(group.process_group)
+    share(group.process_group)
     if registry is not None and group.process_group is not None:  # compiled forwards use it
         registry[group.process_group.group_name] = group.process_group
 

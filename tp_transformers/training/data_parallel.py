@@ -22,7 +22,7 @@ from ..model.failures import watch_copies
 from ..ranks import direct
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
-from ..ranks.transports import set_up
+from ..ranks.shared_memory.joining import share
 from ..strategies import batch_sharded, local_tensor
 from .averaging import Average, outside
 from .fsdp import both_axes, shard_copies
@@ -104,7 +104,7 @@ def _join_copies(
         _check_mesh(group, mesh, axis)
         check_not_packed(model, "data_parallel")
     process_group = mesh[axis].get_group()
-    set_up(process_group)
+    share(process_group)
     copies = TensorParallelGroup.of_mesh(mesh[axis], group.device)
     copies.check_same({"tp_shares": model.tp_resolution.plan.shares})
     fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)

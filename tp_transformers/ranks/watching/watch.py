@@ -29,8 +29,8 @@ from ...marks import untyped
 from .. import direct
 from ..environment import this_process
 from ..group import TensorParallelGroup, bind_thread, is_agreed
+from ..shared_memory.joining import memory_of
 from ..sockets import between, connections, limit_silence, shut, store_of_ranks
-from ..transports import transports_of
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER
 from .waits import Waits, beat_of
@@ -213,13 +213,14 @@ class Watch:
         failure = FAILURE.find(error)
         if failure is not None:  # from another watch
             self._rule(failure)
+        memory = memory_of(self.process_group)
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
             collectives=self._collectives() - self._entered,
             error=error_text(error),
             trace="".join(traceback.format_exception(error))[-TRACE:],
             follows=follows(error),
-            is_last=any(transport.ended for transport in transports_of(self.process_group)),
+            is_last=memory is not None and bool(memory.ended),
         )
         self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
         self._store.add(f"reports {self._round}", 1)
@@ -282,8 +283,8 @@ class Watch:
             for watch in watches(self.process_group):
                 watch.failure = failure
                 watch._concluded.set()
-            for transport in transports_of(self.process_group):
-                transport.end("the ranks' process group has ended")
+            if (memory := memory_of(self.process_group)) is not None:
+                memory.end("the ranks' process group has ended")
             shut(self._links)
             with suppress(RuntimeError):
                 self.process_group.abort()
