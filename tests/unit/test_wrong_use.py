@@ -206,7 +206,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[list[str], str]] = {
     "plan of an empty batch": (["plan", MODEL, "--tp-size", "2", "--batch", "0"], "--batch: got 0"),
     "plan of no folder": (["plan", "./no/such", "--tp-size", "2"], "got no such folder"),
     "plan of a folder of something else": (["plan", "{scratch}", "--tp-size", "2"], "without config.json"),
-    "plan drawn nowhere": (["plan", MODEL, "--tp-size", "2", "--png", "/no/dir/x.png"], "/no/dir/x.png"),
+    "plan as a picture": (["plan", MODEL, "--tp-size", "2", "--png", "x.png"], "--json has the shape of each weight"),
     "verify on ranks in words": (["verify", MODEL, "--tp-size", "2,x"], "--tp-size: got 2,x"),
     "plan for a memory without its unit": (
         ["plan", MODEL, "--tp-size", "2", "--gpu-memory", "24"],

@@ -1,9 +1,8 @@
-"""`tp-transformers plan` and `plans`: what they print, as text, as JSON and as a picture."""
+"""`tp-transformers plan` and `plans`: what they print, as text and as JSON."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import Gemma3TextConfig, LlamaConfig
@@ -19,11 +17,8 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from tests.support.architectures import ARCHITECTURES
 from tests.support.commands import main
 from tests.support.models import llama_config
-from tp_transformers.commands.plan import picture
 from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.picture import COLOURS, LONGEST
 from tp_transformers.commands.plan.report import by_rank
-from tp_transformers.errors import UsageError
 from tp_transformers.loading.footprint.memory import plan_memory
 from tp_transformers.plans import Plan
 from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
@@ -194,63 +189,6 @@ def test_a_wrong_request_is_told_in_a_line(
     assert out == ""
     assert says in err
     assert len(err.splitlines()) == 1
-
-
-def test_a_picture_wants_matplotlib(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, _, err = plan(capsys, folder, "--tp-size", "2", "--png", str(tmp_path / "plan.png"))
-    assert code == 2
-    assert "pip install 'tp-transformers[picture]'" in err
-    assert re.search(r'^picture = \["matplotlib"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_picture_gives_every_rank_its_share(folder: str, tmp_path: Path, ranks: int) -> None:
-    colors = pytest.importorskip("matplotlib.colors")  # an extra, which `.[dev]` has
-    planned = plan_memory(survey(folder), ranks)
-    (axes,) = picture.compose(planned).axes
-    for rank in range(ranks):
-        colour = colors.to_rgba(COLOURS[rank])
-        areas = [patch.get_width() * patch.get_height() for patch in axes.patches if patch.get_facecolor() == colour]
-        expected = 0.0
-        for parameter in planned.parameters:
-            if "layers." not in parameter.name or ("layers.0." in parameter.name and parameter.layout is not None):
-                sides = [min(length / 72, LONGEST) for length in parameter.shape]  # 72 is the median side
-                share = parameter.local_bytes(ranks)[rank] / parameter.nbytes
-                expected += math.prod(sides) * share if parameter.layout is not None else 0
-        assert sum(areas) == pytest.approx(expected)
-    picture.draw(planned, str(tmp_path / "plan.png"))
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UsageError, match="a picture's name"):
-        picture.draw(planned, str(tmp_path / "plan.nonsense"))
-
-
-def test_a_picture_cuts_no_input_where_ranks_share_heads(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    llama_config(8, 2, dtype="float32").save_pretrained(tmp_path)
-    planned = plan_memory(survey(str(tmp_path)), 4)
-    (axes,) = picture.compose(planned).axes
-    hatched = [patch for patch in axes.patches if patch.get_hatch()]
-    assert len(hatched) == 4  # k_proj and v_proj have two KV heads, each on two ranks
-    solid = [patch.get_bbox().bounds for patch in axes.patches if not patch.get_hatch()]
-    for patch in hatched:
-        assert patch.get_bbox().bounds in solid  # of the first rank: all of its output features, all of the input
-        assert patch.get_height() == pytest.approx(max(box[3] for box in solid if box[1] == patch.get_y()))
-
-
-# Experts, transposed ones too, latent, interleaved and cross attention, a tower of images.
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "bloom", "t5", "qwen2_vl"])
-def test_there_is_a_picture_of_whatever_there_is_in_a_layer(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    heads, kv_heads = ARCHITECTURES[name].variants[-1]
-    getattr(transformers, ARCHITECTURES[name].config)(
-        **ARCHITECTURES[name].settings(heads, kv_heads, True), architectures=[ARCHITECTURES[name].model]
-    ).save_pretrained(tmp_path)
-    planned = plan_memory(survey(str(tmp_path)), 3)
-    (axes,) = picture.compose(planned).axes
-    assert {"embedding", "head"} <= {text.get_text() for text in axes.texts}
 
 
 def test_words() -> None:

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--allow-replicated", action="store_true", help="as in from_pretrained")
-    parser.add_argument("--png", metavar="FILE", help="draw how one layer is sharded")
+    parser.add_argument("--png", metavar="FILE", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,12 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ...loading.footprint.memory import OPTIMIZERS, default_context, plan_memory
     from .as_json import as_json
     from .dry_load import survey
-    from .picture import draw
     from .report import as_text
     from .room import judge
 
     memory = [_bytes(text) for text in arguments.memory.split(",")] if arguments.memory is not None else []
     shares = parse_shares(arguments.shares)
+    if arguments.png is not None:
+        fix = "Leave it out; --json has the shape of each weight on each rank, to draw from."
+        raise UsageError(describe("--png", got=repr(arguments.png), expected="no picture", fix=fix))
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     if arguments.optimizer not in (None, *OPTIMIZERS):
@@ -87,8 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
     if memory:
         stays = not arguments.packed and surveyed.is_quantized
         room = judge(planned, memory, partial(take, packed=True) if stays else None, is_fitted=fits_shares)
-    if arguments.png is not None:
-        draw(planned, arguments.png, memory)
     print(json.dumps(as_json(planned, room)) if arguments.json else as_text(planned, room))
     return 0 if room is None or room.fits else 1
 
