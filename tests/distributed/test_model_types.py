@@ -108,12 +108,24 @@ def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, sh
             assert seen["cut"] >= (12 if name in TOWERS else 6), name
 
 
-UNLIKE_OTHERS = [("dbrx", 2), ("roformer", 2), ("youtu", 3)]
+UNLIKE_OTHERS = [
+    ("gemma4_text, keys as values", 3),
+    ("gemma4_text, keys of other layers", 3),
+    ("dbrx", 2),
+    ("roformer", 2),
+    ("youtu", 3),
+    ("gemma4_text, keys as values", 2),
+    ("gemma4_text, keys as values", 5),
+    ("gemma4_text, keys of other layers", 5),
+]
 
 
-@pytest.mark.parametrize(("name", "size"), [case for case in UNLIKE_OTHERS if MODELS[case[0]].runs])
+@pytest.mark.parametrize(("name", "size"), wide([case for case in UNLIKE_OTHERS if MODELS[case[0]].runs], 5))
 def test_types_unlike_others(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
-    """Experts that read a child's matrices, trained rotary positions, and a load that writes to a padding row."""
+    """Experts that read a child's matrices, trained rotary positions, a load that writes to a padding row.
+
+    Attention without a value projection, and without a key projection.
+    """
     save_as_loaded(MODELS[name].make(), tmp_path)
     for result in pool.run(size, compare_small_models, {name: str(tmp_path / "checkpoint")}):
         assert result[name]["output"] < LOGITS_TOLERANCE

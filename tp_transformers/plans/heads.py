@@ -34,6 +34,8 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "output": ("o_proj",),
 }
 """Children that identify attention if a plan does not name it (a dict, a declared plan)."""
+_ABSENT = ({"value"}, {"key", "value"})
+"""Roles that attention may lack: its values are its keys, or keys and values are those of another layer."""
 
 
 def split_attention(
@@ -213,7 +215,8 @@ def _groups(
     for name, module in modules.items():
         for projections in () if plan.names_attention(name, prefix) else (PROJECTIONS, LATENT_PROJECTIONS):
             children = dict(_present(module, projections))
-            if projections.keys() - {"with_query"} <= children.keys():
+            lacking = projections.keys() - children.keys() - {"with_query"}
+            if not lacking or (lacking in _ABSENT and is_attention(module) and not _has_others(module, children)):
                 groups[name] = name, children, {}
     for group in plan.attention:
         names = list(group.match(modules, prefix))
@@ -245,6 +248,12 @@ def _present(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> Iter
             yield role, present if role.startswith("with_") else present[:1]
 
 
+def _has_others(module: nn.Module, children: Mapping[str, tuple[str, ...]]) -> bool:
+    """True if an attention module has linears besides `children`, perhaps keys and values by other names."""
+    known = {name for names in children.values() for name in names}
+    return any(features(child) is not None and name not in known for name, child in module.named_children())
+
+
 def _is_sharded(role: str, rule: Rule | None) -> bool:
     """True if a projection leaves its output sharded or, for the output projection, takes a sharded input."""
     strategy = (rule.instance if rule is not None else None) or UNRULED
@@ -272,6 +281,9 @@ def _count_heads(
         query = query_width // head_dim  # JetMoE: the heads of one expert
     if "key_value" in roles:  # latent attention: one key and value per query head
         kv = query
+    groups = first_of(("num_key_value_groups",), module)
+    if groups and not roles.keys() & {"key", "key_value", "fused", "interleaved"}:  # keys of another layer
+        kv = query // groups
     if head_dim is not None and "key" in roles:
         for role in ("query", "key"):
             child = roles[role][0]

@@ -204,6 +204,38 @@ def test_a_query_projection_that_makes_gates_as_well_is_cut_by_its_heads() -> No
     assert layout.split.widths == (64, 64, 128)  # a query and a gate of 16 features each, for every head
 
 
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="transformers has no Gemma 4 yet")
+@pytest.mark.parametrize(
+    ("settings", "heads"),
+    [
+        # Gemma 4 26B-A4B: full attention has 2 heads of keys, which are its values too.
+        ({"num_attention_heads": 16, "num_key_value_heads": 8, "attention_k_eq_v": True}, (16, 2)),
+        # Gemma 4 E2B: later layers take keys and values of earlier ones.
+        ({"num_attention_heads": 8, "num_key_value_heads": 1, "num_kv_shared_layers": 2}, (8, 1)),
+    ],
+)
+def test_attention_without_projections_of_its_own_is_cut_by_complete_heads(
+    settings: dict[str, Any], heads: tuple[int, int]
+) -> None:
+    layers = ["sliding_attention", "full_attention"] * 2
+    with torch.device("meta"):
+        model = transformers.Gemma4ForCausalLM(
+            transformers.Gemma4TextConfig(
+                **{"num_hidden_layers": 4, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, **settings},
+                layer_types=layers,
+                num_global_key_value_heads=2 if "attention_k_eq_v" in settings else None,
+            )
+        )
+    plan = declared_plan(model)
+    assert plan is not None
+    for size in (2, 3, 5, 6, 7):
+        found = resolve(plan, model, size).attention["model.layers.3.self_attn"]
+        assert (found.query.length, found.kv.length) == heads
+        assert sum(found.query.widths) == heads[0]
+        assert min(found.kv.widths) == 1 == max(found.kv.widths)
+        assert found.query.is_complete
+
+
 @pytest.mark.skipif(not hasattr(transformers, "LongcatFlashConfig"), reason="transformers has no LongCat yet")
 def test_identity_experts_of_a_declared_plan_share_their_output() -> None:
     config = shrink(transformers.LongcatFlashConfig())
