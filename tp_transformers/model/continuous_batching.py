@@ -1,33 +1,44 @@
-"""transformers' continuous batching with a cache of this rank's heads."""
+"""transformers' continuous batching with a cache of this rank's heads, and the tokens of rank 0 on all ranks."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+import zlib
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-from ..errors import UnsupportedError
-from ..marks import untyped
+import torch
+from torch import Tensor
+
+from ..errors import MeshError, UnsupportedError
+from ..marks import Mark, untyped
 from ..patches import Patch, Undo, replace, replace_all
-from ..ranks.group import GROUP
+from ..ranks import direct
+from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import LocalConfig
 
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
 
 _kv_heads: ContextVar[int | None] = ContextVar("tp_transformers_kv_heads", default=None)
 """Number of KV heads of this rank, while the cache of a tensor-parallel model is created."""
+_CHECKSUMS: Mark[Tensor] = Mark("tp_checksums")
+"""Mark on the outputs of asynchronous batches: the checksums of the last step, which the device may still compute."""
 
 
 def _create_batch_processor(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """`ContinuousBatchingManager._create_batch_processor`, which creates the cache."""
-    if GROUP.find(self.model) is None:
+    group = GROUP.find(self.model)
+    if group is None:
         return original(self, *args, **kwargs)
     token = _kv_heads.set(_own_kv_heads(self.model))
     try:
-        return original(self, *args, **kwargs)
+        processor = original(self, *args, **kwargs)
     finally:
         _kv_heads.reset(token)
+    GROUP.put(processor.inputs_and_outputs, group)
+    return processor
 
 
 def _make_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +57,47 @@ def _make_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
                 arguments[name] = default
         args, kwargs = bound.args[1:], bound.kwargs
     original(self, *args, **kwargs)
+
+
+def _retrieve_device_outputs(original: Any, self: Any) -> None:
+    """`retrieve_device_outputs` of the inputs and outputs of a step, with rank 0's tokens on all ranks.
+
+    What only rank 0's process gets, such as the seed of a request to a server, changes the draws of rank 0 alone.
+    """
+    group = GROUP.find(self)
+    if group is not None and group.size > 1:
+        with self.compute_stream or nullcontext():
+            _take_tokens(self, group)
+    original(self)
+
+
+def _take_tokens(step: Any, group: TensorParallelGroup) -> None:
+    """All-reduce rank 0's tokens of a step, and a checksum of what every rank has decoded.
+
+    Raises MeshError on all ranks if the checksums differ; for an asynchronous step, in the next one.
+    """
+    tokens, pairs = step.output_ids, getattr(step, "io_pairs", None)
+    host = step if pairs is None else pairs[step.current_pair].host_io
+    requests = [request.state for request in host.requests_in_batch]
+    last = [request.generated_tokens[-1:] or request.initial_tokens for request in requests]
+    places = [(request.request_id, request.current_len()) for request in requests]
+    checksum = zlib.crc32(repr((places, last)).encode()) >> 1
+    own = tokens if group.rank == 0 else torch.full_like(tokens, torch.iinfo(tokens.dtype).min)
+    sent = torch.cat([own.flatten(), tokens.new_tensor([checksum, -checksum])])
+    direct.all_reduce(sent, group.process_group, direct.MAX)
+    tokens.copy_(sent[:-2].view_as(tokens))
+    checksums = sent[-2:]
+    if pairs is not None:
+        before = _CHECKSUMS.find(step)
+        _CHECKSUMS.put(step, checksums)
+        checksums = torch.zeros_like(checksums) if before is None else before
+    if checksums.sum() != 0:
+        raise MeshError(
+            "continuous batching",
+            got="other requests or tokens on some ranks",
+            expected="the same batches on all ranks of a model",
+            fix="Code on one rank alone may give requests to rank 0, but not change them or their tokens.",
+        )
 
 
 def _own_kv_heads(model: Any) -> int | None:
@@ -71,6 +123,8 @@ def _install() -> Undo:
         [
             (module.ContinuousBatchingManager, "_create_batch_processor", _create_batch_processor),
             (module.PagedAttentionCache, "__init__", _make_cache),
+            (module.ContinuousBatchingIOs, "retrieve_device_outputs", _retrieve_device_outputs),
+            (module.ContinuousBatchingAsyncIOs, "retrieve_device_outputs", _retrieve_device_outputs),
         ]
     )
 
@@ -82,4 +136,4 @@ def _reject_managers() -> Undo:
 
 
 OWN_CACHE = Patch("transformers", "continuous batching", _install, module=_MODULE, without=_reject_managers)
-"""Gives the cache of continuous batching this rank's KV heads."""
+"""Gives the cache of continuous batching this rank's KV heads, and all ranks the tokens of rank 0."""

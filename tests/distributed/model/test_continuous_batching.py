@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
+api = pytest.importorskip("transformers.generation.continuous_batching.continuous_api")
 continuous_batching = pytest.importorskip("transformers.generation.configuration_utils")
 
 pytestmark = pytest.mark.distributed
@@ -40,3 +42,55 @@ def test_batches_are_answered_as_by_one_process(pool: Pool, cases: Any, heads: t
         for prompt in PROMPTS
     ]
     assert pool.run(size, batched, folder) == [expected] * size
+
+
+def sampled(model: Any) -> list[Any]:
+    """The tokens, or the error, of one request after another, each with a seed of rank 0 alone."""
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(max_new_tokens=NEW, do_sample=True, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=continuous_batching.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128),
+    )
+    manager.start()
+    found: list[Any] = []
+    for seed, prompt in enumerate(PROMPTS):
+        if manager.is_tp_driver:
+            torch.manual_seed(seed)
+            manager.add_request(prompt)
+        while (output := manager.get_result(timeout=1)) is None and manager.is_running():
+            pass
+        found.append(None if output is None else output.error or output.generated_tokens)
+    manager.stop(hard_stop=True)
+    return found
+
+
+def sampled_by_ranks(folder: str) -> list[Any]:
+    return sampled(load(folder))
+
+
+def sampled_astray(folder: str) -> list[Any]:
+    """Rank 1 takes another token than rank 0."""
+    rank, take = int(os.environ["RANK"]), api.RequestState.update_and_check_completion
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            api.RequestState, "update_and_check_completion", lambda self, token, *rest: take(self, token + rank, *rest)
+        )
+        return sampled(load(folder))
+
+
+by_requests_to_one_rank = pytest.mark.skipif(
+    not hasattr(api, "DistributedHelper"), reason="all ranks get the requests in this release"
+)
+
+
+@by_requests_to_one_rank
+def test_a_seed_of_one_rank_is_that_of_all(pool: Pool, cases: Any) -> None:
+    folder = cases(9, 3).folder
+    expected = sampled(AutoModelForCausalLM.from_pretrained(folder))
+    assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
+    assert pool.run(2, sampled_by_ranks, folder) == [expected] * 2
+
+
+@by_requests_to_one_rank
+def test_ranks_that_decode_other_texts_are_told(pool: Pool, cases: Any) -> None:
+    for error, *_ in pool.run(2, sampled_astray, cases(9, 3).folder):
+        assert error.startswith("continuous batching: got other requests or tokens on some ranks")
