@@ -145,6 +145,44 @@ def small_groups(folder: str | Path, target: Path, *, form: str) -> Tensors:
     return expected
 
 
+def modelopt(folder: str | Path, target: Path, *, form: str = "fp8") -> Tensors:
+    """The linears in ModelOpt's FP8 by tensors or by rows, or NVFP4, of random values; returns what the weights are.
+
+    The config does not say so: `hf_quant_config.json` does.
+    """
+    expected: Tensors = {}
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat((table, -table))
+
+    def change(name: str, tensor: torch.Tensor) -> Tensors | None:
+        if not is_linear(name, tensor):
+            return None
+        rows, columns = tensor.shape
+        made: Tensors = {f"{name.removesuffix('weight')}input_scale": torch.tensor(0.02)}
+        if form == "nvfp4":
+            indices = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+            made[name] = indices[:, ::2] | indices[:, 1::2] << 4
+            made[f"{name}_scale"] = torch.rand(rows, columns // 16).add(1).to(torch.float8_e4m3fn)
+            made[f"{name}_scale_2"] = torch.tensor(0.003)
+            scales = (made[f"{name}_scale"].float() * 0.003).repeat_interleave(16, 1)
+            expected[name] = (table[indices.long()] * scales).to(tensor.dtype)
+            return made
+        made[name] = torch.randn(rows, columns).to(torch.float8_e4m3fn)
+        made[f"{name}_scale"] = torch.rand(rows).add(1) / 100 if form == "fp8 by rows" else torch.tensor(0.013)
+        expected[name] = (made[name].float() * made[f"{name}_scale"].reshape(-1, 1)).to(tensor.dtype)
+        if name.endswith(("k_proj.weight", "v_proj.weight")):
+            made[f"{name.removesuffix('weight')}{name[-13]}_scale"] = torch.tensor(1.0)
+        return made
+
+    rewrite(folder, target, {}, change)
+    config = json.loads((target / "config.json").read_text())
+    del config["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    named = {"quant_algo": form.partition(" ")[0].upper(), "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (target / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": named}))
+    return expected
+
+
 def unit(bits: int) -> tuple[int, int]:
     """The fewest values that fill words without a rest, and the number of words."""
     common = math.gcd(bits, 32)

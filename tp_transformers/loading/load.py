@@ -65,11 +65,12 @@ def load(
         CheckpointError: files are missing, malformed, truncated or of the wrong shape.
     """
     began = perf_counter()
-    if resolution.keeps_order:
-        request = request.in_order()
     # 1. Open the files and read their headers.
     with open_together(request, group) as checkpoint:
         with group.agree():
+            request = request.recognise(checkpoint, model)
+            if resolution.keeps_order:
+                request = request.in_order()
             # 2. Describe each parameter in terms of checkpoint tensors; a rank keeps its slice.
             targets = describe(model, checkpoint, resolution.layouts, request)
             # 3. Allocate the slices; this fixes the destination of every byte.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..checkpoint.hub.fetch import fetch
 from ..checkpoint.quantization.arriving import Arriving
+from ..checkpoint.quantization.find import recognised, refuse_other
 from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request, Statistics
@@ -23,6 +25,9 @@ from ..slices.source import Source
 from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
 from .options import Options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,19 @@ class LoadRequest:
     """Quantisation to apply to unquantised weights; None to apply none."""
     shares_because: str = ""
     """Reason of the plan's shares, for the report; "" if the caller or the plan gave them."""
+
+    def recognise(self, checkpoint: Checkpoint, model: PreTrainedModel) -> LoadRequest:
+        """The request with the quantisation that the tensors of the checkpoint show, if its config has none.
+
+        Raises UnsupportedError if the caller wants another one.
+        """
+        if self.quantization is not None or self.sharded is not None:
+            return self
+        given = {name: Resident(tensor) for name, tensor in (self.state_dict or {}).items()}
+        found = recognised(given or checkpoint.tensors, model.state_dict().keys())
+        if found is not None and self.arriving is not None:
+            raise refuse_other("torchao")
+        return replace(self, quantization=found)
 
     def in_order(self) -> LoadRequest:
         """The request for an invariant plan: nothing is mapped, since bits depend on the alignment of weights.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, identity
-from ..checkpoint.quantization.format import stored_names
+from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, identity, renamer
+from ..checkpoint.quantization.find import check_read
+from ..checkpoint.quantization.format import Locate, of_weights, stored_names
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
 from ..marks import untyped
@@ -71,13 +73,14 @@ def _write_expressions(
     shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
     stored, named = tensors, None
     if request.quantization is not None:
-        form = request.quantization.format
-        tensors = form.dequantized(tensors, stays_packed=request.stays_packed)
+        form = request.quantization.format.located(_locate(model, shapes, entries))
+        tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=request.stays_packed)
         named = form.named(model, tensors, shapes)
         tensors, entries = (tensors, entries) if named is None else named
     # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.
     has_own_names = request.sharded is not None and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
+    check_read(tensors, conversion.unread, shapes.keys() - conversion.expressions.keys())
     if named is not None:  # a save writes the names of the model's class
         untyped(model)._weight_conversions = None
     elif request.stays_packed:
@@ -90,6 +93,21 @@ def _write_expressions(
         applied = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
         untyped(model)._weight_conversions = applied
     return conversion
+
+
+def _locate(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: Sequence[Any] | None) -> Locate:
+    """Find the module of `model` for a module of the checkpoint."""
+    rename, linear = renamer(model, shapes, entries), nn.Linear(1, 1, device="meta")
+
+    def locate(module: str) -> tuple[str, nn.Module]:
+        name = rename(f"{module}.weight")[0].rpartition(".")[0]
+        try:
+            owner = model.get_submodule(name)
+        except AttributeError:
+            owner = linear
+        return name, owner if isinstance(owner, nn.Linear | nn.Embedding) else linear
+
+    return locate
 
 
 def _remove_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:

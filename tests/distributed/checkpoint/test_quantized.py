@@ -67,6 +67,7 @@ VARIANTS: dict[str, Callable[[Path, Path], quantized.Tensors]] = {
     "nvfp4": partial(quantized.small_groups, form="nvfp4-pack-quantized"),
     "mxfp4 of linears": partial(quantized.small_groups, form="mxfp4-pack-quantized"),
     "mxfp8": partial(quantized.small_groups, form="mxfp8-quantized"),
+    "nvfp4 of ModelOpt": partial(quantized.modelopt, form="nvfp4"),
 }
 OPERATORS = ("int4 by groups", "int4 with zero points", "int8 by rows", "gptq", "awq")
 """Variants that an operator multiplies in bfloat16."""
@@ -141,10 +142,11 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
         parts = [{row for row in rows if row < length}, {row - length for row in rows if row >= length}]
     settings: dict[str, Any] = {"bits": 4, "group": None, "symmetric": True}
     if "form" in getattr(VARIANTS[variant], "keywords", {}):
-        group = 16 if variant == "nvfp4" else 32
+        is_nv = variant.startswith("nvfp4")
+        group = 16 if is_nv else 32
         width = len(columns) if variant == "mxfp8" else len({column // 2 for column in columns})
         groups = len({column // group for column in columns})
-        return count * sum(len(part) * (width + groups) + 4 * (variant == "nvfp4") for part in parts)
+        return count * sum(len(part) * (width + groups) + 4 * is_nv for part in parts)
     settings |= getattr(VARIANTS[variant], "keywords", {})
     bits, group = settings["bits"], settings["group"] or shard.shape[-1]
     values, width = quantized.unit(bits)
@@ -193,6 +195,7 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
             ("qwen3_moe", "nvfp4", 2, torch.bfloat16),
             ("llama", "mxfp4 of linears", 4, torch.bfloat16),
             ("llama", "mxfp8", 3, torch.float32),
+            ("qwen3_moe", "nvfp4 of ModelOpt", 3, torch.bfloat16),
         ],
         2,
     ),

@@ -31,7 +31,7 @@ from tp_transformers import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.checkpoint.quantization.awq import Awq
 from tp_transformers.checkpoint.quantization.compressed import Compressed
 from tp_transformers.checkpoint.quantization.float8 import Float8
-from tp_transformers.checkpoint.quantization.format import Format
+from tp_transformers.checkpoint.quantization.format import Format, of_weights
 from tp_transformers.checkpoint.quantization.gptq import Gptq
 from tp_transformers.checkpoint.quantization.mxfp4 import Mxfp4
 from tp_transformers.loading import memory
@@ -213,13 +213,15 @@ def test_scales_are_taken_with_their_weights_alone() -> None:
         "a.weight": (FLOAT8.float() + 1).to(torch.float8_e5m2),
         "a.weight_scale_inv": scales.to(torch.float8_e8m0fnu),
         "a.activation_scale": torch.ones(()),
+        "a.k_scale": torch.ones(()),
         "a.bias": torch.ones(20),
         "b.activation_scale": torch.ones(()),
         "c.weight_scale_inv": torch.ones(1),
         "d.weight": torch.ones(3, 20, 20).to(torch.float8_e4m3fn),
         "d.weight_scale_inv": torch.full((1,), 3.0),
     }
-    made = Float8((16, 16)).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
+    stored = of_weights({name: Resident(tensor) for name, tensor in tensors.items()}, ["b.activation_scale"])
+    made = Float8((16, 16)).dequantized(stored)
     assert list(made) == ["a.weight", "a.bias", "b.activation_scale", "c.weight_scale_inv", "d.weight"]
     value = made["a.weight"].materialize()
     assert torch.equal(made["d.weight"].select(0, [(1, 3)]).materialize(), torch.full((2, 20, 20), 3.0))
@@ -239,7 +241,7 @@ PACKED = torch.zeros(6, 8, dtype=torch.int32)  # 64 columns of 4 bits
         ),
         ({"weight_packed": PACKED, "weight_scale": torch.ones(5, 4)}, "scales of shape (5, 4), not (6, 4)"),
         ({"weight_packed": PACKED, "weight_scale": PACKED[:, :4]}, "torch.int32 of shape (6, 4)"),
-        ({"weight": PACKED.to(torch.int8), "weight_scale": torch.ones(6, 4)}, "no group of the config for it"),
+        ({"weight": PACKED.to(torch.int8), "weight_scale": torch.ones(6, 4)}, "a.weight_packed: got no"),
     ],
 )
 def test_members_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
@@ -300,7 +302,7 @@ def test_rules_of_gptq_count_in_their_order() -> None:
         (8, None, False),
         (4, 32, True),
     ]
-    orders = {f"a.mlp.{name}.g_idx": Resident(FLOAT8) for name in ("up_proj", "down_proj")}
+    orders = {f"a.mlp.{name}": Resident(FLOAT8) for name in ("up_proj.g_idx", "up_proj.scales")}
     assert form.read_first(orders) == ["a.mlp.up_proj.g_idx"]
 
 
@@ -323,7 +325,8 @@ def test_every_module_has_its_group() -> None:
         "m.experts.0.weight_scale": torch.full((2, 2), 2.0),
         "m.norm.weight": torch.ones(7),
     }
-    made = Compressed.of(settings).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
+    stored = of_weights({name: Resident(tensor) for name, tensor in tensors.items()}, ())
+    made = Compressed.of(settings).dequantized(stored)
     assert list(made) == ["m.q.weight", "m.experts.0.weight", "m.norm.weight"]
     assert torch.equal(made["m.q.weight"].materialize(), torch.full((2, 7), 2.0 * (0x11 - 128)))
     assert torch.equal(made["m.experts.0.weight"].materialize(), torch.full((2, 16), 2.0 * (1 - 8)))

@@ -31,12 +31,37 @@ class Conversion:
 
     expressions: dict[str, LazyTensor] = field(default_factory=dict)
     """Model parameter or buffer -> its full value, lazily."""
-    unexpected: set[str] = field(default_factory=set)
-    """Checkpoint tensors (renamed) that the model does not have."""
+    unread: dict[str, set[str]] = field(default_factory=dict)
+    """Checkpoint tensor that the model does not have -> its names in the model."""
     fallbacks: list[str] = field(default_factory=list)
     """Parameters that need complete sources."""
     beside: Mapping[str, LazyTensor] = field(default_factory=dict)
     """Tensors of quantised weights that no value depends on."""
+
+    @property
+    def unexpected(self) -> set[str]:
+        """Names of `unread` tensors in the model."""
+        return {name for names in self.unread.values() for name in names}
+
+
+def renamer(
+    model: PreTrainedModel, shapes: Mapping[str, torch.Size], weight_mapping: Sequence[Any] | None
+) -> Callable[[str], tuple[str, str | None]]:
+    """Function from a tensor of the checkpoint to its name in the model, and the pattern of a converter that takes it.
+
+    Arguments as for `convert`.
+    """
+    renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]
+    names: dict[str, Any] = dict.fromkeys(shapes, True)
+
+    def rename(key: str) -> tuple[str, str | None]:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+        if name not in names and key in names:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
+        return name, pattern
+
+    return rename
 
 
 def convert(
@@ -50,33 +75,26 @@ def convert(
     `shapes` are full shapes; `weight_mapping` are transformers' transforms for the model, in their order. Raises
     CheckpointError if a converter cannot convert its tensors.
     """
-    renamings = [entry for entry in weight_mapping or () if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in weight_mapping or () if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    names: dict[str, Any] = dict.fromkeys(shapes, True)
-
+    rename = renamer(model, shapes, weight_mapping)
     result = Conversion()
     groups: dict[str, _Group] = {}
     for key in sorted(tensors, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-        if name not in names and key in names:
-            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, names)
+        name, pattern = rename(key)
+        if name not in shapes:
+            result.unread[key] = {name} if pattern is None else {*_targets(name, by_pattern[pattern])}
+            continue
         if pattern is None:
-            if name in names:
-                result.expressions[name] = tensors[key]
-            else:
-                result.unexpected.add(name)
+            result.expressions[name] = tensors[key]
             continue
         converter = by_pattern[pattern]
-        if name not in names:
-            result.unexpected.update(_targets(name, converter))
-            continue
         if name not in groups:
             groups[name] = _Group(name, converter, FullModel(model, shapes))
         groups[name].sources.append((key, pattern, tensors[key]))
 
     for group in groups.values():
-        targets = [target for target in _targets(group.first_target, group.converter) if target in names]
+        targets = [target for target in _targets(group.first_target, group.converter) if target in shapes]
         converted = convert_lazily(group.converter, group.first_target, group.sources, group.model)
         if converted is None:
             result.fallbacks.append(group.first_target)

@@ -12,12 +12,13 @@ zero points, unless symmetric                     X.weight_zero_point, which pac
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
@@ -27,12 +28,14 @@ from .float8 import Float8Values
 from .format import (
     FP4,
     Format,
+    Locate,
     Tensors,
     bundle,
     inconsistent,
     multiply_blocks,
     packed,
     pair_table,
+    stored_names,
     stored_tensor,
     subtract_blocks,
     unpack,
@@ -49,18 +52,17 @@ _MICRO = {
 """Micro-scaling formats (small groups): bits, strategy and dtype of the scales."""
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MICRO)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_NOT_WEIGHTS = re.compile(r"\.((input|output|q|k|v)_(scale|zero_point|global_scale)|weight_shape)$")
-"""Stored tensors that no weight depends on: shapes, and scales of activations, which stay in floating point."""
 _PAIRS = pair_table(FP4)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
+_LINEAR = nn.Linear(1, 1, device="meta")
+
+
 @dataclass(frozen=True)
 class Scheme:
-    """A `config_groups` entry: the quantisation of its `targets`."""
+    """The quantisation of a `config_groups` entry."""
 
-    targets: tuple[str, ...]
-    """Names, patterns (`re:...`) and classes of modules."""
     is_packed: bool
     bits: int
     symmetric: bool
@@ -100,7 +102,6 @@ class Scheme:
             raise unsupported(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
         rows, columns = block.split("x") if isinstance(block, str) else block or (0, 0)
         return cls(
-            tuple(group.get("targets", ())),
             form == _PACKED or (form in _MICRO and bits == 4),
             bits,
             bool(weights.get("symmetric", True)),
@@ -115,18 +116,12 @@ class Scheme:
         """Rows and columns of a block with one scale; None for all columns."""
         return self.block or (1, self.group)
 
-    def targets_by_name(self, module: str) -> bool:
-        """Return True if a target is the name of `module`, a suffix of it, or a pattern that matches it."""
-        patterns = (target.removeprefix("re:") if target.startswith("re:") else None for target in self.targets)
-        return any(
-            f".{module}".endswith(f".{target}") if pattern is None else re.match(pattern, module)
-            for target, pattern in zip(self.targets, patterns, strict=True)
-        )
-
     def weight(self, tensors: Tensors, module: str) -> Bundle:
         """Build the weight of `module`. Raises CheckpointError if its stored tensors are inconsistent."""
         name = f"{module}.weight"
         stored = f"{name}_packed" if self.is_packed else name
+        if stored not in tensors:
+            raise inconsistent(stored, "no such tensor", "one for the group of the config for this module")
         values = tensors[stored]
         *lead, rows, _ = values.shape
         ndim = values.ndim
@@ -140,22 +135,26 @@ class Scheme:
             "values": Component(values, (*own, along), stored),
             "scales": Component(scales, by_block, f"{name}_scale"),
         }
-        if not self.symmetric:
+        if f"{name}_zero_point" in tensors or (self.is_packed and not self.symmetric):  # zeros are not stored
             zeros = stored_tensor(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
             is_packed = zeros.dtype == torch.int32
             dim_maps = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
             components["zeros"] = Component(zeros, dim_maps, f"{name}_zero_point")
-        if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
+        if f"{name}_scale_2" in tensors:  # of ModelOpt
+            factor = stored_tensor(tensors, f"{name}_scale_2", 0, torch.float32)
+            components["factor"] = Component(factor, (), f"{name}_scale_2")
+        elif self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
             divisor = stored_tensor(tensors, f"{name}_global_scale", 1, torch.float32)
             components["divisor"] = Component(divisor, (None,), f"{name}_global_scale")
         # Transformers multiplies float8 weights of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
         dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
-        return bundle(name, components, shape, dtype, self._decoder(values, scales, dtype))
+        decoder = self._decoder(values, scales, dtype, has_zeros="zeros" in components)
+        return bundle(name, components, shape, dtype, decoder)
 
-    def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype) -> Decode:
+    def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype, *, has_zeros: bool) -> Decode:
         decode, is_integer = partial(_decode, self, dtype), self.micro is None and not values.dtype.is_floating_point
-        if self.micro is None and values.dtype.is_floating_point and self.symmetric:
+        if self.micro is None and values.dtype.is_floating_point and not has_zeros:
             block = (None, None) if scales.numel() == 1 else self.scaled_block
             return Float8Values(decode, block, self.activations)
         if not is_integer or self.block is not None or scales.ndim == 1 or (self.is_packed and self.bits not in (4, 8)):
@@ -210,7 +209,11 @@ class Compressed(Format):
 
     title = "compressed-tensors"
 
-    schemes: tuple[Scheme, ...]
+    schemes: Mapping[str, Scheme | None]
+    """Target (name, pattern `re:...` or class of modules) -> scheme; None for a group without quantised weights."""
+    ignored: Collection[str] = ()
+    """Targets of modules that are not quantised."""
+    locate: Locate = lambda module: (module, _LINEAR)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Compressed:
@@ -220,12 +223,18 @@ class Compressed(Format):
         if sparse != "dense" or rotated.get("config_groups") or status != "compressed":
             kind = f"sparsity ({sparse})" if sparse != "dense" else "transforms" if rotated else f"the status {status}"
             raise unsupported(f"compressed-tensors with {kind}", "compressed weights without sparsity and transforms")
-        groups = (settings.get("config_groups") or {}).values()
         default = settings.get("format") or "dense"
-        return cls(tuple(Scheme.of(group, default) for group in groups if group.get("weights")))
+        schemes: dict[str, Scheme | None] = {}
+        for group in (settings.get("config_groups") or {}).values():
+            scheme = Scheme.of(group, default) if group.get("weights") else None
+            schemes.update(dict.fromkeys(group.get("targets", ()), scheme))
+        return cls(schemes, tuple(settings.get("ignore") or ()))
+
+    def located(self, locate: Locate) -> Compressed:
+        return replace(self, locate=locate)
 
     def read_first(self, tensors: Tensors) -> list[str]:
-        needs_shapes = any(scheme.is_packed and scheme.group is None for scheme in self.schemes)
+        needs_shapes = any(scheme and scheme.is_packed and scheme.group is None for scheme in self.schemes.values())
         return [name for name in tensors if needs_shapes and name.endswith(".weight_shape")]
 
     def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
@@ -234,21 +243,48 @@ class Compressed(Format):
         for name, tensor in tensors.items():
             module, _, kind = name.rpartition(".")
             if kind in ("weight", "weight_packed") and module in scales:
-                result[f"{module}.weight"] = self._scheme(module, kind == "weight_packed").weight(tensors, module)
+                scheme = self.scheme(module)
+                if scheme is None:
+                    raise inconsistent(f"{module}.weight", "no group of the config for it", "one")
+                result[f"{module}.weight"] = scheme.weight(tensors, module)
             elif kind == "weight_packed":
                 raise inconsistent(f"{module}.weight_scale", "no such tensor", f"one for {name}")
-            elif not (module in scales and kind.startswith("weight_")) and not _NOT_WEIGHTS.search(name):
+            elif not (module in scales and kind.startswith("weight_")):
                 result[name] = tensor
+        read = {name for tensor in result.values() for name in stored_names(tensor)}
+        for name in tensors.keys() - result.keys() - read:
+            if not name.endswith(".weight_shape"):
+                raise inconsistent(name, "a tensor that the group of its module does not read", "none")
         return result
 
-    def _scheme(self, module: str, is_packed: bool) -> Scheme:
-        """Find the scheme of a module: the first that names it, else the first for a class of modules ("Linear")."""
-        fitting = [scheme for scheme in self.schemes if scheme.is_packed == is_packed]
-        named = [scheme for scheme in fitting if scheme.targets_by_name(module)]
-        defaults = [scheme for scheme in fitting if any(re.fullmatch(r"[A-Z]\w*", name) for name in scheme.targets)]
-        if not named and not defaults:
-            raise inconsistent(f"{module}.weight", "no group of the config for it", "one")
-        return (named or defaults)[0]
+    def scheme(self, module: str) -> Scheme | None:
+        """Find the scheme of a module in the checkpoint, by either of its names before its class."""
+        name, owner = self.locate(module)
+        names = dict.fromkeys((name, module))
+        if any(match_targets(each, owner, self.ignored) for each in names):
+            return None
+        match = library_matches() if len(self.schemes) > 1 else match_targets
+        found = [target for each in names for target in match(each, owner, self.schemes)[:1]]
+        by_name = [target for target in found if target.startswith("re:") or target in names]
+        return self.schemes[(by_name or found)[0]] if found else None
+
+
+def match_targets(name: str, module: nn.Module, targets: Collection[str]) -> list[str]:
+    """The `targets` of a module in the order of compressed-tensors: its name, patterns, its classes; by alphabet."""
+    ordered = sorted(targets, key=lambda target: ("re:" in target, target))
+    named = [each for each in ordered if each == name or (each.startswith("re:") and re.match(each[3:], name))]
+    classes = {cls.__name__ for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+    return [*named, *(each for each in ordered if each in classes and each not in named)]
+
+
+@cache
+def library_matches() -> Callable[[str, nn.Module, Collection[str]], list[str]]:
+    """`match_targets` of compressed-tensors if it is installed, else ours."""
+    try:
+        from compressed_tensors.utils.match import match_targets as match  # type: ignore[import-not-found]
+    except ImportError:
+        return match_targets
+    return match  # type: ignore[no-any-return]
 
 
 def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
@@ -267,10 +303,10 @@ def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Seq
 
 
 def _micro_scales(stored: StoredValues) -> torch.Tensor:
-    """Scales of a micro-scaling format: exponents, or float8 with a divisor of all."""
+    """Scales of a micro-scaling format: exponents, or float8 with a divisor or a factor of all."""
     scales = stored["scales"]
     scales = 2.0 ** (scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
-    return scales / stored["divisor"] if "divisor" in stored else scales
+    return scales / stored["divisor"] if "divisor" in stored else scales * stored.get("factor", 1)
 
 
 def _integers(scheme: Scheme, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,6 @@ from ..reading.memory import from_float8
 from .format import Format, Tensors, bundle, inconsistent, multiply_blocks, unsupported
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Float8(Format):
     """Weights in float8 with the scales `NAME_scale_inv`."""
 
     title = "FP8"
+    suffix: ClassVar[str] = "_scale_inv"
+    """What the name of a weight's scales adds to the name of the weight."""
 
     block: tuple[int, int] | None
     """Rows and columns that share one scale; None for one scale per weight."""
@@ -64,29 +65,25 @@ class Float8(Format):
 
         Raises CheckpointError if a float8 weight has no scale, or the scales do not match their weight.
         """
+        scales = {name + self.suffix for name in tensors}
         result = {
-            name: self._product(name, tensor, tensors[name + _SCALE]) if name + _SCALE in tensors else tensor
+            name: self._product(name, tensor, tensors[name + self.suffix]) if name + self.suffix in tensors else tensor
             for name, tensor in tensors.items()
-            if not self._is_consumed(name, tensors)
+            if name not in scales
         }
         if stays_packed:
             activations = (self.block[1] if self.block else 0) if self.is_dynamic else None
             result = {
-                name: _bundle(name, weight, tensors[name + _SCALE], activations)
+                name: _bundle(name, weight, name + self.suffix, tensors[name + self.suffix], activations)
                 if isinstance(weight, Scaled)
                 else weight
                 for name, weight in result.items()
             }
         for name, tensor in result.items():
             if tensor.dtype in _FLOAT8:
-                raise inconsistent(name, f"{tensor.dtype} without {name + _SCALE}", "a scale for each of its blocks")
+                got = f"{tensor.dtype} without {name + self.suffix}"
+                raise inconsistent(name, got, "a scale for each of its blocks")
         return result
-
-    def _is_consumed(self, name: str, tensors: Mapping[str, LazyTensor]) -> bool:
-        """Return True for scales of a weight, and for scales of activations, which stay in floating point."""
-        if name.endswith(_ACTIVATION_SCALE):
-            return name.removesuffix(_ACTIVATION_SCALE) + ".weight" + _SCALE in tensors
-        return name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors
 
     def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
         if values.dtype not in _FLOAT8 or values.ndim < 2:
@@ -105,13 +102,14 @@ class Float8(Format):
             raise inconsistent(name, str(error), "one scale a block") from None
 
 
-def _bundle(name: str, product: Scaled, scales: LazyTensor, activations: int | None) -> Bundle:
-    """Build a `Bundle` with the same values, which stays in float8 until decoded."""
+def _bundle(name: str, product: Scaled, of_scales: str, scales: LazyTensor, activations: int | None) -> Bundle:
+    """Build a `Bundle` with the same values, which stays in float8 until decoded; `of_scales`: name of its `scales`."""
+    scales = scales if scales.numel() == 1 else product.scales
     block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
     dim_maps = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(block))
     components = {
         "values": Component(product.values, tuple(map(DimMap, range(product.ndim))), name),
-        "scales": Component(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, name + _SCALE),
+        "scales": Component(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, of_scales),
     }
     decode = Float8Values(partial(_decode, block), (block[-2], block[-1]), activations)
     return bundle(name, components, product.shape, torch.float32, decode)

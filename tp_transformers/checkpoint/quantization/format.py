@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from ...errors import CheckpointError, UnsupportedError
 from ...slices.bundle import Bundle, Component, Decode, DimMap
@@ -22,6 +24,9 @@ Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
 Shapes = Mapping[str, torch.Size]
 """Full shapes of a model's parameters and buffers, by name."""
+Locate = Callable[[str], tuple[str, nn.Module]]
+"""Name of a module in the checkpoint -> its name and the module in the model; a linear for one that is merged."""
+_OF_ACTIVATIONS = re.compile(r"\.((input|output|q|k|v|kv)_(scale|zero_point|global_scale)|activation_scale)$")
 
 
 class Format(ABC):
@@ -44,6 +49,10 @@ class Format(ABC):
         With `stays_packed`, each quantised tensor must be a `Bundle`, since its stored tensors stay in memory.
         Raises CheckpointError if a stored tensor of a quantised weight is missing or inconsistent with the others.
         """
+
+    def located(self, locate: Locate) -> Format:
+        """The format with the modules of a model, for one whose settings name classes."""
+        return self
 
     def named(self, model: PreTrainedModel, tensors: Tensors, shapes: Shapes) -> tuple[Tensors, Sequence[Any]] | None:
         """The tensors by their names in `model`, and transformers' conversions to apply to them.
@@ -75,6 +84,14 @@ class Quantization:
         """Write the settings into `config`."""
         target = config if self.sub_config is None else getattr(config, self.sub_config)
         target.quantization_config = dict(self.settings)
+
+
+def of_weights(tensors: Tensors, names: Collection[str]) -> dict[str, LazyTensor]:
+    """Leave out scales of activations and of the KV cache, unless they are among `names`, those of the model.
+
+    No weight depends on them: activations stay in floating point.
+    """
+    return {name: tensor for name, tensor in tensors.items() if name in names or not _OF_ACTIVATIONS.search(name)}
 
 
 def stored_names(tensor: LazyTensor) -> list[str]:

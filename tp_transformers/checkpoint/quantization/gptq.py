@@ -3,14 +3,14 @@
 X.qweight  (in * bits / 32, out) int32
 X.qzeros   (groups, out * bits / 32) int32; stored minus 1 in the first version of the format
 X.scales   (groups, out)
-X.g_idx    (in) int32: the group of every input feature; consecutive unless `desc_act`
+X.g_idx    (in) int32: the group of every input feature, whatever `desc_act` says; consecutive without it
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class Gptq(Format):
     group: int | None
     """Input features that share a scale; None for all."""
     ordered: bool
-    """True if groups are given by `g_idx` (`desc_act`): any rank may need any group."""
+    """True if there must be a `g_idx` (`desc_act`). Unless its groups are consecutive, any rank may need any group."""
     less_one: bool
     """True if zero points are stored minus 1."""
     rules: tuple[tuple[re.Pattern[str], Gptq], ...] = ()
@@ -79,8 +79,7 @@ class Gptq(Format):
         return next((settings for pattern, settings in self.rules if pattern.match(module)), self)
 
     def read_first(self, tensors: Tensors) -> list[str]:
-        suffix = ".g_idx"
-        return [name for name in tensors if name.endswith(suffix) and self.of_module(name.removesuffix(suffix)).ordered]
+        return [name for name in tensors if name.endswith(".g_idx")]
 
     def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         modules = quantized_modules(tensors)
@@ -98,28 +97,28 @@ class Gptq(Format):
         words = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32)
         scales = stored_tensor(tensors, f"{module}.scales", 2, *_FLOATS)
         zeros = stored_tensor(tensors, f"{module}.qzeros", 2, torch.int32)
-        rows, columns = words.shape[1], words.shape[0] * 32 // self.bits
+        rows, columns, is_ordered = words.shape[1], words.shape[0] * 32 // self.bits, self.ordered
         if f"{module}.g_idx" in tensors or self.ordered:
             order = stored_tensor(tensors, f"{module}.g_idx", 1, torch.int32, torch.int64)
             columns = len(order)
-        groups = None if self.group is None or self.ordered else DimMap(1, self.group)
+        if f"{module}.g_idx" in tensors and isinstance(order, Resident):  # not if only headers are read
+            is_ordered = not torch.equal(order.tensor, torch.arange(columns).to(order.dtype) // (self.group or columns))
+        groups = None if self.group is None or is_ordered else DimMap(1, self.group)
         components = {
             "words": Component(words, (packed(1, self.bits), DimMap(0)), f"{module}.qweight"),
             "scales": Component(scales, (groups, DimMap(0)), f"{module}.scales"),
             "zeros": Component(zeros, (groups, packed(0, self.bits)), f"{module}.qzeros"),
         }
         count = count_groups(module, columns, self.group, scales, zeros)
-        if self.ordered:
-            group_of = order.materialize()
-            if group_of.min() < 0 or group_of.max() >= count:
-                got = f"groups from {int(group_of.min())} to {int(group_of.max())}"
-                raise inconsistent(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
-            components["order"] = Component(Resident(group_of), (DimMap(1),), f"{module}.g_idx")
-        elif stays_packed and f"{module}.g_idx" in tensors:  # for a save
+        if is_ordered and isinstance(order, Resident) and not 0 <= order.tensor.min() <= order.tensor.max() < count:
+            got = f"groups from {int(order.tensor.min())} to {int(order.tensor.max())}"
+            raise inconsistent(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
+        if is_ordered or (stays_packed and f"{module}.g_idx" in tensors):  # for a save
             components["order"] = Component(order, (DimMap(1),), f"{module}.g_idx")
-        decode: Decode = partial(_decode, self)
-        if self.bits == 4 and not self.ordered:
-            integers, of_groups = partial(_integers, self), partial(_scales, self)
+        form = replace(self, ordered=is_ordered)
+        decode: Decode = partial(_decode, form)
+        if self.bits == 4 and not is_ordered:
+            integers, of_groups = partial(_integers, form), partial(_scales, form)
             decode = Affine(decode, self.bits, self.group, "words", integers, of_groups, _words)
         return bundle(f"{module}.weight", components, (rows, columns), scales.dtype, decode)
 

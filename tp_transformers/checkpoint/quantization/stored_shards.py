@@ -188,8 +188,7 @@ def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torc
         kept = PACKED_CHECKPOINT.find(model)
         if kept is None:
             raise _unsaved("weights that were quantised as they arrived", "those of a checkpoint")
-        if not kept.quantization.format.is_written:
-            raise _unsaved(f"one in {kept.quantization.format.title}, which is only read", "another format")
+        check_written(kept)
         if kept.unpacked:
             raise _unsaved(f"the quantised {kept.unpacked[0]} dequantised", "all of them packed")
         stored = StoredShards(packed_weights(model).values())
@@ -197,6 +196,12 @@ def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torc
     layouts = stored_layouts(group.gather(specs))
     state = place_stored(layouts, group, stored)
     return state | beside(kept, state)
+
+
+def check_written(kept: PackedCheckpoint) -> None:
+    """Raise UnsupportedError if packed weights of this format cannot be saved."""
+    if not kept.quantization.format.is_written:
+        raise _unsaved(f"one in {kept.quantization.format.title}, which is only read", "another format")
 
 
 def place_stored(

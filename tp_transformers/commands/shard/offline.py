@@ -140,6 +140,7 @@ class _Work:
         absent = AbsentRanks(None, 0, self.size, self.single.device)
         resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.allow_replicated))
         with open_together(request, self.single) as checkpoint:
+            request = request.recognise(checkpoint, model)
             # 1. Every parameter: its lazy tensor, layout and dtype.
             targets = describe(model, checkpoint, resolution.layouts, request)
             values = {

@@ -7,7 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.quantization.stored_shards import StoredShards, beside, place_stored, stored_layouts
+from ...checkpoint.quantization.stored_shards import (
+    StoredShards,
+    beside,
+    check_written,
+    place_stored,
+    stored_layouts,
+)
 from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest
 from ...loading.targets import Targets
@@ -29,6 +35,7 @@ def pack(
     first = ranks[0]
     if first.kept is None or not first.weights:
         return {}
+    check_written(first.kept)
     first.hold(model)
     state = place_stored(stored_layouts([StoredShards(rank.weights.values()).specs() for rank in ranks]), group)
     return state | beside(first.kept, state)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
+from ...checkpoint.reading.header import Checkpoint
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 from ..memory import pack_weights
@@ -69,33 +70,39 @@ def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequ
     """
     policy = dtype_policy(request.config.dtype_plan)
     is_stored = bool(request.files or request.state_dict or request.sharded)
-    stock, filled, kept = _take_stock(model, request) if is_stored else (None, set(model.state_dict()), {})
+    if not is_stored:
+        dtypes = {name: own for name in model.state_dict() if (own := policy(name))}
+        return Survey(name, model, plan, dtypes, None, is_quantized=request.quantization is not None)
+    with open_checkpoint(request, rank=0) as checkpoint:
+        request = request.recognise(checkpoint, model)
+        stock, filled, kept = _take_stock(model, checkpoint, request)
     dtypes = {name: own for name in filled if (own := policy(name))}
     return Survey(name, model, plan, dtypes, stock, kept, request.quantization is not None)
 
 
-def _take_stock(model: PreTrainedModel, request: LoadRequest) -> tuple[Stock, set[str], dict[str, LazyTensor]]:
+def _take_stock(
+    model: PreTrainedModel, checkpoint: Checkpoint, request: LoadRequest
+) -> tuple[Stock, set[str], dict[str, LazyTensor]]:
     """Compare the headers with the model.
 
     Returns the stock, the names that a load would fill, and the tensors that it would keep packed.
     """
-    with open_checkpoint(request, rank=0) as checkpoint:
-        targets = describe(model, checkpoint, {}, request)
-        conversion = targets.conversion
-        stored = set(conversion.expressions)
-        ties = tied_parameters(model)
-        filled = stored | {tied for pair in ties.items() if stored.intersection(pair) for tied in pair}
-        keys = SimpleNamespace(missing_keys=set(targets.full) - filled, unexpected_keys=conversion.unexpected)
-        model._adjust_missing_and_unexpected_keys(keys)  # removes names that transformers never reports
-        stock = Stock(
-            files=len(request.files or checkpoint.sources),
-            nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
-            bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
-            missing=tuple(sorted(keys.missing_keys)),
-            unexpected=tuple(sorted(keys.unexpected_keys)),
-            twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
-            read_in_full=tuple(sorted(conversion.fallbacks)),
-        )
-        names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
-        packed = {name: conversion.expressions[name] for name in names}
+    targets = describe(model, checkpoint, {}, request)
+    conversion = targets.conversion
+    stored = set(conversion.expressions)
+    ties = tied_parameters(model)
+    filled = stored | {tied for pair in ties.items() if stored.intersection(pair) for tied in pair}
+    keys = SimpleNamespace(missing_keys=set(targets.full) - filled, unexpected_keys=conversion.unexpected)
+    model._adjust_missing_and_unexpected_keys(keys)  # removes names that transformers never reports
+    stock = Stock(
+        files=len(request.files or checkpoint.sources),
+        nbytes=sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
+        missing=tuple(sorted(keys.missing_keys)),
+        unexpected=tuple(sorted(keys.unexpected_keys)),
+        twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
+        read_in_full=tuple(sorted(conversion.fallbacks)),
+    )
+    names = pack_weights(model, targets, conversion.expressions, torch.device("meta"), request).weights
+    packed = {name: conversion.expressions[name] for name in names}
     return stock, stored, packed
