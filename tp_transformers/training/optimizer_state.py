@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..checkpoint.saving.dcp import LocalShard, placed
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..ranks.group import GROUP
 from ..strategies import local_tensor
 from ..strategies.parameters.sharded import laid_out
@@ -34,11 +35,10 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     group = GROUP.find(model)
     with nullcontext() if group is None else group.agree():
         _check_values(optimizer)
-    # Schedule-free optimizers have empty states before the first step, which torch takes for initialized ones.
-    for empty in [param for param, state in optimizer.state.items() if not state]:
-        del optimizer.state[empty]
-    params = dict(model.named_parameters(remove_duplicate=False))
-    state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
+    _drop_empty(optimizer)  # schedule-free optimizers have them before the first step
+    params = _parameters(model)
+    with _without_empty_groups(optimizer):
+        state: dict[str, Any] = {**get_optimizer_state_dict(model, optimizer, options=_FLAT)}
     for key, value in state.items():
         param = params.get(_name(key))
         if isinstance(value, Tensor) and param is not None:
@@ -47,13 +47,62 @@ def optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
 
 def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load the result of `optimizer_state_dict`, filled in by torch.distributed.checkpoint, into `optimizer`."""
-    params = dict(model.named_parameters(remove_duplicate=False))
+    """Load the result of `optimizer_state_dict`, filled in by torch.distributed.checkpoint, into `optimizer`.
+
+    A parameter without a state in it, since it had no gradient before the save, has none afterwards. Raises
+    CheckpointError if parameters of one group were saved with different settings.
+    """
+    params = _parameters(model)
+    _check_groups(optimizer, state, {param: name for name, param in params.items()})
     values: dict[str, Any] = {
         key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
         for key, value in state.items()
     }
-    set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
+    with_state = {params[_name(key)] for key in state if key.startswith("state.")}
+    for param in [param for param in optimizer.state if param not in with_state]:
+        del optimizer.state[param]
+    with _without_empty_groups(optimizer):
+        set_optimizer_state_dict(model, optimizer, values, options=_FLAT)
+    _drop_empty(optimizer)
+
+
+def _drop_empty(optimizer: torch.optim.Optimizer) -> None:
+    """Remove empty states, which torch takes for initialized ones."""
+    for empty in [param for param, state in optimizer.state.items() if not state]:
+        del optimizer.state[empty]
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hide groups without parameters: torch fails on them, and a flattened state has no place for their settings."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    try:
+        yield
+    finally:
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in groups]
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: dict[str, Any], names: dict[Tensor, str]) -> None:
+    """Raise CheckpointError if saved settings differ within a group; torch takes those of the first parameter."""
+    for group in optimizer.param_groups:
+        for setting in group.keys() - {"params"}:
+            saved = {names[param]: state.get(f"param_groups.{names[param]}.{setting}") for param in group["params"]}
+            first = next(iter(saved), "")
+            other = next((name for name in saved if saved[name] != saved[first]), None)
+            if other is not None:
+                raise CheckpointError(
+                    f"{setting} of a group of the optimizer",
+                    got=f"{saved[first]!r} for {first} and {saved[other]!r} for {other} in the checkpoint",
+                    expected="one value for all parameters of a group",
+                    fix="Make the groups of the optimizer that was saved; set other values after the load.",
+                )
+
+
+def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by the names that torch gives them in an optimizer's state."""
+    return {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def _check_values(optimizer: torch.optim.Optimizer) -> None:

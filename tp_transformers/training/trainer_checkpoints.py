@@ -86,14 +86,23 @@ def _load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | No
     load_distributed_checkpoint(state, folder)
     load_optimizer_state_dict(self.model, optimizer, state)
     schedule = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
-    # The number of groups differs with the mesh: per-group lists come from the current optimizer and scheduler.
-    groups, current = optimizer.param_groups, self.lr_scheduler.state_dict()
-    current |= {
-        "base_lrs": [group.get("initial_lr") for group in groups],
-        "_last_lr": [group["lr"] for group in groups],
-    }
-    lists = {name: current.get(name, value) for name, value in schedule.items() if isinstance(value, list)}
-    self.lr_scheduler.load_state_dict({**schedule, **lists})
+    groups, rates = optimizer.param_groups, schedule["_last_lr"]
+    if len(groups) != len(rates):  # per-group lists come from the current optimizer and scheduler
+        current = self.lr_scheduler.state_dict()
+        current |= {
+            "base_lrs": [group.get("initial_lr") for group in groups],
+            "_last_lr": [group["lr"] for group in groups],
+        }
+        schedule |= {
+            name: current.get(name, value)
+            for name, value in schedule.items()
+            if isinstance(value, list) and len(value) == len(rates)
+        }
+    else:
+        for group, rate in zip(groups, rates, strict=True):
+            if not group["params"]:  # the saved state has no settings of it
+                group["lr"] = rate
+    self.lr_scheduler.load_state_dict(schedule)
 
 
 def _load_rng_state(original: Any, self: Any, checkpoint: str | None) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ import tp_transformers
 from tests.distributed.training.test_training_modes import MODES, start
 from tests.support.models import load, with_shares
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 from tests.support.training import BATCH, MAX_NORM
 
 pytestmark = pytest.mark.distributed
@@ -97,9 +99,34 @@ def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_p
 # -- transformers' Trainer
 
 
-def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **settings: Any) -> dict[str, Any]:
+def only_lora(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"]))
+
+
+def only_norms(model: Any) -> Any:
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    return model
+
+
+def without_norms(model: Any) -> Any:
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" not in name)
+    return model
+
+
+def with_an_unused_layer(model: Any) -> Any:
+    """The model with a layer that never gets a gradient, as a vision tower in training on texts."""
+    model.unused = torch.nn.Linear(3, 3)
+    return model
+
+
+def with_trainer(
+    folder: str, target: str, copies: int, resumed: str | None, change: Any = None, **settings: Any
+) -> dict[str, Any]:
     """Run on every rank: what Trainer logs of every step; `copies`: of the model, or 0 for one process.
 
+    change: called with the model before Trainer is made; returns the model to train.
     settings: other TrainingArguments.
     """
     from accelerate.state import AcceleratorState
@@ -121,6 +148,9 @@ def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **s
                 tp_transformers.data_parallel(model, mesh, mode="shard")
         else:
             model = AutoModelForCausalLM.from_pretrained(folder)
+        if change is not None:
+            torch.manual_seed(1)  # the same values on all ranks and in all runs
+            model = change(model)
         arguments = TrainingArguments(
             target,
             per_device_train_batch_size=2 // max(copies, 1),
@@ -134,6 +164,8 @@ def with_trainer(folder: str, target: str, copies: int, resumed: str | None, **s
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
+            lr_scheduler_type="cosine",
+            weight_decay=0.1,
             **settings,
         )
         data = [{"input_ids": row, "labels": row} for row in BATCH]
@@ -171,3 +203,18 @@ def test_a_checkpoint_of_trainer_goes_on_anywhere(pool: Pool, cases: Any, tmp_pa
     assert len(caught.value.errors) == 2
     for error in caught.value.errors.values():
         assert "got optimizer.pt, the state of an optimizer of one process" in error
+
+
+@pytest.mark.parametrize("change", wide([only_lora, only_norms, with_an_unused_layer, without_norms], 1))
+def test_a_part_of_the_parameters_goes_on(pool: Pool, cases: Any, tmp_path: Path, change: Any) -> None:
+    """A group of the optimizer is empty, or a parameter has no state, as it got no gradient."""
+    folder, target = cases(9, 3).folder, str(tmp_path / "cut")
+    (one,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, None, change)
+    left, _ = pool.run(2, with_trainer, folder, target, 1, None, change)
+    half = f"{target}/checkpoint-2"
+    for result in pool.run(2, with_trainer, folder, str(tmp_path / "same"), 1, half, change):
+        assert result["logged"] == left["logged"], "on the same ranks, to the bit"
+    for size, copies in ((3, 1), (1, 0)):
+        for result in pool.run(size, with_trainer, folder, str(tmp_path / "other"), copies, half, change):
+            for mine, theirs in zip(result["logged"], one["logged"], strict=True):
+                assert mine == pytest.approx(theirs, rel=ROUNDING)

@@ -27,8 +27,8 @@ TEXTS = ["w5 w17 w98", "w23 w9 w41 w198", "w3 w77", "w12 w150 w6", "w8 w8 w8", "
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "reward", "rewards/margins")
 
 
-def train(kind: str, folder: str, target: str, alone: bool) -> list[dict[str, float]]:
-    """Run on every rank: what the trainer logs of three steps."""
+def train(kind: str, folder: str, target: str, alone: bool, resumed: str | None = None) -> list[dict[str, float]]:
+    """Run on every rank: what the trainer logs of three steps, of which `resumed` is a checkpoint."""
     from accelerate.state import AcceleratorState
 
     options = {} if alone else {"tp_plan": "auto"}
@@ -45,7 +45,7 @@ def train(kind: str, folder: str, target: str, alone: bool) -> list[dict[str, fl
         "use_cpu": True,
         "disable_tqdm": True,
         "bf16": False,
-        "save_strategy": "no",
+        "save_steps": 2,
     }
     texts: dict[str, Any] = {"prompt": TEXTS}
     try:
@@ -65,7 +65,7 @@ def train(kind: str, folder: str, target: str, alone: bool) -> list[dict[str, fl
                 arguments, cls = trl.GRPOConfig(**settings), trl.GRPOTrainer
                 given["reward_funcs"] = lambda completions, **_: [float(len(each)) for each in completions]
             trainer = cls(model, args=arguments, train_dataset=datasets.Dataset.from_dict(texts), **given)
-            trainer.train()
+            trainer.train(resume_from_checkpoint=resumed)
             trainer.save_model()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
         return [{name: float(entry[name]) for name in LOGGED if name in entry} for entry in history]
@@ -74,24 +74,37 @@ def train(kind: str, folder: str, target: str, alone: bool) -> list[dict[str, fl
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
-def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(cases(9, 3).folder, folder)
+def with_tokenizer(checkpoint: str, folder: Path) -> str:
+    """A copy of a checkpoint with a tokenizer of words w0, w1, ..."""
+    shutil.copytree(checkpoint, folder)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2").save_pretrained(folder)
-    (expected,) = pool.run(1, train, kind, str(folder), str(tmp_path / "one"), True)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
+def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
+    folder = with_tokenizer(cases(9, 3).folder, tmp_path / "checkpoint")
+    (expected,) = pool.run(1, train, kind, folder, str(tmp_path / "one"), True)
     assert len(expected) == 3
-    check(pool.run(2, train, kind, str(folder), str(tmp_path / "cut"), False), expected)
+    check(pool.run(2, train, kind, folder, str(tmp_path / "cut"), False), expected)
     errors: dict[int, str] = {}
     try:
-        check(pool.run(3, train, kind, str(folder), str(tmp_path / "odd"), False), expected)
+        check(pool.run(3, train, kind, folder, str(tmp_path / "odd"), False), expected)
     except WorkerError as failed:
         errors = failed.errors
     # TRL 1.0 calls the model; later releases multiply by the head's weight, no DTensor where 3 ranks share 199 rows.
     assert len(errors) == (0 if trl.__version__ == "1.0.0" else 3)
     assert all("expected 199 rows that divide by 3 ranks" in error for error in errors.values())
+
+
+def test_an_adapter_of_trl_goes_on(pool: Pool, cases: Any, tmp_path: Path) -> None:
+    folder = with_tokenizer(cases(9, 3).folder, tmp_path / "checkpoint")
+    (expected,) = pool.run(1, train, "lora", folder, str(tmp_path / "one"), True)
+    check(pool.run(2, train, "lora", folder, str(tmp_path / "cut"), False), expected)
+    half = str(tmp_path / "cut" / "checkpoint-2")
+    check(pool.run(2, train, "lora", folder, str(tmp_path / "again"), False, half), expected)
 
 
 def check(results: list[Any], expected: list[dict[str, float]]) -> None:

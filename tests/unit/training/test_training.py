@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BartForConditionalGeneration, LlamaForCausalLM
@@ -38,6 +41,42 @@ def test_groups_keep_their_settings_and_every_parameter() -> None:
     (group,) = tp_transformers.training.parameter_groups(iter(weights))
     assert group["params"] == weights
     assert tp_transformers.training.parameter_groups([]) == []
+
+
+def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path: Path) -> None:
+    def make(groups: Callable[[Any], list[dict[str, Any]]]) -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        return model, torch.optim.AdamW(groups(model))
+
+    def saved(model: Any) -> list[dict[str, Any]]:
+        bias = {"params": [model.bias], "weight_decay": 0.0}
+        return [{"params": []}, {"params": [model.weight]}, {"params": []}, bias]
+
+    def with_another(model: Any) -> list[dict[str, Any]]:
+        model.added = nn.Parameter(torch.ones(2))
+        return [{"params": [*model.parameters()]}]
+
+    def load(groups: Callable[[Any], list[dict[str, Any]]]) -> torch.optim.Optimizer:
+        model, optimizer = make(groups)
+        state = tp_transformers.training.optimizer_state_dict(model, optimizer)
+        tp_transformers.checkpoint.load_distributed_checkpoint(state, tmp_path)
+        tp_transformers.training.load_optimizer_state_dict(model, optimizer, state)
+        return optimizer
+
+    model, optimizer = make(saved)
+    model.weight.sum().backward()
+    optimizer.step()
+    dcp.save(tp_transformers.training.optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path, no_dist=True)
+    expected, found = optimizer.state_dict(), load(saved).state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys() == {0}
+    torch.testing.assert_close(found["state"][0], expected["state"][0], rtol=0, atol=0)
+
+    with pytest.raises(tp_transformers.CheckpointError, match=r"weight_decay of a group .* 0.01 for weight and 0.0 for b"):
+        load(lambda model: [{"params": [model.weight, model.bias]}])
+    with pytest.raises(tp_transformers.CheckpointError, match="got none of added, expected one of every parameter"):
+        load(with_another)
 
 
 def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:

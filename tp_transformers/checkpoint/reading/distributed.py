@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from functools import reduce
+from operator import getitem
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -41,7 +43,8 @@ _FIX = "Do not load it unless you trust where it comes from; torch.distributed.c
 def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
     """Fill `state` as `torch.distributed.checkpoint.load` does, without running code from the checkpoint.
 
-    Collective over the default process group; also works in one process without a group.
+    Collective over the default process group; also works in one process without a group. Entries of an optimizer's
+    flattened state are removed from `state` for a parameter that had none in the saved optimizer.
 
     Args:
         state: nested dicts of tensors, which are filled in place, and of other values, which are replaced: numbers,
@@ -50,12 +53,15 @@ def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint names a class or function that is not allowed, or a file
-            outside its folder.
+            outside its folder, or was saved of an optimizer without some of the parameters.
         torch.distributed.checkpoint.CheckpointException: as torch's `load`, for missing tensors, wrong shapes and
             unreadable files.
     """
+    planner = _Planner()
     try:
-        load(state, storage_reader=_Reader(os.fspath(folder)), planner=_Planner())
+        load(state, storage_reader=_Reader(os.fspath(folder)), planner=planner)
+        for *path, key in planner.stateless:
+            del reduce(getitem, path, state)[key]
     except CheckpointException as error:
         for failure in dict(sorted(error.failures.items())).values():
             if isinstance(failure[0], CheckpointError):
@@ -96,12 +102,39 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Torch's planner; rejects values that `torch.load(weights_only=True)` does not accept."""
+    """Torch's planner; rejects values that `torch.load(weights_only=True)` does not accept.
+
+    It leaves out the states of parameters that had none in the saved optimizer, since they had no gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stateless: list[tuple[str | int, ...]] = []
+        """Paths in the state that is loaded: those without a value in the checkpoint."""
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         if isinstance(metadata, CheckpointError):
             raise metadata
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        saved: set[str] = set(metadata.state_dict_metadata) if metadata is not None else set()
+        parameters = {key.rpartition(".")[0] for key in saved}
+        for key in [key for key in self.state_dict if key not in saved]:
+            *_, entry = path = self.mappings[key]
+            kind, _, rest = str(entry).partition(".")
+            name = rest.rpartition(".")[0]
+            if kind not in ("state", "param_groups") or not name:
+                continue
+            prefix = key.removesuffix(str(entry))
+            if f"{prefix}param_groups.{name}" not in parameters:
+                raise CheckpointError(
+                    "optimizer state of a distributed checkpoint",
+                    got=f"none of {name}",
+                    expected="one of every parameter that is trained",
+                    fix="Train the parameters that the saved run trained, or begin with a new optimizer.",
+                )
+            if f"{prefix}state.{name}" not in parameters:
+                self.stateless.append(path)
+                del self.state_dict[key]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
