@@ -102,11 +102,6 @@ def local_size() -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def visible_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def node_name() -> str:
     """A name that is equal for processes with the same machine and host name (containers of a machine may differ)."""
     return f"{socket.gethostname()} {machine_name()}"

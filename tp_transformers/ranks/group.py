@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text, shown
 from ..marks import Mark
 from ..torch_api import untraced
-from .environment import firsts_of, local_size, node_name, visible_cores
+from .environment import firsts_of, local_size, node_name
+from .limits import visible_cores
 from .messages import exchange
 from .shared_memory.joining import memory_of
 

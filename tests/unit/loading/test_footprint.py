@@ -223,25 +223,8 @@ def test_free_memory_follows_the_limits_of_the_process() -> None:
     assert capacity.free_memory(torch.device("cpu"), 2) <= capacity.free_memory(torch.device("cpu")) / 1.9
 
 
-def test_free_memory_follows_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree of cgroup v2 and a group of v1: the least of limit less usage, of the group and those around it."""
-    (tmp_path / "cgroup").write_text("0::/outer/inner\n5:memory:/old\n3:cpu:/none\n")
-    for folder, limit, usage in (
-        ("outer", "5000", "1000"),
-        ("outer/inner", "max", "900"),
-        ("memory/old", "9000", "2000"),
-    ):
-        (tmp_path / folder).mkdir(parents=True)
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes") if "old" in folder else ("memory.max", "memory.current")
-        )
-        for name, value in zip(names, (limit, usage), strict=True):
-            (tmp_path / folder / name).write_text(value)
-        cached = "total_inactive_file 500" if folder == "memory/old" else "anon 7\ninactive_file 300"
-        (tmp_path / folder / "memory.stat").write_text(cached + "\n")
-    places = {"/proc/self/cgroup": tmp_path / "cgroup", "/sys/fs/cgroup": tmp_path}
-    monkeypatch.setattr(capacity, "Path", lambda first, *rest: Path(places.get(first, first), *rest))
-    assert sorted(capacity._left_in_groups()) == [4300, 7500]
+def test_sharers_of_a_processor_share_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "available_memory", lambda: 4300)
     assert capacity.free_memory(torch.device("cpu")) == 4300
     assert capacity.free_memory(torch.device("cpu"), 4) == 1075
 

@@ -8,14 +8,13 @@ small.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from ...logs import get_logger
 from ...ranks.environment import node_name
 from ...ranks.group import TensorParallelGroup, bind_thread
+from ...ranks.limits import available_memory
 from ...slices.layout import Range, union
 from ...slices.source import Source
 from ...text import size
@@ -88,12 +87,3 @@ def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> li
             if isinstance(block.source, LocalFile):
                 spans[block.source].append((block.start, block.stop))
     return [union(spans[file]) if file is not None else [] for file in files]
-
-
-def available_memory() -> int:
-    """Return the bytes available without swapping; `sys.maxsize` if unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return sys.maxsize

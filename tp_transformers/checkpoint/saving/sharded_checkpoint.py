@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError, list_faults
+from ...ranks.limits import visible_cores
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Range, ShardRange
 from ...slices.lazy import LazyTensor, ReadStep
@@ -44,7 +45,7 @@ def verify_sharded(folder: str | os.PathLike[str]) -> None:
             expected="the folder of a save_sharded that was completed",
             fix="Save the model again.",
         )
-    with ThreadPoolExecutor(min(len(manifest.files), os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(len(manifest.files), visible_cores())) as pool:
         faults = [fault for fault in pool.map(lambda file: _fault(manifest.folder, file), manifest.files) if fault]
     if faults:
         raise CheckpointError(list_faults(f"checkpoint {folder} is not what was saved", faults))

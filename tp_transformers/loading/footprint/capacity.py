@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ...checkpoint.reading.prefetch import available_memory
+from ...ranks.limits import available_memory
 
-_NAMES = ("max", "current", "inactive_file")
-"""Limit, usage and cached pages of a control group of version 2."""
 SECONDS = 0.15
 """Time of each of the two measurements of `seconds_of_products`."""
 WIDTH, TOKENS = 4096, 64
@@ -32,8 +30,7 @@ def free_memory(device: torch.device, sharers: int = 1) -> int:
     if device.type != "cpu":
         module: Any = torch.get_device_module(device.type)
         return int(module.mem_get_info(device)[0])
-    common = [available_memory(), *_left_in_groups()]
-    return min([nbytes // max(1, sharers) for nbytes in common] + _left_of_limits())
+    return min([available_memory() // max(1, sharers), *_left_of_limits()])
 
 
 def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -60,33 +57,6 @@ def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
         end = perf_counter()
         count, began = count + 1, began or end  # the first products are not counted
     return (end - began) / (count - 1) / repeated
-
-
-def _left_in_groups() -> list[int]:
-    """Bytes left in each control group of this process that has a limit (cgroup v2: the group and those around it)."""
-    try:
-        paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    except OSError:
-        return []
-    left = []
-    for _, controllers, path in paths:
-        root = Path("/sys/fs/cgroup", "memory" if controllers == "memory" else "")
-        names = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file") if controllers else _NAMES
-        if controllers in ("", "memory"):
-            group = root / path.lstrip("/")
-            groups = (folder for folder in (group, *group.parents) if folder.is_relative_to(root))
-            left += [_left_in(folder, *names) for folder in groups]
-    return [nbytes for nbytes in left if nbytes is not None]
-
-
-def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """Bytes left of the limit of one control group, where pages of files that can be dropped are free; None without."""
-    try:
-        room, used = (int((group / f"memory.{name}").read_text()) for name in (limit, usage))
-        entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, min(room, room - used + int(entries[cached])))
-    except (OSError, ValueError, KeyError):  # "max"
-        return None
 
 
 def _left_of_limits() -> list[int]:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..limits import visible_cores
 from .interface import MAX, SUM, Transport
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment
 
@@ -89,7 +90,7 @@ class SharedMemory(Transport):
         self.rank, self.size, self.timeout = segment.rank, segment.size, timeout
         self._own = self.rank * WORDS
         self._others = [rank * WORDS for rank in range(self.size) if rank != self.rank]
-        self._looks = MANY_LOOKS if self.size <= len(os.sched_getaffinity(0)) else FEW_LOOKS
+        self._looks = MANY_LOOKS if self.size <= visible_cores() else FEW_LOOKS
         self._count = self._turn = 0
         self._slots: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
         self._lock, self._thread = threading.Lock(), 0
