@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MaxTimeCriteria, StoppingCriteriaList
+from transformers import GenerationMixin, MaxTimeCriteria, StoppingCriteriaList
 
 from ..errors import MeshError
 from ..plans.bind import Resolution
@@ -64,9 +64,11 @@ class TensorParallelGeneration(_Model):
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
             return own(*args, **kwargs)  # nested, as for an assistant: its ranks are in step already
-        arguments = _name_arguments(own, args, kwargs)
+        names = _names(own, len(args), kwargs)
+        arguments = {**dict(zip(names, args, strict=True)), **kwargs}
         with _in_step(self, arguments), same_inputs():
-            return own(**arguments)
+            given = [arguments.pop(name) for name in names]
+            return own(*given, **arguments)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
         criteria = super()._get_stopping_criteria(*args, **kwargs)
@@ -228,14 +230,15 @@ def _agree_on_failure(group: TensorParallelGroup, failure: Exception | None) -> 
             raise failure
 
 
-def _name_arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    signature = inspect.signature(function)
-    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments.update(arguments.pop(name, {}))
-    return arguments
+def _names(function: Any, count: int, keywords: Mapping[str, Any]) -> list[str]:
+    """Names of the first `count` positional arguments of a `generate`, none of them in `keywords`.
+
+    A class may pass `*args` on to transformers' method, whose names they then have.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    names += [*inspect.signature(GenerationMixin.generate).parameters][len(names) + 1 :]  # after `self`
+    return [names[at] if at < len(names) and names[at] not in keywords else f"argument {at + 1}" for at in range(count)]
 
 
 def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
