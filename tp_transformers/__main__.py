@@ -11,7 +11,7 @@ import sys
 
 from .commands.cli import COMMANDS
 from .commands.cli import main as run_command
-from .commands.run.command import NUMA
+from .commands.run.command import NUMA, end_with_torchrun
 from .commands.run.errors import keep_errors
 from .ranks.numa import bind_rank
 
@@ -34,6 +34,7 @@ def main(argv: list[str]) -> None:
     if not is_module and not os.path.isfile(argv[0]):
         print(f"tp_transformers: no script and no command {argv[0]!r}\n{USAGE}", file=sys.stderr)
         sys.exit(2)
+    end_with_torchrun()
     if os.environ.get(NUMA) == "auto":
         bind_rank()
     from . import enable  # imports torch

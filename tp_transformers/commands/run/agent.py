@@ -1,16 +1,20 @@
-"""torchrun without its messages about failed ranks: `python -m tp_transformers.commands.run.agent ARGUMENTS`.
+"""torchrun that ends with the exit code of a rank: `python -m tp_transformers.commands.run.agent ARGUMENTS`.
 
-The arguments are torchrun's. Exit codes of the ranks that failed first are written to the folder `errors.FOLDER`.
+The arguments are torchrun's. With the folder `errors.FOLDER`, torchrun's messages about failed ranks are left out, and
+the exit codes of the ranks that failed first are written there.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 
-from .errors import keep_codes
+from .command import AGENT
+from .errors import FOLDER, keep_codes
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,13 +25,18 @@ def main(arguments: Sequence[str]) -> int:
         from torch.distributed.run import parse_args, run
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    logging.disable(logging.ERROR)
+    os.environ[AGENT], is_quiet = str(os.getpid()), FOLDER in os.environ
+    if is_quiet:
+        logging.disable(logging.ERROR)
     try:
         run(parse_args(list(arguments)))
     except SignalException as ended:
         return 128 + int(ended.sigval)
     except ChildFailedError as failed:
-        keep_codes({rank: failure.exitcode for rank, failure in failed.failures.items()})
+        if is_quiet:
+            keep_codes({rank: failure.exitcode for rank, failure in failed.failures.items()})
+        else:
+            traceback.print_exc()
         code = int(failed.get_first_failure()[1].exitcode)
         return code if code > 0 else 128 - code
     except KeyboardInterrupt:

@@ -6,11 +6,14 @@ import argparse
 import os
 
 from ...errors import UsageError
+from ...ranks.launch import end_with_parent
 from ..shares import add_shares, count_ranks, set_shares
 from .start import start
 
 NUMA = "TP_TRANSFORMERS_NUMA"
 """Environment variable of a rank; `auto` binds it to the cores of one NUMA node."""
+AGENT = "TP_TRANSFORMERS_AGENT"
+"""Environment variable of a rank: the process id of the torchrun that started the rank."""
 
 SUMMARY = "run a script, unedited, on N ranks of this machine, with the hook on"
 EXAMPLE = "tp-transformers run -n 2 generate.py --prompt 'The sky is'"
@@ -44,3 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     program = ["-m", "tp_transformers", arguments.script, *arguments.args]
     os.environ[NUMA] = arguments.numa
     return start(program, ranks=ranks, command="run", verbose=arguments.verbose)
+
+
+def end_with_torchrun() -> None:
+    """Let this process, if it is a rank of this command, end when torchrun does, even by SIGKILL."""
+    if agent := os.environ.pop(AGENT, None):  # the rank's own processes do not inherit the variable
+        end_with_parent(parent=int(agent))

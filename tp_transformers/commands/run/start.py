@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,25 +12,26 @@ from ...ranks.launch import torchrun
 from .errors import FOLDER, error_lines
 
 
-def start(program: Sequence[str], *, ranks: int, command: str, verbose: bool, hears_terminal: bool = True) -> int:
+def start(
+    program: Sequence[str], *, ranks: int, command: str, verbose: bool, ended_by: signal.Signals | None = None
+) -> int:
     """Run `program` on `ranks` processes, and print each error once on stderr; returns an exit code.
 
     Args:
         program: as `torchrun` takes it.
         command: the name of the command.
         verbose: whether torchrun and every rank print their messages and tracebacks.
-        hears_terminal: as `torchrun` takes it.
+        ended_by: as `torchrun` takes it.
     """
-    if verbose:
-        return torchrun(program, ranks=ranks, hears_terminal=hears_terminal)
     with tempfile.TemporaryDirectory(prefix="tp-errors-") as folder:
         code = torchrun(
             program,
             ranks=ranks,
             agent=f"{__package__}.agent",
-            environment={FOLDER: folder},
-            hears_terminal=hears_terminal,
+            environment={} if verbose else {FOLDER: folder},
+            ended_by=ended_by,
         )
-        if code:
-            print(*error_lines(Path(folder), command), sep="\n", file=sys.stderr)
+        if code and not verbose:
+            nothing_said = [f"tp-transformers {command}: torchrun ended with exit code {code}"]
+            print(*([*error_lines(Path(folder), command)] or nothing_said), sep="\n", file=sys.stderr)
     return code

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -61,11 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     for listener in bound(*address(arguments.options)):
         listener.close()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the ranks end as well
     program = ["-m", f"{__package__}.rank", *passed_on(arguments), "--", arguments.model, *arguments.options]
     arguments.log(f"{arguments.ranks} {'rank' if arguments.ranks == 1 else 'ranks'} of {arguments.model} are starting")
-    # Ctrl-C reaches only this process, which ends the ranks; otherwise each rank would print a traceback.
-    return start(program, ranks=arguments.ranks, command="serve", verbose=arguments.verbose, hears_terminal=False)
+    # On Ctrl-C, each rank would print a traceback.
+    return start(program, ranks=arguments.ranks, command="serve", verbose=arguments.verbose, ended_by=signal.SIGTERM)
 
 
 def address(options: Sequence[str]) -> tuple[str, int]:
