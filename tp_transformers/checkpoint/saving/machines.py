@@ -1,17 +1,21 @@
-"""Machines that do not see a save, since they do not share its folder."""
+"""Saves that all copies and machines wait for, and machines that do not see them, as they share no folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...logs import get_logger
-from ...ranks.environment import host_of, local_size, node_name
-from ...ranks.group import TensorParallelGroup
+from ...marks import untyped
+from ...ranks.environment import host_of, node_name
+from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 
 class Sight(NamedTuple):
@@ -50,14 +54,40 @@ def warn_of_lacking(folder: Path, sights: Sequence[Sight]) -> None:
         )
 
 
-def warn_of_copies(group: TensorParallelGroup) -> None:
-    """Warn once if other machines have copies of the model: those do not take part in a save of the first copy."""
-    ranks, local = 1 if group.mesh is None else group.mesh.size(), local_size()
-    if ranks > group.size and local is not None and ranks > local:
-        _warn_of_copies()
+def on_all_copies(
+    group: TensorParallelGroup, file: Path, save: Callable[[], object], *, writes: bool, by_first: bool = False
+) -> None:
+    """Run `save` on all copies, or on the first one, and return on all ranks when `file` is written.
+
+    Collective over all axes of the mesh. Warns of machines of other copies that do not see the file. Raises the error
+    of a copy on every rank; the ranks of that copy agree on one inside `save`.
+    """
+    if group.mesh is None or group.mesh.size() == group.size:
+        save()
+        return
+    failure: Exception | None = None
+    if group.is_first_replica or not by_first:
+        try:
+            save()
+        except Exception as error:
+            failure = error
+    report = next(filter(None, _of_copies(group, reported(failure))), None)
+    if failure is not None:
+        raise failure
+    if report is not None:
+        kind, text = report
+        raise agreed(kind(text))
+    sights = _of_copies(group, sight(file, writes=writes))
+    if group.writes:
+        warn_of_lacking(file.parent, sights)
 
 
-@cache
-def _warn_of_copies() -> None:
-    host = host_of(node_name())
-    logger.warning("saves are on %s; machines of other copies have them only if they share the folder", host)
+def _of_copies(group: TensorParallelGroup, value: T) -> list[T]:
+    """Gather the `value` of the ranks of all copies that hold the same shards as this rank."""
+    values = [value]
+    for axis in untyped(group.mesh).mesh_dim_names or ():  # one axis after another: no further group is needed
+        if axis != TP_AXIS:
+            mesh = DeviceMesh.from_group(untyped(group.mesh).get_group(axis), group.device.type)
+            gathered = TensorParallelGroup.of_mesh(mesh, group.device).gather(values)
+            values = [each for several in gathered for each in several]
+    return values

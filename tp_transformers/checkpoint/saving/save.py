@@ -35,7 +35,7 @@ from ..quantization.format import Format
 from ..quantization.packed import packed_weights
 from ..quantization.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
 from .folder import SaveFolder
-from .machines import sight, warn_of_copies, warn_of_lacking
+from .machines import on_all_copies, sight, warn_of_lacking
 from .manifest import MANIFEST_NAME, VARIANT
 from .writer import Writer, named, write_text
 
@@ -68,22 +68,26 @@ def save_pretrained(
     """
     _check_arguments(variant, unsupported)
     group, folder = GROUP.of(model), Path(save_directory)
-    # 1. Assign tensors to files: from shapes alone, so equal on all ranks.
-    contents = _Contents(model, max_shard_size, variant, save_original_format)
+    # Assign tensors to files: from shapes alone, so equal on all ranks.
+    contents, writes = _Contents(model, max_shard_size, variant, save_original_format), group.writes and is_main_process
+    on_all_copies(group, folder / CONFIG_NAME, partial(_save, model, folder, contents, group, writes), writes=writes)
+
+
+def _save(model: PreTrainedModel, folder: Path, contents: _Contents, group: TensorParallelGroup, writes: bool) -> None:
+    """Save from one copy, whose rank 0 writes if it `writes`. Collective over the ranks of the copy."""
     with ExitStack() as stack:
-        # 2. Write the file headers to a hidden folder that readers ignore.
+        # 1. Write the file headers to a hidden folder that readers ignore.
         with group.agree():
-            files = _Files(contents, folder, stack) if group.writes and is_main_process else None
+            files = _Files(contents, folder, stack) if writes else None
         warn_of_drift(group.gather(sample(model, group)), group.rank)
-        # 3. Write the weights, a few at a time: every rank sends its shards, rank 0 writes.
+        # 2. Write the weights, a few at a time: every rank sends its shards, rank 0 writes.
         for names in _convertible_groups(contents, group):
             _write_together(names, contents, files, group)
-        # 4. Write everything else. Once the last file is moved, the folder is this checkpoint.
+        # 3. Write everything else. Once the last file is moved, the folder is this checkpoint.
         group.together(lambda: files.finish(model) if files is not None else None)
-    sights = group.gather(sight(folder / CONFIG_NAME, writes=files is not None))
-    if files is not None:
+    sights = group.gather(sight(folder / CONFIG_NAME, writes=writes))
+    if writes:
         warn_of_lacking(folder, sights)
-        warn_of_copies(group)
 
 
 def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:

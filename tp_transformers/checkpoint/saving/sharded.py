@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...marks import untyped
 from ...ranks.environment import firsts_of, host_of, node_name
-from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
+from ...ranks.group import TensorParallelGroup
 from ...ranks.watching.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ..conversion.convert import identity
 from ..quantization.stored_shards import values_of
 from .folder import SaveFolder
-from .machines import sight, warn_of_lacking
+from .machines import on_all_copies
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .save import config_last, names_in, saved_state, write_configs
 from .sharded_checkpoint import ShardedCheckpoint
@@ -69,40 +68,9 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             "save_sharded does not write shards that FSDP has sharded again. Call model.save_pretrained(folder) on all "
             "ranks."
         )
+    save, manifest = partial(_save_or_undo, model, Path(folder), group), Path(folder, MANIFEST_NAME)
     with watched_ranks(group):
-        _by_first_copy(group, Path(folder), partial(_save_or_undo, model, Path(folder), group))
-
-
-def _by_first_copy(group: TensorParallelGroup, folder: Path, save: Callable[[], None]) -> None:
-    """Run `save` on the first replica and return on all ranks when it is done. Collective over all axes of the mesh.
-
-    Warns of machines of other replicas that do not see the manifest. Raises the error of the first replica on every
-    rank; the ranks of that replica agree on one inside `save`.
-    """
-    if group.mesh is None or group.mesh.size() == group.size:
-        save()
-        return
-    failure: Exception | None = None
-    if group.is_first_replica:
-        try:
-            save()
-        except Exception as error:
-            failure = error
-    report, sights = reported(failure), [sight(folder / MANIFEST_NAME, writes=group.is_first_replica)]
-    # Gather along one mesh axis after another: no further process group is needed.
-    for axis in group.mesh.mesh_dim_names or ():
-        if axis != TP_AXIS:
-            mesh = DeviceMesh.from_group(group.mesh.get_group(axis), group.device.type)
-            found = TensorParallelGroup.of_mesh(mesh, group.device).gather((report, sights))
-            report = next((report for report, _ in found if report is not None), None)
-            sights = [each for _, several in found for each in several]
-    if failure is not None:
-        raise failure
-    if report is not None:
-        kind, text = report
-        raise agreed(kind(text))
-    if group.writes:
-        warn_of_lacking(folder, sights)
+        on_all_copies(group, manifest, save, writes=group.is_first_replica, by_first=True)
 
 
 def _save_or_undo(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:

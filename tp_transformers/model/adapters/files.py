@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...checkpoint.saving.folder import SaveFolder
+from ...checkpoint.saving.machines import on_all_copies
 from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather
 from ...checkpoint.saving.writer import Writer, named
@@ -45,10 +46,15 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     embeddings = {key: options[key] for key in ("save_embedding_layers",) if key in options}
     wanted = {id(value) for name in names for value in _adapter(peft_model, state, name, **embeddings).values()}
     full = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}
-    with group.agree():
-        if group.writes:
-            with _complete(Path(options["save_directory"])):
-                save(peft_model, **{"state_dict": full, **options})
+    folder = Path(options["save_directory"])
+
+    def write() -> None:
+        with group.agree():
+            if group.writes:
+                with _complete(folder):
+                    save(peft_model, **{"state_dict": full, **options})
+
+    on_all_copies(group, folder, write, writes=group.writes)
 
 
 @contextmanager
@@ -83,20 +89,28 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     (name,) = next(module for module in model.modules() if isinstance(module, BaseTunerLayer)).active_adapters
     adapter = _adapter(model, model.state_dict(keep_vars=True), name)
     full = {f"base_model.model.{key}": gather(value, group) for key, value in adapter.items()}
-    with group.agree():
-        if group.writes:
-            tensors = {key: value.detach() for key, value in full.items() if value is not None}
-            config = copy.copy(model.peft_config[name])
-            config.inference_mode = True
-            with SaveFolder(folder) as place:
-                with closing(Writer(place.staging / ADAPTER_FILE, tensors)) as writer:
-                    for key, value in tensors.items():
-                        writer.write(key, value)
-                    writer.finish()
-                with named(folder, "folder"):
-                    config.save_pretrained(str(place.staging))
-                    other_files = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
-                place.put([*other_files, ADAPTER_FILE])
+    tensors = {key: value.detach() for key, value in full.items() if value is not None}
+    config = copy.copy(model.peft_config[name])
+    config.inference_mode = True
+
+    def write() -> None:
+        with group.agree():
+            if group.writes:
+                _write_adapter(config, tensors, folder)
+
+    on_all_copies(group, folder / ADAPTER_FILE, write, writes=group.writes)
+
+
+def _write_adapter(config: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    with SaveFolder(folder) as place:
+        with closing(Writer(place.staging / ADAPTER_FILE, tensors)) as writer:
+            for key, value in tensors.items():
+                writer.write(key, value)
+            writer.finish()
+        with named(folder, "folder"):
+            config.save_pretrained(str(place.staging))
+            other_files = sorted({path.name for path in place.staging.iterdir()} - {ADAPTER_FILE})
+        place.put([*other_files, ADAPTER_FILE])
 
 
 def load_adapter(
