@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..errors import UnsupportedError
+from ..marks import Mark, untyped
 from ..ranks import direct
+from ..ranks.group import GROUP
 from ..strategies import batch_sharded, finish_gradient, local_tensor
 from ..torch_api import engine, tree_leaves
 
@@ -19,6 +22,9 @@ BUCKET = 32 << 20
 """Bytes of gradients in one all-reduce."""
 TRAVELLING = 4
 """Maximum number of buckets in flight, which bounds their memory."""
+
+_HOOKED: Mark[int] = Mark("tp_averaged")
+"""On a parameter: the id of the `Average` whose hooks it has. A cast of the model drops both."""
 
 T = TypeVar("T", bound=Tensor)
 
@@ -30,7 +36,10 @@ def outside(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Average:
-    """Average the gradients of a model over its copies, in every backward from its outputs.
+    """Average the gradients of a model over its copies, in every backward that reaches a parameter of the model.
+
+    Hooks of the parameters start the average, whichever module or method computed the loss. Hooks of the outputs of
+    models start it earlier, so that a backward inside the backward (reentrant checkpoints) does not end it.
 
     Buckets of gradients are all-reduced during the backward, in the reverse order of the model's parameters, the same
     on all copies: a bucket is sent when its gradients are complete and all earlier buckets were sent (Li et al. 2020,
@@ -39,7 +48,7 @@ class Average:
     a parameter), so that experts without tokens on some copies cannot desynchronise them; then the rest is averaged.
 
     Averaging is idempotent, so gradients may accumulate over several backwards, and may arrive in several steps, as in
-    a module that is checkpointed twice.
+    a module that is checkpointed twice. Parameters that were added since the last forward take the first copy's values.
     """
 
     def __init__(
@@ -50,7 +59,9 @@ class Average:
         self.sharing = sharing
         """The ranks that share a copy, if they have different batches; else None."""
         self.enabled = True
-        self.is_queued = False
+        self._model: Callable[[], nn.Module | None] = _no_model
+        self._end: Callable[[], object] = _no_model
+        """Weak reference to the callback at the end of the backward; the engine drops it with a backward that fails."""
         self._buckets: list[list[nn.Parameter]] = []
         self._next = 0
         """Number of buckets sent in this backward."""
@@ -63,32 +74,74 @@ class Average:
         """Parameters with a gradient that arrived after their bucket was sent."""
         self._means: dict[nn.Parameter, Tensor] = {}
         """Mean gradients of parameters without a gradient on this copy."""
-        self._hooked = WeakTensorKeyDictionary()
-        """Parameters with gradient hooks: all that were in a bucket."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Average:
-        return Average(self.process_group, self.sharing, self.reduce_dtype)
+        copied = Average(self.process_group, self.sharing, self.reduce_dtype)
+        model = memo.get(id(self._model()))
+        copied._model = _no_model if model is None else weakref.ref(model)
+        return copied
+
+    def follow(self, model: nn.Module) -> None:
+        """Average the gradients of `model` from now on."""
+        self._model = weakref.ref(model)
+        for module in model.modules():
+            if GROUP.name in module.__dict__:
+                module.register_forward_pre_hook(self._welcome)
+                module.register_forward_hook(self._watch)
+        self._hook(model)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Set whether a backward averages gradients, including those accumulated before without averaging."""
         self.enabled = requires_gradient_sync
 
-    def watch(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _hook(self, model: nn.Module) -> list[nn.Parameter]:
+        """Register the hooks of the model's parameters that have none; return these parameters."""
+        params = [param for param in model.parameters() if param.requires_grad and param.is_leaf]
+        new = [param for param in params if _HOOKED.find(param) != id(self)]
+        for param in new:
+            _HOOKED.put(param, id(self))
+            param.register_hook(partial(self._before, param))
+            param.register_post_accumulate_grad_hook(self._after)
+        return new
+
+    def _welcome(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook: give parameters that were added the first copy's values, and hooks."""
+        model = self._model()
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or model is None:
+            return
+        new = [param for param in self._hook(model) if isinstance(param, nn.Parameter)]
+        if new and self.sharing is not None:
+            alone = set(outside(model))
+            broadcast((param for param in new if param in alone), self.sharing)
+        broadcast(new, self.process_group)
+
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: register hooks on the outputs that start averaging when a backward begins."""
-        self.is_queued = False  # a failed backward has not reset it
         if not torch.is_grad_enabled():
             return
 
         def on_backward(grad: Tensor) -> None:
-            if self.enabled and not self.is_queued:
-                self.is_queued, self._next = True, 0
-                for container in (self._sent, self._in_flight, self._arrived, self._late, self._means):
-                    container.clear()
-                engine.queue_callback(partial(self._finish, module))
+            self._begin()
 
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(on_backward)
+
+    @property
+    def is_queued(self) -> bool:
+        """True from the begin of a backward that averages gradients to the end of that backward."""
+        return self._end() is not None
+
+    def _begin(self) -> None:
+        """Average the gradients of the backward that is running, if that has not begun."""
+        if not self.enabled or self.is_queued:
+            return
+        self._next = 0
+        for container in (self._sent, self._in_flight, self._arrived, self._late, self._means):
+            container.clear()
+        end = partial(self._finish)
+        self._end = weakref.ref(end)
+        engine.queue_callback(end)
 
     def _before(self, param: nn.Parameter, grad: Tensor) -> None:
         """Before a gradient is accumulated: if its bucket was sent, receive the mean first."""
@@ -99,11 +152,18 @@ class Average:
 
     def _after(self, param: Tensor) -> None:
         """After a gradient was accumulated: send complete buckets."""
-        if not self.is_queued:
+        if not self.enabled:
             return
-        assert isinstance(param, nn.Parameter)
+        self._begin()
+        if len(untyped(param)._post_accumulate_grad_hooks) > 1:
+            raise UnsupportedError(
+                'register_post_accumulate_grad_hook under data_parallel(mode="replicate")',
+                got="a hook of a parameter, which would see the gradient of one copy",
+                expected="code that reads the mean over the copies",
+                fix='Read `param.grad` after the backward, or pass mode="shard".',
+            )
         finish_gradient(param)
-        self._arrived.add(param)
+        self._arrived.add(untyped(param))
         while self._next < len(self._buckets) and self._arrived.issuperset(self._buckets[self._next]):
             self._send()
 
@@ -135,9 +195,18 @@ class Average:
                 local_tensor(param.grad).copy_(mean.view(local_tensor(param.grad).shape))
 
     @torch.no_grad()
-    def _finish(self, module: nn.Module) -> None:
+    def _finish(self) -> None:
         """At the end of a backward: average all remaining gradients that exist on any copy."""
-        self.is_queued = False
+        self._end, module = _no_model, self._model()
+        if module is None:
+            return
+        if not self._arrived.issubset(module.parameters()):
+            raise UnsupportedError(
+                'a backward under data_parallel(mode="replicate")',
+                got="gradients of tensors that stood in for parameters of the model, as in torch.func.functional_call",
+                expected="gradients of the parameters of the model, which are averaged over the copies",
+                fix="Compute these tensors from the parameters, or take torch.autograd.grad and average that yourself.",
+            )
         while self._next < len(self._buckets):
             self._send()
         while self._in_flight:
@@ -166,11 +235,25 @@ class Average:
             _average(group_params, process_groups, self.reduce_dtype)
         bucketed = [param for param in reversed(with_grad) if param not in alone]
         self._buckets = list(_buckets(bucketed))
-        for param in bucketed:
-            if param not in self._hooked:
-                self._hooked[param] = True
-                param.register_hook(partial(self._before, param))
-                param.register_post_accumulate_grad_hook(self._after)
+
+
+def _no_model() -> None:
+    """Stand in for a weak reference to nothing."""
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
+    """Broadcast `tensors` from the group's first rank."""
+    for tensor in tensors:
+        local = local_tensor(tensor)
+        for dim, stride in enumerate(local.stride()):
+            if stride == 0:  # expanded: one value, read several times
+                local = local.narrow(dim, 0, min(1, local.shape[dim]))
+        sent = local.contiguous()
+        is_short = sent.ndim and sent.element_size() == 1  # float8 and bool, which some backends cannot send
+        direct.broadcast(sent.view(torch.uint8) if is_short else sent, process_group, 0)
+        if sent is not local:
+            local.copy_(sent)
 
 
 def _average(

@@ -6,25 +6,21 @@ Both modes use this rank's tensors, DTensor or plain, whatever the plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..checkpoint.quantization.packed import check_not_packed
 from ..errors import MeshError, UnsupportedError, describe
 from ..marks import untyped
+from ..model.adapters.prompts import PROMPTED
 from ..model.failures import watch_copies
-from ..ranks import direct
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
 from ..ranks.shared_memory.joining import share
-from ..strategies import batch_sharded, local_tensor
-from .averaging import Average, outside
+from ..strategies import batch_sharded
+from .averaging import Average, broadcast, outside
 from .fsdp import both_axes, shard_copies
 
 
@@ -79,8 +75,8 @@ def data_parallel(
     copies = _join_copies(model, group, mesh, axis, mode, options)
     process_group = mesh[axis].get_group()
     if any(batch_sharded(model)):
-        _broadcast((*outside(model), *model.buffers()), group.process_group)
-    _broadcast((*model.parameters(), *model.buffers()), process_group)
+        broadcast((*outside(model), *model.buffers()), group.process_group)
+    broadcast((*model.parameters(), *model.buffers()), process_group)
     copy = dataclasses.replace(group, copies=ranks_of(mesh, axis), mesh=both_axes(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
@@ -91,7 +87,7 @@ def data_parallel(
     else:
         sharing = group.process_group if any(batch_sharded(model)) else None
         average = Average(process_group, sharing, group.reduce_dtype)
-        model.register_forward_hook(average.watch)
+        average.follow(model)
         untyped(model).set_requires_gradient_sync = average.set_requires_gradient_sync
     return model
 
@@ -112,21 +108,6 @@ def _join_copies(
         if fault is not None:
             raise UnsupportedError(fault)
     return copies
-
-
-@torch.no_grad()
-def _broadcast(tensors: Iterable[Tensor], process_group: dist.ProcessGroup | None) -> None:
-    """Broadcast `tensors` from the group's first rank."""
-    for tensor in tensors:
-        local = local_tensor(tensor)
-        for dim, stride in enumerate(local.stride()):
-            if stride == 0:  # expanded: one value, read several times
-                local = local.narrow(dim, 0, min(1, local.shape[dim]))
-        sent = local.contiguous()
-        is_short = sent.ndim and sent.element_size() == 1  # float8 and bool, which some backends cannot send
-        direct.broadcast(sent.view(torch.uint8) if is_short else sent, process_group, 0)
-        if sent is not local:
-            local.copy_(sent)
 
 
 def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
@@ -165,6 +146,13 @@ def _fault(model: PreTrainedModel, mode: str, options: dict[str, Any]) -> str | 
         )
     if hasattr(model, "set_requires_gradient_sync"):
         return "data_parallel: the model is data-parallel already"
+    if PROMPTED.name in model.__dict__:
+        return describe(
+            "data_parallel",
+            got="a model whose prompts are parameters of the PeftModel around the model",
+            expected="a model with all parameters that are trained",
+            fix="Call tp_transformers.data_parallel(peft_model, mesh).",
+        )
     if mode == "shard" and model.tp_resolution.keeps_order:
         got, fix = 'mode="shard" of a model with tp_invariant', 'Pass mode="replicate".'
         return describe("data_parallel", got=got, expected="gradients in the order of one process", fix=fix)

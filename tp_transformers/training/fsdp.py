@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..anatomy.layers import layers_of
+from ..marks import untyped
 from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
 from ..strategies.parameters.tensors import ShardTensor
@@ -50,6 +52,56 @@ def shard_copies(
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in shards:
             SHARD.put(param, shards[name])
+    _open_units(model)
+
+
+def _open_units(model: nn.Module) -> None:
+    """Let every module inside an FSDP unit gather the unit's parameters when the module is called by itself."""
+    root = untyped(model)._get_fsdp_state()
+
+    def visit(module: nn.Module, unit: _Unit) -> None:
+        for child in module.children():
+            if isinstance(child, FSDPModule):
+                child.register_forward_pre_hook(unit.begin, prepend=True)
+                visit(child, _Unit(root, child._get_fsdp_state()))
+            elif next(child.parameters(), None) is not None:
+                child.register_forward_pre_hook(unit.enter, prepend=True, with_kwargs=True)
+                child.register_forward_hook(unit.leave, always_call=True)
+                visit(child, unit)
+
+    visit(model, _Unit(root, root))
+
+
+class _Unit:
+    """An FSDP unit, gathered by calls of its inner modules too: `get_decoder()(ids)`, `lm_head(states)`."""
+
+    def __init__(self, root: Any, state: Any) -> None:
+        self.root, self.state = root, state
+        self.entered: nn.Module | None = None
+        """The inner module whose call has gathered the unit."""
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook of another unit in this one: make `model` the root, whichever unit is called first."""
+        self.root._lazy_init()
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Forward pre-hook of an inner module: gather the unit, unless a forward or a recomputation has done so."""
+        if torch.compiler.is_compiling() or self.state._training_state.name == "FORWARD":
+            return None
+        self.root._lazy_init()
+        inputs = self.state._pre_forward(module, args, kwargs)
+        self.entered = module if self.state._training_state.name == "FORWARD" else None
+        return inputs
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook of an inner module, also after an error: free what `enter` gathered.
+
+        A backward gathers the unit again before it reaches an output that a user's hook may have stored.
+        """
+        if self.entered is not module:
+            return self.state._register_pre_backward_hook(output) if len(module._forward_hooks) > 1 else None
+        self.entered = None
+        return self.state._post_forward(module, args, output)
 
 
 def _tied(modules: Iterable[nn.Module]) -> Iterable[list[nn.Module]]:

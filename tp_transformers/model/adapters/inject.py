@@ -36,6 +36,7 @@ from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import get_prompt, set_up_prompts
 from .shard import (
+    check_no_copies,
     check_no_order,
     check_rotations,
     full_adapters,
@@ -92,13 +93,7 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
     assert group is not None
     with group.agree():
         check_no_order(model)
-        if hasattr(model, "set_requires_gradient_sync"):
-            raise UnsupportedError(
-                "peft on a model with data-parallel copies",
-                got="adapters that come after the copies",
-                expected="adapters before them",
-                fix="Load with device_mesh, add the adapter, then call tp_transformers.data_parallel(model, mesh).",
-            )
+        check_no_copies(model)
         if getattr(type(tuner), "tuner_layer_cls", None) is None:
             raise unsupported("PeftMixedModel", "adapters of several types in one model")
         _check_config(tuner._prepare_adapter_config(copy.deepcopy(config), tuner.get_model_config(model)), model)

@@ -12,15 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ...marks import untyped
+from ...marks import Mark, untyped
 from ...plans.attention_heads import AttentionHeads
 from ...ranks import direct
 from ...ranks.collectives import copy_to_region
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...slices.layout import Layout
 from ...strategies import take
-from .shard import check_no_order, unsupported
+from .shard import check_no_copies, check_no_order, unsupported
 
+PROMPTED: Mark[bool] = Mark("tp_prompted")
+"""True on a model with prompts, which are parameters of the PeftModel around the model."""
 KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 """Types of prompts that enter a model in place of embeddings, or as its cache."""
 
@@ -30,12 +32,14 @@ def set_up_prompts(peft_model: Any, adapter_name: str) -> None:
     group, config = GROUP.of(peft_model.base_model), peft_model.peft_config[adapter_name]
     with group.agree():
         check_no_order(peft_model.base_model)
+        check_no_copies(peft_model.base_model)
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind not in KINDS:
             raise unsupported("peft", f"adapters of the type {kind}")
         if kind == "PREFIX_TUNING" and peft_model.base_model.config.is_encoder_decoder:
             raise unsupported("peft", "prefixes of an encoder and a decoder")
         type(peft_model)._setup_prompt_encoder(peft_model, adapter_name)
+    PROMPTED.put(peft_model.base_model, True)
     for param in peft_model.prompt_encoder[adapter_name].parameters():
         direct.broadcast(param.data, group.process_group, 0)
 

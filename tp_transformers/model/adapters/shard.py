@@ -265,6 +265,17 @@ def check_no_order(model: Any) -> None:
         )
 
 
+def check_no_copies(model: Any) -> None:
+    """Raise UnsupportedError for a data-parallel model: its copies would not have the same adapters."""
+    if hasattr(model, "set_requires_gradient_sync"):
+        raise UnsupportedError(
+            "peft on a model with data-parallel copies",
+            got="adapters that come after the copies",
+            expected="adapters before them",
+            fix="Load with device_mesh, add the adapter, then call tp_transformers.data_parallel(peft_model, mesh).",
+        )
+
+
 @contextmanager
 def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None) -> Iterator[None]:
     """Give LoRA layers PEFT's own class and full adapters in the block; then shard their matrices again. Collective.
