@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy.linears import features
 from ...checkpoint.quantization.packed import check_not_packed
-from ...errors import MeshError, UnsupportedError
+from ...errors import MeshError
 from ...marks import untyped
 from ...patches import Patch
 from ...ranks import direct
@@ -63,7 +63,7 @@ def _joined(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
     replaced: dict[str, Callable[..., Any]] = {}
     if name == "model" and _group(inner) is not None and hasattr(outer, "inject_adapter"):
         replaced = _TUNER
-    elif name == "base_model" and (_group(inner) or _group(getattr(inner, "model", None))) is not None:
+    elif name == "base_model" and _group(inner) is not None:
         replaced = _PEFT_MODEL
     for method, replacement in replaced.items():
         if hasattr(type(outer), method):
@@ -78,8 +78,10 @@ WATCH_ADAPTERS = Patch(
 """Makes PEFT objects around a tensor-parallel model handle its shards."""
 
 
-def _group(model: object) -> TensorParallelGroup | None:
-    """The group of a tensor-parallel model; None for any other, and for a model without a mesh."""
+def _group(model: Any) -> TensorParallelGroup | None:
+    """The group of a tensor-parallel model, or of the model in a PeftModel; None for others and without a mesh."""
+    while model is not None and type(model).__module__.startswith("peft."):
+        model = next((model._modules[name] for name in ("base_model", "model") if name in model._modules), None)
     group = getattr(model, "__dict__", {}).get("tp_group")
     return group if isinstance(group, TensorParallelGroup) and group.device_mesh is not None else None
 
