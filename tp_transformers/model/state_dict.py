@@ -32,7 +32,7 @@ from ..strategies import (
     shard_of,
     unsharded_like,
 )
-from ..strategies.parameters.sharded import full_values, is_sharded, laid_out, local_values
+from ..strategies.parameters.sharded import check_pickled, full_values, is_sharded, laid_out, local_values
 
 
 def keep_state(module: nn.Module) -> None:
@@ -81,6 +81,7 @@ def _load_own_shards(
         shard, value = shard_of(param), state.get(prefix + name)
         if param is None or shard is None or not isinstance(value, Tensor):
             continue
+        check_pickled(value, param, shard, prefix + name)
         local = _own_shard(value, shard, param)
         if local is None:
             kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import PushToHubMixin
 
@@ -174,6 +175,67 @@ def test_state_of_a_model_with_replicated_heads(pool: Any, cases: Any, tmp_path:
 @pytest.mark.slow
 def test_state_of_experts(pool: Any, mixtral: str, tmp_path: Path) -> None:
     pool.run(2, state, mixtral, str(tmp_path))
+
+
+# -- files of one rank
+
+
+def of_one_rank(folder: str, scratch: str) -> list[str]:
+    """What loads of rank 0's files say on this rank; loads of its own files are right."""
+
+    def saved(value: Any) -> tuple[Any, Any]:
+        """What torch.save of rank 0, and of this rank, gives back."""
+        rank = dist.get_rank()
+        torch.save(value, f"{scratch}/{rank}.pt")
+        dist.barrier()
+        files = [torch.load(f"{scratch}/{file}.pt", weights_only=True) for file in (0, rank)]
+        dist.barrier()
+        return files[0], files[1]
+
+    model = load(folder)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(PROMPTS, labels=PROMPTS).loss.backward()
+    optimizer.step()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    param = model.get_parameter(name)
+    weights, gradient = full_parameters(model), tp_transformers.full_tensor(param, param.grad)
+    moments = [tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg"]) for param in model.parameters()]
+    first, own = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "grad": param.grad})
+    tp_transformers.local_tensor(param).zero_()
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+    param.grad = copy.deepcopy(own["grad"])
+    assert different_tensors(full_parameters(model), weights) == []
+    loaded = [tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg"]) for param in model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(loaded, moments, strict=True))
+    assert torch.equal(tp_transformers.full_tensor(param, param.grad), gradient)
+
+    said = []
+    for assign in (False, True):
+        with pytest.raises(tp_transformers.CheckpointError) as told:
+            model.load_state_dict(first["model"], assign=assign)
+        said.append(str(told.value))
+    with pytest.raises(tp_transformers.CheckpointError) as told:
+        optimizer.load_state_dict(first["optimizer"])
+    said.append(str(told.value))
+    if dist.get_rank() and not isinstance(param, DTensor):  # for DTensors, torch's own assignment
+        values = {"data": first["model"][name], "grad": first["grad"]}
+        for attribute, value in values.items():
+            with pytest.raises(
+                tp_transformers.CheckpointError, match="got the shard of rank 0 of 2, expected the shard"
+            ):
+                setattr(param, attribute, value)
+    assert different_tensors(full_parameters(model), weights) == []
+    return said
+
+
+@pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
+def test_the_file_of_one_rank_is_refused_on_others(pool: Any, cases: Any, tmp_path: Path, heads: Any) -> None:
+    for said in pool.run(2, of_one_rank, cases(*heads, vocab_size=202).folder, str(tmp_path)):
+        assert len(said) == 3
+        for text in said:
+            assert "got the shard of rank 0 of 2, expected the shard of rank 1 of 2, or the full tensor" in text
+            assert "let every rank save and load a file of its own" in text
 
 
 # -- torch.distributed.checkpoint

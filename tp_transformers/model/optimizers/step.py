@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ...patches import MissingError, Patch, Undo, replace, replace_all
 from ...strategies import SHARD
+from ...strategies.parameters.sharded import check_pickled
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 
@@ -213,6 +214,19 @@ def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: 
         check_optimizer(optimizer)
 
 
+def _load_state_dict(original: Callable[..., Any], optimizer: Optimizer, state_dict: Any, *args: Any) -> Any:
+    """Reject states that another rank has pickled, on all ranks. Collective if parameters are shards."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    shards = {param: shard for param in params if (shard := SHARD.find(param)) is not None}
+    if shards:
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        with next(iter(shards.values())).group.agree():
+            for param, name in zip(params, names, strict=False):  # torch compares their numbers
+                for key, value in state_dict["state"].get(name, {}).items() if param in shards else ():
+                    check_pickled(value, param, shards[param], f"an optimizer, {key} of parameter {name}")
+    return original(optimizer, state_dict, *args)
+
+
 def _install() -> Undo:
     """Make the steps of all optimizers go through `_on_stand_ins`, also for classes that already have instances.
 
@@ -231,7 +245,11 @@ def _install() -> Undo:
             cell = step.__closure__[hooked.co_freevars.index("func")]
             cells[id(cell)] = cell, cell.cell_contents
     unhook = replace_all(
-        [(Optimizer, "profile_hook_step", _hook_step), (Optimizer, "add_param_group", _add_param_group)]
+        [
+            (Optimizer, "profile_hook_step", _hook_step),
+            (Optimizer, "add_param_group", _add_param_group),
+            (Optimizer, "load_state_dict", _load_state_dict),
+        ]
     )
     for cell, step in cells.values():
         cell.cell_contents = _on_stand_ins(step)

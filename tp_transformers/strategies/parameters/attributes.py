@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ...torch_api import as_torch
 from .functions import SHAPES, name_of
-from .sharded import assign, is_sharded, know, local_values
+from .sharded import PICKLED, assign, check_pickled, is_sharded, know, local_values, position
 
 
 def _shape(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,6 +28,7 @@ def _get(func: Any, tensor: Any) -> Any:
 def _set_grad(func: Any, tensor: Any, grad: Any) -> None:
     shard = tensor.tp_shard
     if isinstance(grad, Tensor) and not isinstance(grad, DTensor) and not is_sharded(grad):
+        check_pickled(grad, tensor, shard, "a gradient")
         is_full = tuple(grad.shape) == tuple(shard.shape)
         grad = know(shard.own(grad).clone() if is_full else grad, tensor)
     with as_torch():
@@ -47,12 +48,13 @@ def _copy_deeply(func: Any, tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce(func: Any, tensor: Any, *args: Any) -> Any:
-    """Pickle as a DTensor, or as an ordinary tensor of this rank's shard, for `torch.save` of a state dict."""
+    """Pickle as a DTensor, or as an ordinary tensor, of this rank's shard, with the shard's position."""
     with as_torch():
         if isinstance(tensor, DTensor):
             plain: Any = DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False)
         else:
             plain = tensor.detach()
+    PICKLED.put(plain, position(tensor.tp_shard))
     return plain.__reduce_ex__(*args)
 
 

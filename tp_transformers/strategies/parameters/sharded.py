@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...errors import UnsupportedError
-from ...marks import untyped
+from ...errors import CheckpointError, UnsupportedError
+from ...marks import Mark, untyped
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...torch_api import as_torch
@@ -34,6 +34,10 @@ class Shard(Protocol):
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Range of indices of dim 0 of this rank's shard that FSDP leaves on this rank."""
 
     def full(self, local: Tensor) -> Tensor:
         """Gather the full tensor on every rank."""
@@ -191,12 +195,48 @@ def write(tensor: Any, full: Tensor) -> None:
             tensor.copy_(local)
 
 
+PICKLED: Mark[dict[str, Any]] = Mark("tp_pickled")
+"""On a shard that was pickled, the rank that held it and its indices in the full tensor; `torch.load` restores it."""
+
+
+def position(shard: Shard) -> dict[str, Any]:
+    """The rank and indices of a shard, in the types that `torch.load(weights_only=True)` allows."""
+    layout, rank = shard.layout, shard.group.rank
+    indices = None if layout is None else (layout.dim, layout.split.ranges[rank])
+    return {"rank": rank, "size": shard.group.size, "indices": (tuple(shard.shape), indices, tuple(shard.rows))}
+
+
+def check_pickled(value: Any, param: Any, shard: Shard, name: str) -> None:
+    """Raise CheckpointError if `value`, for the `shard` that `param` is, was pickled by a rank with another shard."""
+    pickled = PICKLED.find(value)
+    if pickled is None:
+        if not (isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements == param.placements):
+            return
+        theirs, ours = (
+            {"rank": mesh.get_coordinate(), "size": tuple(mesh.shape), "indices": None}
+            for mesh in (value.device_mesh, param.device_mesh)
+        )
+        is_own = theirs == ours
+    else:
+        theirs, ours = pickled, position(shard)
+        is_own = theirs["indices"] == ours["indices"]
+    if not is_own:
+        raise CheckpointError(
+            f"state of {name}",
+            got=f"the shard of rank {theirs['rank']} of {theirs['size']}",
+            expected=f"the shard of rank {ours['rank']} of {ours['size']}, or the full tensor",
+            fix="torch.save writes the state of one rank: let every rank save and load a file of its own, or save by "
+            "save_pretrained and torch.distributed.checkpoint.",
+        )
+
+
 def assign(tensor: Any, value: Tensor) -> None:
     """Replace the data of a shard: `value` is a full tensor or this rank's shard; a full tensor is sliced to a copy.
 
     Raises UnsupportedError for another shape and, if `tensor` is a DTensor, for another dtype.
     """
     shard = tensor.tp_shard
+    check_pickled(value, tensor, shard, "a parameter")
     if is_sharded(value) and value.tp_shard.layout == shard.layout:
         local = local_values(value).detach()
     else:
