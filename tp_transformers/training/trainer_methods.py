@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,8 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
             expected="copies whose gradients are averaged",
             fix="Call tp_transformers.data_parallel(model, mesh) first.",
         )
+    if sharing > 1:
+        _check_batches(kwargs["dataloader_config"], copies)
     parallelism = _Parallelism(tp_size=sharing, dp_shard_size=copies)
     with _distributed_config(model, copies):
         arguments = original(self, **kwargs)
@@ -72,6 +75,43 @@ def log(original: Any, self: Any, logs: dict[str, float], *args: Any, **kwargs: 
     """See `transformers.Trainer`; adds the balance of experts that an `ExpertLoad` counts."""
     load = EXPERT_LOAD.find(self.model) if "loss" in logs else None
     original(self, logs if load is None else {**logs, **load.log()}, *args, **kwargs)
+
+
+def _get_dataloader(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `transformers.Trainer`; ranks of one copy take the same batches, and seed their workers alike."""
+    with _copies_for_ranks(self):
+        return original(self, *args, **kwargs)
+
+
+def _get_num_items_in_batch(original: Any, self: Any, batch_samples: list[Any], device: Any) -> Any:
+    """See `transformers.Trainer`, which divides by the ranks with one batch, also if it has not added them up."""
+    if is_tensor_parallel(self.model) and not self.args.average_tokens_across_devices:
+        batch_samples = batch_samples * _ranks_with_one_batch(self.model)
+    return original(self, batch_samples, device)
+
+
+def _track_num_input_tokens(original: Any, self: Any, inputs: Any) -> None:
+    """See `transformers.Trainer`; tokens are counted once a copy."""
+    with _counted_once(self, "num_input_tokens_seen"):
+        original(self, inputs)
+
+
+def store_flos(original: Any, self: Any) -> None:
+    """See `transformers.Trainer`; operations of the full model are counted once a copy."""
+    with _counted_once(self, "total_flos"):
+        original(self)
+
+
+def evaluate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `transformers.Trainer`; a step per second is one of all copies."""
+    with _steps_of_copies(self):
+        return original(self, *args, **kwargs)
+
+
+def predict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """See `transformers.Trainer`; a step per second is one of all copies."""
+    with _steps_of_copies(self):
+        return original(self, *args, **kwargs)
 
 
 def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,6 +184,12 @@ _CHANGES = (
     create_accelerator_and_postprocess,
     get_tp_size,
     log,
+    _get_dataloader,
+    _get_num_items_in_batch,
+    _track_num_input_tokens,
+    store_flos,
+    evaluate,
+    predict,
     evaluation_loop,
     prediction_step,
     compute_loss,
@@ -163,6 +209,70 @@ def change_methods() -> Undo:
 def _ranks_with_one_batch(model: Any) -> int:
     """Number of consecutive ranks to which Trainer gives the same batch."""
     return 1 if any(batch_sharded(model)) else model.tp_size  # type: ignore[no-any-return]
+
+
+def _check_batches(config: Any, copies: int) -> None:
+    """Let every rank read its batches where accelerate would slice those of rank 0 over ranks, not over copies."""
+    if config.dispatch_batches:
+        raise UnsupportedError(
+            "accelerator_config of TrainingArguments",
+            got="dispatch_batches=True with a tensor-parallel model",
+            expected="batches that each rank reads",
+            fix="Leave it out: accelerate would divide the length of an epoch by the ranks.",
+        )
+    if copies > 1 or config.split_batches:
+        config.dispatch_batches = False
+
+
+class _Copies:
+    """accelerate's state of this process, with the copies of a model in place of ranks."""
+
+    def __init__(self, state: Any, ranks: int) -> None:
+        self._state = state
+        self.num_processes = state.num_processes // ranks
+        self.process_index = state.process_index // ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("_state"), name)  # it has none yet while it is copied
+
+
+@contextmanager
+def _copies_for_ranks(trainer: Any) -> Iterator[None]:
+    """Context in which `args.world_size` is the number of copies, and `args.process_index` the index of this one."""
+    args, state = trainer.args, trainer.args.distributed_state
+    if state is not None and is_tensor_parallel(trainer.model):
+        args.distributed_state = _Copies(state, _ranks_with_one_batch(trainer.model))
+    try:
+        yield
+    finally:
+        args.distributed_state = state
+
+
+@contextmanager
+def _steps_of_copies(trainer: Any) -> Iterator[None]:
+    """Context in which Trainer divides the samples of an evaluation by the batch of all copies, not of all ranks."""
+
+    def metrics(original: Any, *args: Any, num_samples: Any = None, num_steps: Any = None, **kwargs: Any) -> Any:
+        if num_steps is not None and is_tensor_parallel(trainer.model):
+            copies = trainer.args.world_size // _ranks_with_one_batch(trainer.model)
+            num_steps = math.ceil(num_samples / (trainer.args.eval_batch_size * copies))
+        return original(*args, num_samples=num_samples, num_steps=num_steps, **kwargs)
+
+    undo = replace(sys.modules[transformers.Trainer.__module__], "speed_metrics", metrics)
+    try:
+        yield
+    finally:
+        undo()
+
+
+@contextmanager
+def _counted_once(trainer: Any, name: str) -> Iterator[None]:
+    """Context after which a number of `trainer.state`, to which every rank has added, has it from each copy once."""
+    before = getattr(trainer.state, name)
+    yield
+    if is_tensor_parallel(trainer.model):
+        added = getattr(trainer.state, name) - before
+        setattr(trainer.state, name, before + added // _ranks_with_one_batch(trainer.model))
 
 
 def _check_forward(model: Any) -> None:

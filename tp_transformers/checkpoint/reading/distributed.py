@@ -10,8 +10,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from functools import reduce
-from operator import getitem
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -61,7 +59,10 @@ def load_distributed_checkpoint(state: dict[str, Any], folder: str | os.PathLike
     try:
         load(state, storage_reader=_Reader(os.fspath(folder)), planner=planner)
         for *path, key in planner.stateless:
-            del reduce(getitem, path, state)[key]
+            inner: Any = state
+            for name in path:
+                inner = inner[name]
+            del inner[key]
     except CheckpointException as error:
         for failure in dict(sorted(error.failures.items())).values():
             if isinstance(failure[0], CheckpointError):
