@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import MeshError, RemoteRankError, UnsupportedError
-from ..marks import Mark
+from ..marks import Mark, untyped
 from ..patches import Patch, nothing, replace
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -27,6 +27,7 @@ from ..ranks.sockets import store_of_ranks
 from ..ranks.watching.failure import FAILURE
 from ..ranks.watching.poller import POLLER
 from ..ranks.watching.watch import LIMIT, Watch, watched, watches
+from ..strategies import batch_sharded
 from ..strategies.shards.shard import SHARD
 from ..torch_api import DYNAMO, compiled_class
 
@@ -89,6 +90,9 @@ class WatchedModel:
         if watching is None:
             return call(*args, **kwargs)
         with watching:
+            # With a batch that is sharded, ranks have batches of their own.
+            if watching.compares_calls and not any(batch_sharded(untyped(self))):
+                watching.compare_calls(args, kwargs)
             output = call(*args, **kwargs)
         watching.owes_backward |= torch.is_grad_enabled()
         return output

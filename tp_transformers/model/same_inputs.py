@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import os
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..errors import MeshError, UnsupportedError
 from ..ranks.collectives import all_gather_number
 from ..ranks.group import GROUP, TensorParallelGroup, agreed
 from ..ranks.random_state import random_state
+from ..ranks.watching.place import named_inputs
 from ..strategies import batch_sharded
 from .generate import mark
 
@@ -43,8 +43,7 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
         raise UnsupportedError("check_inputs: with tp_batch_sharded, ranks are given batches of their own")
 
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = list(inspect.signature(module.forward).parameters)
-        inputs = {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
+        inputs = named_inputs(module, args, kwargs)
         if module.training:
             inputs["the random state"] = random_state(group.device)
         _compare(group, {name: mark(value) for name, value in inputs.items()})

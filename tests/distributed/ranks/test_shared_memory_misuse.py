@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
-from tp_transformers import RemoteRankError, renew_process_group
+from tp_transformers import MeshError, RemoteRankError, renew_process_group
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.collectives import reduce_scatter_from_region
 from tp_transformers.ranks.mesh import join
@@ -220,26 +220,23 @@ def test_a_signal_handler_may_not_call_a_collective_inside_of_another(pool: Pool
     assert "called by a signal handler inside of another one" in first
 
 
-def of_other_lengths() -> list[str]:
-    """Run on every rank: one tensor of two slots on rank 0, two of one slot on rank 1."""
+def of_other_lengths() -> tuple[str, float]:
+    """Run on every rank: a tensor of two slots on rank 0, of one slot on rank 1; then a sum."""
     group = join()
-    second = dist.new_group(timeout=timedelta(seconds=0.5))
-    share(second)
-    raised = []
-    for length in ([2 * SLOT], [SLOT, SLOT])[group.rank]:
-        try:
-            direct.all_reduce(torch.ones(length // 4), second)
-        except dist.DistBackendError as error:
-            raised.append(str(error))
-    dist.barrier()
-    return raised
+    try:
+        direct.all_reduce(torch.ones((2, 1)[group.rank] * SLOT // 4), group.process_group)
+    except MeshError as error:
+        raised = str(error)
+    x = torch.ones(SLOT // 2)
+    direct.all_reduce(x, group.process_group)
+    return raised, x.sum().item() / len(x)
 
 
 def test_pieces_of_a_long_tensor_are_not_taken_for_short_ones(pool: Pool) -> None:
-    first, second = pool.run(2, of_other_lengths)
-    assert "the timeout of the group" in first[0]
-    assert "the timeout of the group" in second[0]
-    assert len(second) == 2
+    for raised, mean in pool.run(2, of_other_lengths):
+        assert f"all_reduce of float32 ({SLOT // 2},)" in raised
+        assert f"all_reduce of float32 ({SLOT // 4},)" in raised
+        assert mean == 2
 
 
 def interrupted_everywhere(folder: str) -> tuple[str, bool]:

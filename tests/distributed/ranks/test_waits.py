@@ -110,9 +110,8 @@ def elsewhere(folder: str, target: str, name: str, other: str) -> tuple[str, flo
     wide(
         [
             ("save_pretrained", "barrier"),
-            ("generate", "save_pretrained"),
             ("generate", "barrier"),
-            ("forward", "save_sharded"),
+            ("forward", "barrier"),
         ],
         2,
     ),

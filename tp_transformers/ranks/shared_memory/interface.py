@@ -21,6 +21,9 @@ class Transport:
     collectives: int
     """Number of collectives that this rank has begun."""
 
+    notices = False
+    """True if ranks raise that have begun different collectives."""
+
     @property
     def ended(self) -> str:
         """The reason why no further collective is possible; "" if possible."""
@@ -28,6 +31,12 @@ class Transport:
 
     def end(self, why: str) -> None:
         """Let waiting and later collectives raise. May be called from any thread."""
+
+    def enter(self) -> None:
+        """Count collectives from here on: ranks whose counts differ in a later one raise. May be nested."""
+
+    def leave(self) -> None:
+        """End what `enter` began."""
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """Sum `x`, of any shape and dtype, over the ranks in place, or take the maximum."""

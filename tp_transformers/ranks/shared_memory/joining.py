@@ -74,8 +74,9 @@ def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:
     if why:
         return None, why
     timeout = group._get_backend(torch.device("cpu")).options._timeout
-    memory = SharedMemory(segment, timeout.total_seconds()) if segment is not None else None
-    if len(machines) == 1:
+    is_one = len(machines) == 1
+    memory = SharedMemory(segment, timeout.total_seconds(), is_complete=is_one) if segment is not None else None
+    if is_one:
         return memory, ""
     firsts = [ranks[0] for ranks in machines.values()]
     return SeveralMachines(

@@ -34,6 +34,16 @@ class SeveralMachines(Transport):
         if self.memory is not None:
             self.memory.end(why)
 
+    def enter(self) -> None:
+        """See `Transport`."""
+        if self.memory is not None:
+            self.memory.enter()
+
+    def leave(self) -> None:
+        """See `Transport`."""
+        if self.memory is not None:
+            self.memory.leave()
+
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """Sum `x` over the ranks in place, or take the maximum; bitwise equal on all ranks."""
         self.collectives += 1

@@ -19,8 +19,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import prod
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -28,8 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...errors import MeshError
+from ..agreement import agreed, out_of_step, this_collective
 from ..limits import visible_cores
 from .interface import MAX, SUM, Transport
+from .pieces import check_dtype, chunks, combine, starts_of
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment
 
 ONE_STEP = 1 << 18
@@ -43,10 +46,13 @@ NAP = 0.05
 _ALL_REDUCE, _MAXIMUM, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _BROADCAST, _MESSAGES = range(7)
 _BY_BACKEND = 1 << 62
 """Flag in the word of a collective: this rank calls the backend."""
+_PLACE, _PLACES = 56, 63
+"""First bit in the word, and largest value, of the collective's place in its call: from 1; 0 outside of calls."""
+_COLLECTIVE = (1 << _PLACE) - 1
+"""Bits of the word that are equal on all ranks: kind, dtype and a hash of the shape."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
 _NUMBERS = {dtype: number << 8 for number, dtype in enumerate(_DTYPES)}
 """Bits of each dtype in the word of a collective."""
-_SHORT = (torch.float16, torch.bfloat16)
 
 
 P = ParamSpec("P")
@@ -71,7 +77,9 @@ def _in_turn(
             begun, self._thread = self.collectives, thread
             try:
                 return collective(self, *args, **kwargs)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, _OutOfStepError):
+                    raise self._explained(collective.__name__, args) from None
                 if self.collectives != begun:
                     self._ended = self._ended or "an earlier one was broken off"
                 raise
@@ -84,14 +92,20 @@ def _in_turn(
 class SharedMemory(Transport):
     """Transport of a process group on one machine."""
 
-    def __init__(self, segment: Segment, timeout: float) -> None:
-        """The transport owns `segment`. `timeout`: seconds to wait for another rank."""
+    notices = True
+
+    def __init__(self, segment: Segment, timeout: float, *, is_complete: bool = True) -> None:
+        """The transport owns `segment`. `timeout`: seconds to wait for another rank.
+
+        `is_complete`: False for the ranks of one machine, if the group has others.
+        """
         self._segment, self._words = segment, segment.words
         self.rank, self.size, self.timeout = segment.rank, segment.size, timeout
         self._own = self.rank * WORDS
         self._others = [rank * WORDS for rank in range(self.size) if rank != self.rank]
         self._looks = MANY_LOOKS if self.size <= visible_cores() else FEW_LOOKS
-        self._count = self._turn = 0
+        self._is_complete = is_complete
+        self._count = self._turn = self._calls = self._entered = 0
         self._slots: dict[tuple[torch.Size, torch.dtype], list[list[Tensor]]] = {}
         self._lock, self._thread = threading.Lock(), 0
         self._ended = ""
@@ -107,19 +121,29 @@ class SharedMemory(Transport):
         """See `Transport`."""
         self._ended = why
 
+    def enter(self) -> None:
+        """See `Transport`."""
+        if not self._calls:
+            self._entered = self.collectives
+        self._calls += 1
+
+    def leave(self) -> None:
+        """See `Transport`."""
+        self._calls = max(0, self._calls - 1)
+
     @_in_turn
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
         x = x.detach() if x.requires_grad else x
         is_maximum = op is not SUM and op == MAX  # a comparison of ReduceOps takes 0.5 us
         kind, nbytes = _MAXIMUM if is_maximum else _ALL_REDUCE, x.nbytes
-        _check(kind, x.dtype)
-        word = nbytes << 16 | _NUMBERS[x.dtype] | kind
+        check_dtype(x.dtype, is_maximum=is_maximum)
+        word = _word(kind, x)
         if nbytes <= (SLOT if self.size == 2 else ONE_STEP):
             slots = self._write(x, word, by_backend)
             if slots is None:
                 return False
-            _combine(slots, x, is_maximum=is_maximum)
+            combine(slots, x, is_maximum=is_maximum)
             return True
         flat = x.reshape(-1)
         for chunk in flat.split(SLOT // x.itemsize):
@@ -128,7 +152,7 @@ class SharedMemory(Transport):
                 return False
             shares, results = [slot.tensor_split(self.size) for slot in slots], chunk.tensor_split(self.size)
             own = results[self.rank]
-            _combine([share[self.rank] for share in shares], own, is_maximum=is_maximum)
+            combine([share[self.rank] for share in shares], own, is_maximum=is_maximum)
             shares[self.rank][self.rank].copy_(own)
             self._step()
             for rank, result in enumerate(results):
@@ -141,8 +165,8 @@ class SharedMemory(Transport):
     @_in_turn
     def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
         """See `Transport`."""
-        word = x.nbytes << 16 | _NUMBERS[x.dtype] | _ALL_GATHER
-        for chunk, *out_chunks in _chunks(SLOT, x, *outs):
+        word = _word(_ALL_GATHER, x)
+        for chunk, *out_chunks in chunks(SLOT, x, *outs):
             slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
@@ -153,24 +177,24 @@ class SharedMemory(Transport):
     @_in_turn
     def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
-        _check(_ALL_REDUCE, x.dtype)
-        word = x.nbytes << 16 | _NUMBERS[x.dtype] | _REDUCE_SCATTER
+        check_dtype(x.dtype)
+        word = _word(_REDUCE_SCATTER, x)
         rows, out = x.view(self.size, -1), own.view(-1)
         length = SLOT // self.size // x.itemsize
         for chunk, summed in zip(rows.split(length, 1), out.split(length), strict=True):
             slots = self._write(chunk, word, by_backend)
             if slots is None:
                 return False
-            _combine([slot[self.rank] for slot in slots], summed)
+            combine([slot[self.rank] for slot in slots], summed)
         return True
 
     @_in_turn
     def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
         """See `Transport`."""
         x = x.detach() if x.requires_grad else x
-        word = x.nbytes << 16 | _NUMBERS[x.dtype] | _BROADCAST
+        word = _word(_BROADCAST, x)
         dense = x.contiguous()
-        for (chunk,) in _chunks(SLOT, dense):
+        for (chunk,) in chunks(SLOT, dense):
             slots = self._write(chunk, word, by_backend, writes=self.rank == source)
             if slots is None:
                 return False
@@ -188,17 +212,17 @@ class SharedMemory(Transport):
         width = prod(sent.shape[1:]) * sent.itemsize
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
-        starts, ends = _starts(counts, width), _starts(rows, width)
-        longest, offset = 1, 0
+        starts, ends = starts_of(counts, width), starts_of(rows, width)
+        longest, offset, word = 1, 0, _word(_ALL_TO_ALL, sent, rows=False)
         while offset < longest:
-            self._begin(_ALL_TO_ALL, by_backend, length=max(counts, default=0) * width)
+            self._begin(word, by_backend, length=max(counts, default=0) * width)
             if not by_backend:
                 own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
                 for rank in range(self.size):
                     chunk = sent_bytes[starts[rank] : starts[rank + 1]][offset : offset + room]
                     own[rank * room :][: len(chunk)] = chunk
             self._publish()
-            if not self._wait(_ALL_TO_ALL):
+            if not self._wait():
                 return False
             longest = max(self._lengths())
             for rank in range(self.size):
@@ -218,13 +242,14 @@ class SharedMemory(Transport):
             chunk, start = message[offset : offset + SLOT], segment.offset(self.rank, self._turn)
             segment.bytes[start : start + len(chunk)] = chunk
             self._publish()
-            self._wait(_MESSAGES)
+            self._wait()
             lengths = self._lengths()
             longest = max(lengths)
             for rank, length in enumerate(lengths):
                 start = segment.offset(rank, self._turn)
                 received[rank] += segment.bytes[start : start + min(max(length - offset, 0), SLOT)]
             offset += SLOT
+        self._entered = self.collectives  # a rank that failed has made fewer until a vote
         return [bytes(data) for data in received]
 
     # One step: begin, write, publish, wait.
@@ -232,12 +257,12 @@ class SharedMemory(Transport):
     def _write(self, x: Tensor, word: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
         """Write `x`, wait, and return all ranks' slots as tensors like `x`; None if a rank calls the backend.
 
-        `word`: byte count, dtype and kind of the collective, equal on all ranks.
+        `word`: as of `_word`.
         """
         self._begin(word, by_backend)
         if by_backend:  # a dispatch mode is active, which must not see a slot
             self._publish()
-            self._wait(word)
+            self._wait()
             return None
         slots = self._slots.get((x.shape, x.dtype))
         if slots is None:
@@ -248,13 +273,15 @@ class SharedMemory(Transport):
         if writes:
             views[self.rank].copy_(x.detach() if x.requires_grad else x)
         self._publish()
-        return views if self._wait(word) else None
+        return views if self._wait() else None
 
     def _begin(self, word: int, by_backend: bool, length: int = 0) -> None:
         if self._ended:
             raise self._error(self._ended)
         self.collectives += 1
         self._turn ^= 1
+        if self._calls and word != _MESSAGES:
+            word |= (self.collectives - self._entered) % _PLACES + 1 << _PLACE
         self._words[self._own + KIND + self._turn] = word | (_BY_BACKEND if by_backend else 0)
         self._words[self._own + LENGTH + self._turn] = length
 
@@ -270,19 +297,39 @@ class SharedMemory(Transport):
             if words[base] < count:
                 self._until(base, count)
 
-    def _wait(self, word: int) -> bool:
-        """Wait until all ranks have begun the same collective; False if one of them calls the backend."""
+    def _wait(self) -> bool:
+        """Wait until all ranks have begun the same collective; False if one of them calls the backend.
+
+        Raises _OutOfStepError, on all ranks, if they have begun different ones.
+        """
         words, count, turn = self._words, self._count, self._turn + KIND
-        is_by_backend = words[self._own + turn] != word
+        own, is_equal = words[self._own + turn], True
         for base in self._others:
             if words[base] < count:
                 self._until(base, count)
-            peer_word = words[base + turn]
-            if peer_word != word:
-                if peer_word & ~_BY_BACKEND != word:
-                    self._until(base, 1 << 62)  # it is in another collective: wait until the watch ends both
-                is_by_backend = True
-        return not is_by_backend
+            if words[base + turn] != own:
+                is_equal = False
+        if is_equal:
+            return own < _BY_BACKEND
+        begun = [words[rank * WORDS + turn] for rank in range(self.size)]
+        places = {word % _BY_BACKEND >> _PLACE for word in begun} - {0}
+        if len({word & _COLLECTIVE for word in begun}) > 1 or len(places) > 1:
+            raise _OutOfStepError
+        return max(begun) < _BY_BACKEND
+
+    def _explained(self, kind: str, args: Sequence[object]) -> MeshError:
+        """The error of ranks in different collectives, equal on all of them: a slot takes a rank's description."""
+        if self._ended:
+            raise self._error(self._ended)
+        segment, text = self._segment, this_collective(kind, next(iter(args), None)).encode()[:SLOT]
+        start = segment.offset(self.rank, self._turn)
+        segment.bytes[start : start + len(text)] = text
+        self._words[self._own + LENGTH + self._turn] = len(text)
+        self._step()
+        starts = [segment.offset(rank, self._turn) for rank in range(self.size)]
+        texts = [bytes(segment.bytes[start:][:length]) for start, length in zip(starts, self._lengths(), strict=True)]
+        error = out_of_step([text.decode(errors="replace") for text in texts])
+        return agreed(error) if self._is_complete else error
 
     def _lengths(self) -> list[int]:
         return [self._words[rank * WORDS + LENGTH + self._turn] for rank in range(self.size)]
@@ -311,6 +358,16 @@ class SharedMemory(Transport):
         return dist.DistBackendError(f"a collective through shared memory: {text}")
 
 
+class _OutOfStepError(Exception):
+    """The ranks have begun different collectives."""
+
+
+def _word(kind: int, x: Tensor, *, rows: bool = True) -> int:
+    """The kind, dtype and shape of a collective; without `rows`, the shape of a row."""
+    shape = x.shape if rows else x.shape[1:]
+    return (hash(shape) << 16 | _NUMBERS[x.dtype] | kind) & _COLLECTIVE
+
+
 _ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
@@ -322,44 +379,3 @@ def _leave() -> None:
 
 
 os.register_at_fork(after_in_child=_leave)
-
-
-@cache
-def _check(kind: int, dtype: torch.dtype) -> None:
-    """Raise torch's error for a dtype without a sum or maximum, before a rank begins the collective."""
-    numbers = [torch.empty(1, dtype=dtype) for _ in range(3)]
-    _combine(numbers[:2], numbers[2], is_maximum=kind == _MAXIMUM)
-
-
-def _combine(slots: Sequence[Tensor], out: Tensor, *, is_maximum: bool = False) -> None:
-    """Write the sum of the slots, in order, or their maximum to `out`, which is not one of them."""
-    first, second, *rest = slots
-    if is_maximum:
-        torch.maximum(first, second, out=out)
-        for slot in rest:
-            torch.maximum(out, slot, out=out)
-    elif out.dtype in _SHORT:
-        total = first.float()
-        for slot in (second, *rest):
-            total += slot
-        out.copy_(total)
-    else:
-        torch.add(first, second, out=out)
-        for slot in rest:
-            out += slot
-
-
-def _chunks(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in chunks of at most `nbytes`; longer tensors have to be contiguous and of one shape."""
-    if tensors[0].nbytes <= nbytes:
-        yield tensors
-    else:
-        yield from zip(*(tensor.view(-1).split(nbytes // tensor.itemsize) for tensor in tensors), strict=True)
-
-
-def _starts(counts: Sequence[int], width: int) -> list[int]:
-    """Byte offsets of consecutive chunks with `counts` rows of `width` bytes, and the end of the last."""
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count * width)
-    return starts

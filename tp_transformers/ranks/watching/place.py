@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import os
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 from ...errors import shorten
 
@@ -59,6 +62,29 @@ def here() -> Place:
     waiting = (stack for stack in stacks.values() if _waits(stack) and _call(stack))
     thread = main if _call(main) else next(waiting, main)
     return Place(_call(thread), _waits(thread), _line(thread))
+
+
+def of_this_thread() -> Place:
+    """The position of the thread that calls this."""
+    stack = [_read(frame) for frame in _outwards(sys._getframe(1))]
+    return Place(_call(stack), True, _line(stack))
+
+
+def inputs_of_this_thread() -> list[str]:
+    """The tensors that the outermost module is called with: ["ids int64 (2, 6)", ...]; none outside of modules."""
+    inputs: dict[str, Any] = {}
+    for frame in _outwards(sys._getframe(1)):
+        module = frame.f_locals.get("self") if frame.f_code.co_name in ("_call_impl", "__call__") else None
+        if isinstance(module, nn.Module) and {"args", "kwargs"} <= frame.f_locals.keys():
+            inputs = named_inputs(module, frame.f_locals["args"], frame.f_locals["kwargs"])
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    return [f"{name} {str(value.dtype)[6:]} {tuple(value.shape)}" for name, value in tensors.items()]
+
+
+def named_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of a call of `module` by the names of its parameters."""
+    names = list(inspect.signature(module.forward).parameters)
+    return {**{names[at] if at < len(names) else str(at): value for at, value in enumerate(args)}, **kwargs}
 
 
 class _Frame(NamedTuple):

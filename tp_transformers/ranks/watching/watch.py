@@ -14,21 +14,24 @@ from __future__ import annotations
 import json
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from time import monotonic
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...errors import RemoteRankError, error_text
 from ...logs import get_logger
 from ...marks import untyped
 from .. import direct
+from ..agreement import agreed, is_agreed, out_of_step, this_call
 from ..environment import this_process
-from ..group import TensorParallelGroup, bind_thread, is_agreed
+from ..group import TensorParallelGroup, bind_thread
 from ..shared_memory.joining import memory_of
 from ..sockets import between, connections, limit_silence, shut, store_of_ranks
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
@@ -98,6 +101,8 @@ class Watch:
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
         self._waits = Waits(self.group, self._store)
+        memory = memory_of(self.process_group)
+        self._is_unnoticed = self.group.device.type == "cpu" and not (memory is not None and memory.notices)
         self.failure = None  # polled from here on
         POLLER.add(self, partial(_leave, self._store, rank))
 
@@ -117,13 +122,33 @@ class Watch:
             if self.beyond is not None:
                 self.beyond.__enter__()
             self._entered, self._entered_at = self._collectives(), monotonic()
+            if (memory := memory_of(self.process_group)) is not None:
+                memory.enter()
         self._depth += 1
         return self
+
+    @property
+    def compares_calls(self) -> bool:
+        """True in an outermost call whose collectives would not notice that ranks are out of step."""
+        return self._depth == 1 and self._is_unnoticed
+
+    def compare_calls(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise MeshError, on all ranks, if the tensors of an outermost call differ in shape or dtype.
+
+        Collectives of gloo would end the process of a rank that receives more than it expects.
+        """
+        named = [*enumerate(args), *kwargs.items()]
+        shapes = [(name, value.shape, value.dtype) for name, value in named if isinstance(value, Tensor)]
+        everyone = self.group.gather((shapes, torch.is_autocast_enabled("cpu")))
+        if any(peer != everyone[0] for peer in everyone):
+            raise agreed(out_of_step(self.group.gather(this_call())))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
+        if (memory := memory_of(self.process_group)) is not None:
+            memory.leave()
         try:
             if error is None:
                 self.check()  # an aborted NCCL collective returns without an error
