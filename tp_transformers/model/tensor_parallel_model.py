@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.quantization.packed import check_not_packed, packed_weights, without_packed
+from ..checkpoint.quantization.packed import check_not_packed, packed_weights
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
@@ -32,6 +32,7 @@ from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
 from .nnsight import FULL_ACTIVATIONS
 from .optimizers.step import STEPS_ON_SHARDS
+from .packed.placeholder import PACKED_PARTS
 from .replaced import UNSHARDED_MODULES_RAISE
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
 from .wrappers import UNSHARDED_MODELS_ONLY
@@ -88,15 +89,6 @@ class TensorParallelModel(WatchedModel, _Model):
             return super().load_adapter(*args, **kwargs)
         with fail_together(self):
             return load_adapter(self, *args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's shards. Raises UnsupportedError if weights are packed, except with `keep_vars` or adapters.
-
-        With adapters, packed weights are meta tensors in it: PEFT looks for its own parameters there.
-        """
-        if not kwargs.get("keep_vars") and not any(hasattr(module, "lora_A") for module in self.modules()):
-            check_not_packed(self, "state_dict")
-        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors, or the result of `state_dict()` on this rank. Collective."""
@@ -158,7 +150,7 @@ class TensorParallelModel(WatchedModel, _Model):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Implement `to`, `half`, `cuda`, ...: shards stay shards, on the mesh's own device."""
         check_device(fn, self.tp_group)
-        with keep_shards(self), without_packed(self, fn):
+        with keep_shards(self):
             return super()._apply(fn, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -191,6 +183,8 @@ def hold_patches(model: object) -> None:
     """Keep the patches of torch, PEFT and others that handle shards in place as long as `model` lives."""
     for patch in _PATCHES:
         patch.hold_for(model)
+    if isinstance(model, nn.Module) and packed_weights(model):  # a copy
+        PACKED_PARTS.hold_for(model)
 
 
 def become_tensor_parallel(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:

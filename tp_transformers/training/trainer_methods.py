@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.quantization.packed import packed_weights, unpacked_only
 from ..errors import MeshError, UnsupportedError
 from ..model.clip import clip_grad_norm_
 from ..model.optimizers.scopes import check_in_backward
@@ -157,6 +158,7 @@ def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim
     if not is_tensor_parallel(self.model):
         return original(self, model)  # type: ignore[no-any-return]
     _check_forward(self.model)
+    _check_packed(self.model)
     check_in_backward(str(getattr(self.args.optim, "value", self.args.optim)))
     trainer = sys.modules[transformers.Trainer.__module__]
     with ExitStack() as stack:  # keep the groups of one process: releases from about 5.20 split them by mesh
@@ -177,6 +179,16 @@ def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) 
         self.accelerator.unscale_gradients()
         grad_norm = clip_grad_norm_(model, float("inf"))
     return original(self, model, grad_norm=grad_norm)
+
+
+def _check_packed(model: nn.Module) -> None:
+    """Raise UnsupportedError for packed weights without adapters, unless the caller has frozen other parameters too."""
+    packed = packed_weights(model)
+    if packed and not hasattr(model, "peft_config"):
+        rest = [param for name, param in model.named_parameters() if name not in packed and param.is_floating_point()]
+        if all(param.requires_grad for param in rest):
+            got = f"packed weights, which it would leave as they are ({next(iter(packed))}, ...)"
+            raise unpacked_only("Trainer without adapters", got)
 
 
 _CHANGES = (

@@ -230,26 +230,25 @@ def check_not_packed(model: nn.Module, subject: str) -> None:
     """Raise UnsupportedError if the model has packed weights, since `subject` needs their values."""
     packed = packed_weights(model)
     if packed:
-        raise UnsupportedError(
-            subject,
-            got=f"a model with packed weights ({next(iter(packed))}, ...)",
-            expected="one in floating point",
-            fix="Load it with tp_dequantize=True, or without quantization_config.",
-        )
+        raise unpacked_only(subject, f"a model with packed weights ({next(iter(packed))}, ...)")
+
+
+def unpacked_only(subject: str, got: str) -> UnsupportedError:
+    """Build the error for a use of packed weights that needs their values."""
+    fix = "Load the model with tp_dequantize=True, or without quantization_config."
+    return UnsupportedError(subject, got=got, expected="weights in floating point", fix=fix)
 
 
 @contextmanager
 def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Exclude packed weights from a block that applies `move` to all parameters.
 
-    Raises UnsupportedError if `move` would change their dtype.
+    Raises UnsupportedError if `move` would change their dtype or device.
     """
-    packed = packed_weights(model)
-    if any(
-        move(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype != weight.dtype
-        for weight in packed.values()
-    ):
-        check_not_packed(model, "another dtype")
+    for weight in packed_weights(model).values():
+        moved = move(torch.empty(0, dtype=weight.dtype, device=weight.device))
+        if moved.dtype != weight.dtype or moved.device != weight.device:
+            check_not_packed(model, "another dtype" if moved.dtype != weight.dtype else "another device")
     owners = [module for module in model.modules() if PACKED.find(module)]
     saved = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
     for module, placeholders in zip(owners, saved, strict=True):

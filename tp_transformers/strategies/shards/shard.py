@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ...errors import UnsupportedError
 from ...marks import Mark
 from ...ranks import direct
 from ...ranks.collectives import copy_shared, copy_to_region
@@ -242,9 +243,18 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
     Returns:
         A new plain tensor of the unsharded shape, on the parameter's device, without autograd history. None if every
         rank passes None as `value`, as `param.grad` is before a backward.
+
+    Raises UnsupportedError on a tensor without values, such as the placeholder of a packed weight.
     """
     shard = shard_of(param)
     tensor = param if value is _ITSELF else value
+    if tensor is not None and tensor.is_meta:
+        raise UnsupportedError(
+            "full_tensor",
+            got="a tensor without values: a packed weight, or one on the meta device",
+            expected="one with values",
+            fix="Load the model with tp_dequantize=True.",
+        )
     if value is not _ITSELF and shard is not None and not shard.any_rank(value is not None):
         return None
     if tensor is None:
