@@ -120,14 +120,18 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.device_mesh.DeviceMesh._init_backend": Private("a mesh without ranks", "strategies", "no mesh"),
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": Private("a renewed group", "ranks", _BY_ITSELF),
     "torch.distributed.device_mesh.DeviceMesh._rank": Private("a mesh without ranks", "strategies", "no mesh"),
-    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private("calls of modules inside of FSDP's", "training", _RAISES),
+    "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private(
+        "calls of modules inside of FSDP's", "training", _RAISES
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": Private("the same", "training", _RAISES),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward": Private("the same", "training", _RAISES),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward": Private("the same", "training", _RAISES),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook": Private(
         "the same", "training", _RAISES
     ),
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state": Private("the same", "training", _RAISES),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state": Private(
+        "the same", "training", _RAISES
+    ),
     "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "model strategies"),
     "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
     "torch.distributed.tensor.distribute_module._distribute_module_applied": Private("left out of copies", "model"),
