@@ -100,7 +100,7 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "moe_all_to_all": SequenceExpertsParallel(),
     "ep_dispatch_experts": MoEExpertsParallel(),
     "ep_router": ReplicateParallel(),
-    "grouped_gemm": IsolatedParallel(),
+    "grouped_gemm": IsolatedParallel(use_dtensor=True),
     "moe_identity_expert": IdentityExpertParallel(),
     "mla_kv_a_proj": MlaKvAProjParallel(),
     "local_params": TensorParallelLayer(),

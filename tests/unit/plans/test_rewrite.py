@@ -146,7 +146,7 @@ def test_a_model_without_a_causal_loss_is_refused() -> None:
 
 
 EXCHANGE = {"layers.*.mlp.experts": "moe_all_to_all"} | {
-    f"layers.*.mlp.experts.{name}_proj": "local" for name in ("gate_up", "down")
+    f"layers.*.mlp.experts.{name}_proj": "grouped_gemm" for name in ("gate_up", "down")
 }
 
 
@@ -296,7 +296,7 @@ def test_expert_parallel_plans_keep_experts_complete() -> None:
     usual, rules = rules_of(mixture()), rules_of(mixture(), expert_parallel=True)
     parameters = {name for name in usual if name.startswith(f"{EXPERTS}.")}
     assert len(parameters) == 4
-    assert {rules[name] for name in parameters} == {"local"}
+    assert {rules[name] for name in parameters} == {"grouped_gemm"}
     assert {name: rule for name, rule in rules.items() if name not in parameters} == {
         name: rule for name, rule in usual.items() if name not in parameters
     }
@@ -309,7 +309,7 @@ def test_expert_parallel_plans_keep_experts_complete() -> None:
 def test_all_but_experts_can_be_replicated() -> None:
     rules = rules_of(mixture(), expert_parallel="alone")
     assert rules.pop(EXPERTS) == "moe_tp_experts"
-    assert {rules.pop(name) for name in list(rules) if name.startswith(EXPERTS)} == {"local"}
+    assert {rules.pop(name) for name in list(rules) if name.startswith(EXPERTS)} == {"grouped_gemm"}
     assert set(rules.values()) == {"replicate"}
 
 

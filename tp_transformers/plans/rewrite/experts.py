@@ -2,7 +2,7 @@
 
 The rules of experts change, and all others if the plan says `alone`:
 
-    <experts>.gate_up_proj, ...   packed_colwise, rowwise, ...   -> local
+    <experts>.gate_up_proj, ...   packed_colwise, rowwise, ...   -> grouped_gemm
     <experts>                     moe_tp_experts                 -> the same; moe_all_to_all if tokens are sharded
     everything else               any                            -> the same, or replicate
 """
@@ -54,7 +54,7 @@ class _ExpertRewriter(Rewriter):
                 self.faults.append(f"{fold_layers(name)}: {own.strategy_name} is a rule for experts; they need {_SUMS}")
                 continue
             for rule in inner:
-                self.rules[rule] = replace(self.rules[rule], strategy="local", parts=None, unit=None, widths=())
+                self.rules[rule] = replace(self.rules[rule], strategy="grouped_gemm", parts=None, unit=None, widths=())
             if own is not None:
                 self.rules[name] = replace(own, strategy=_EXCHANGES if exchanges else _SUMS, widths=())
         if not any(name in self.rules or any(is_inside(rule, name) for rule in self.rules) for name in experts):
