@@ -10,12 +10,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, PlanError, UnsupportedError, shown
+from ..logs import get_logger
 from ..plans.parse import ALONE, EXPERTS
 from ..ranks.environment import local_device
 from ..ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ..ranks.mesh import join
 from ..strategies.styles.expert_exchange import EXCHANGE
 from .choose_plan import ChangedPlan
+
+logger = get_logger(__name__)
 
 _SERVED = {
     "tp_size",
@@ -100,9 +103,9 @@ class Parallelism:
 def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     """Read the `distributed_config` among the arguments of a `from_pretrained`.
 
-    Returns None without one, or if transformers shall shard the model: it asks for no tensor or expert parallelism, or
-    names `ExpertExchange`. Raises UnsupportedError for fields that are not supported, PlanError if another argument
-    conflicts with it.
+    Returns None without one, or if transformers shall shard the model: it asks for no tensor or expert parallelism,
+    names `ExpertExchange`, or shards experts over more ranks than the dense modules. Raises UnsupportedError for fields
+    that are not supported, PlanError if another argument conflicts with it.
     """
     config = kwargs.get("distributed_config")
     if config is None or kwargs.get("tp_plan") is not None:
@@ -112,6 +115,9 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
         return alone if getattr(config, "enable_expert_parallel", False) else None
     tp_plan, tp_size, ep_size = config.tp_plan, config.tp_size or 1, getattr(config, "ep_size", None) or 1
     if (tp_plan is None and tp_size == ep_size == 1) or getattr(config, "ep_implementation", "") == EXCHANGE:
+        return None
+    if 1 < tp_size < ep_size:
+        logger.info("ep_size=%d above tp_size=%d: transformers shards the model itself", ep_size, tp_size)
         return None
     sharded, replicas = (getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size"))
     requested = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
@@ -158,8 +164,6 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
 
 def _expert_faults(config: Any, tp_size: int, ep_size: int) -> Iterator[str]:
     """Yield the unsupported fields of expert parallelism."""
-    if 1 < tp_size < ep_size:
-        yield f"ep_size={ep_size} with tp_size={tp_size}, neither equal nor 1 (ep_implementation={EXCHANGE!r} takes it)"
     fits = ("auto", "all_reduce" if tp_size == ep_size else "all_to_all")
     implementation = getattr(config, "ep_implementation", "auto")
     if implementation not in fits:

@@ -1,4 +1,4 @@
-"""Functions that run in place of transformers' own while the hook is on: `from_pretrained`, and three that it calls.
+"""Functions that run in place of transformers' own while the hook is on: `from_pretrained`, and four that it calls.
 
 The rest (config, dtype, tying, initialising, the report, the generation config) stays transformers' own.
 """
@@ -23,7 +23,8 @@ from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.quantization.arriving import Arriving
 from ..checkpoint.quantization.find import take_quantization
 from ..checkpoint.quantization.format import Quantization
-from ..checkpoint.saving.manifest import VARIANT, Manifest, check_not_distributed, refuse_without_plan
+from ..checkpoint.reading.chunks import chunk_files
+from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_without_plan
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
 from ..model.failures import begin_watch, keep_watch
@@ -59,6 +60,8 @@ class _Load:
     options: Options
     sharded: Manifest | None = None
     """Manifest of a pre-sharded checkpoint; None for any other."""
+    chunks: list[str] = dataclasses.field(default_factory=list)
+    """Files with chunks of tensors; none for any other checkpoint."""
     stream: str | None = None
     """Hub commit to stream weights from; None: do not stream."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
@@ -179,10 +182,9 @@ def _load_tensor_parallel(
         for argument in INSTEAD:
             kwargs.pop(argument, None)
         folder = _sharded_folder(args, kwargs)
-        if folder is not None:
-            check_not_distributed(folder)
         sharded = Manifest.find(folder) if folder is not None else None
         current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
+        current.chunks = chunk_files(folder) if folder is not None and kwargs.get("state_dict") is None else []
         if sharded is not None:
             kwargs["variant"] = VARIANT
         # 3. All ranks ask for the same file, and from now on notice when another one fails.
@@ -239,6 +241,8 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
+    if current.chunks:
+        return current.chunks, None
     arguments = inspect.signature(original).bind(*args, **kwargs).arguments | {"gguf_file": current.gguf_file}
     download_kwargs = arguments.get("download_kwargs") or {}
     if current.stream:
@@ -257,6 +261,12 @@ def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             raise
 
     return current.group.first_on_node(resolve)
+
+
+def find_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return no folder for torch.distributed.checkpoint to load: a load with a plan reads the files itself."""
+    current = _current.get()
+    return original(*args, **kwargs) if current is None or current.resolution is not None else None
 
 
 def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:

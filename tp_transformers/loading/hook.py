@@ -10,14 +10,16 @@ from ..strategies.styles.expert_exchange import EXCHANGE, ExpertExchange
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, expert_implementations, modeling_utils, parallel_styles
 from . import forgotten
-from .from_pretrained import find_quantizer, from_pretrained, load_pretrained_model, resolve_files
+from .from_pretrained import find_chunks, find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 from .harness import HARNESS
 from .pipelines import PIPELINE
 
 
 def _replace_all() -> Undo:
+    of_chunks = "get_distributed_checkpoint_dir"  # since transformers 5.20
     return replace_all(
         [
+            *([(modeling_utils, of_chunks, find_chunks)] if hasattr(modeling_utils, of_chunks) else ()),
             (PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
             (modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
             (modeling_utils, "get_hf_quantizer", find_quantizer),

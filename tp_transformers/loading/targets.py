@@ -78,7 +78,7 @@ def _write_expressions(
         named = form.named(model, tensors, shapes)
         tensors, entries = (tensors, entries) if named is None else named
     # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.
-    has_own_names = request.sharded is not None and request.quantization is None
+    has_own_names = (request.sharded is not None or checkpoint.has_chunks) and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
     check_read(tensors, conversion.unread, shapes.keys() - conversion.expressions.keys())
     if named is not None:  # a save writes the names of the model's class

@@ -13,9 +13,11 @@ from torch import nn
 
 from ..checkpoint.quantization.packed import check_not_packed, packed_weights
 from ..checkpoint.reading.report import LoadReport
+from ..checkpoint.saving.chunks import save_chunks
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
+from ..errors import UnsupportedError
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -63,10 +65,18 @@ class TensorParallelModel(WatchedModel, _Model):
     ) -> None:
         """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`.
 
-        With an adapter of transformers, save the adapter alone.
+        With an adapter of transformers, save the adapter alone. With `distributed_checkpoint`, each rank writes a file;
+        see `checkpoint.saving.chunks`.
         """
         with fail_together(self):
-            if push_to_hub:
+            if kwargs.pop("distributed_checkpoint", False):
+                with self.tp_group.agree():
+                    check_not_packed(self, "distributed_checkpoint")
+                    if push_to_hub:
+                        got, fix = "distributed_checkpoint with push_to_hub", "Leave out one of them."
+                        raise UnsupportedError("save_pretrained", got=got, expected="files of full tensors", fix=fix)
+                save_chunks(self, Path(save_directory))
+            elif push_to_hub:
                 tags = self.model_tags or ()
                 save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
             elif getattr(self, "_hf_peft_config_loaded", False):

@@ -21,7 +21,7 @@ class Source(AbstractContextManager["Source"]):
     header_hash: str | None = None
     """Hash of the file's header, once read."""
     metadata: Mapping[str, Any] = {}
-    """Metadata of a GGUF file, once read."""
+    """Metadata of the file, once read."""
     is_remote: bool = False
     """True if reads cross a network, so that ranks should fetch each byte once and share it."""
 

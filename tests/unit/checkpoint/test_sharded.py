@@ -98,19 +98,6 @@ def test_ordinary_weights_beside_sharded_ones_are_refused(saved: tuple[str, Path
         LlamaForCausalLM.from_pretrained(sharded)  # without a plan there is no doubt what is meant
 
 
-def test_what_transformers_saves_in_pieces_is_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
-    original, _ = saved
-    shutil.copy(Path(original) / "config.json", tmp_path)
-    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").touch()
-    with tp_transformers.enable():
-        with pytest.raises(CheckpointError, match="saved with distributed_checkpoint=True"):
-            AutoModelForCausalLM.from_pretrained(tmp_path, tp_plan="auto")
-        model = AutoModelForCausalLM.from_pretrained(original, tp_plan="auto")
-    with pytest.raises(UnsupportedError, match="save_sharded"):
-        model.save_pretrained(tmp_path / "new", distributed_checkpoint=True)
-    assert not (tmp_path / "new").exists()
-
-
 def test_a_plain_model_is_refused(cases: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM that was loaded without tp_plan"):
         save_sharded(LlamaForCausalLM.from_pretrained(cases(8, 4).folder), tmp_path / "s")

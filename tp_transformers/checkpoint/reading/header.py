@@ -19,6 +19,7 @@ from ...slices.lazy import LazyTensor
 from ...slices.source import Source
 from ...slices.stored import Stored
 from ...transformers_api import str_to_torch_dtype
+from .chunks import Chunk, joined_chunks, offsets_in
 from .gguf import read_gguf_header
 from .local_file import LocalFile
 
@@ -44,18 +45,28 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """
         self.sources: list[Source] = []
         self.tensors: dict[str, LazyTensor] = {}
+        self.has_chunks = False
+        """True if files hold chunks of tensors, by the names of a model."""
         with ExitStack() as opened:
             homes: dict[str, str] = {}
+            chunks: dict[str, list[Chunk]] = {}
             for file in files:
                 source = file if isinstance(file, Source) else LocalFile(file)
                 opened.callback(source.close)
                 self.sources.append(source)
                 read = read_gguf_header if source.name.endswith(".gguf") else read_header
-                for name, tensor in read(source).items():
+                tensors = read(source)
+                offsets = offsets_in(source)
+                for name, tensor in tensors.items():
+                    if offsets is not None:
+                        chunks.setdefault(name, []).append((offsets.get(name, ()), tensor))
+                        continue
                     if name in homes:
                         raise CheckpointError(f"tensor {name} is in two files: {homes[name]} and {source.name}")
                     homes[name] = source.name
                     self.tensors[name] = tensor
+            self.tensors.update((name, joined_chunks(name, parts)) for name, parts in chunks.items())
+            self.has_chunks = bool(chunks)
             for name, home in (weight_map or {}).items():
                 if os.path.basename(homes.get(name, "")) != os.path.basename(home):
                     raise CheckpointError(
@@ -179,6 +190,7 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     declared = {} if declared is None else declared
     if not isinstance(declared, dict) or not all(isinstance(value, str) for value in declared.values()):
         raise _malformed(source, f"the __metadata__ {declared!r}", "strings by name")
+    source.metadata = declared
     for key, value in (metadata or {}).items():
         if declared.get(key) != value:
             got, fix = f"{key} {declared.get(key)!r} in its metadata", "The file is another one than was written here."

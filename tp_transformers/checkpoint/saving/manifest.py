@@ -47,9 +47,6 @@ _SAVE = re.compile(r"[0-9a-f]{8}")
 _VERSION = 1
 _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
-_DISTRIBUTED_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-"""Names of files of transformers' distributed checkpoints."""
-
 
 @dataclass(frozen=True)
 class RankFile:
@@ -149,20 +146,6 @@ def refuse_without_plan(folder: Path) -> None:
             expected="tp_plan, on any number of ranks",
             fix='Pass tp_plan="auto", or the plan of your own that it was sharded with; save_pretrained of that model '
             "writes an ordinary checkpoint.",
-        )
-
-
-def check_not_distributed(folder: Path) -> None:
-    """Raise CheckpointError if `folder` holds files of transformers' `save_pretrained(distributed_checkpoint=True)`.
-
-    They contain shards of tensors, for torch.distributed.checkpoint.
-    """
-    if folder.is_dir() and any(_DISTRIBUTED_FILE.fullmatch(path.name) for path in folder.iterdir()):
-        raise CheckpointError(
-            f"checkpoint {folder}",
-            got="one that was saved with distributed_checkpoint=True",
-            expected="safetensors files of full tensors, or a folder of save_sharded",
-            fix="Load it without tp_plan, and write it with save_pretrained(new_folder), once.",
         )
 
 

@@ -93,11 +93,6 @@ def _save(model: PreTrainedModel, folder: Path, contents: _Contents, group: Tens
 def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not supported here."""
     arguments.pop("safe_serialization", None)  # files are always safetensors
-    if arguments.get("distributed_checkpoint"):
-        raise UnsupportedError(
-            "save_pretrained of a tensor-parallel model does not take distributed_checkpoint. For a file a rank, call "
-            "tp_transformers.save_sharded(model, folder); it loads at any number of ranks."
-        )
     names = sorted(name for name, value in arguments.items() if value not in (None, False))
     if names:
         raise UnsupportedError(
