@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from ..marks import Mark
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
-from ..slices.layout import Layout, Ranks, Split, count_of, ranks_of
+from ..slices.layout import Layout, Ranks, Split, apportion, chunked, count_of, ranks_of
 from .forward.attach import attach
-from .forward.communication import Communication, Placements, only
+from .forward.communication import Communication
 from .shards.shard import ParamShard, shard_of
 from .shards.slicing import split_of, take
 from .shards.trace import traced_layout
-from .signature import ANY, PARTIAL, state_of
+from .signature import PARTIAL, Placements, only
 
 EXPERT_UNIT = 8
 """Block of an expert's features that is not split: torch's grouped matmul needs row strides that are multiples of 16
@@ -52,6 +51,9 @@ class TensorParallelLayer(Communication, ParallelStyle):
     shards_as_torch = False
     """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
     its module gets DTensors."""
+    applied_by_torch = False
+    """True under torch's `parallelize_module`: shards have torch.chunk's sizes, which a placement describes, unless
+    the strategy has shares, parts or a unit."""
     parts: int | Sequence[int | str] | None = None
     """Number of equal parts of a fused projection, or their lengths; each part is sharded separately."""
 
@@ -76,29 +78,38 @@ class TensorParallelLayer(Communication, ParallelStyle):
         input_layouts: Placements = None,
         output_layouts: Placements = None,
         desired_input_layouts: Placements = None,
-        use_local_output: bool = True,
-        use_dtensor: bool = True,
+        use_local_output: bool | None = None,
+        use_dtensor: bool | None = None,
     ) -> None:
-        """Complete the signature of the class with DTensor placements of inputs and outputs.
+        """Set the attributes of these names; a subclass may also set them by itself, on the class or an instance.
+
+        Raises PlanError if the class is one of this package that communicates in its own way.
 
         Args:
             input_layouts: placements of the inputs as they arrive.
             output_layouts: placements of the outputs.
             desired_input_layouts: placements of the inputs in the module's forward.
-            use_local_output: whether outputs are plain tensors rather than DTensors.
-            use_dtensor: whether sharded parameters become DTensors where a placement describes their shard.
+            use_local_output: whether outputs are plain tensors (default) rather than DTensors.
+            use_dtensor: whether sharded parameters become DTensors (default) where a placement describes their shard.
         """
-        self.input_layouts = input_layouts
-        self.output_layouts = output_layouts
-        self.desired_input_layouts = desired_input_layouts
-        self.use_local_output = use_local_output
-        self.use_dtensor = use_dtensor
-        takes, leaves = self.signature.takes, self.signature.leaves
-        self.signature = replace(
-            self.signature,
-            takes=state_of(only(input_layouts)) if takes is ANY else takes,
-            leaves=state_of(only(output_layouts)) if leaves is ANY else leaves,
-        )
+        given = {
+            "input_layouts": input_layouts,
+            "output_layouts": output_layouts,
+            "desired_input_layouts": desired_input_layouts,
+            "use_local_output": use_local_output,
+            "use_dtensor": use_dtensor,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        ignored = {name: value for name, value in given.items() if name != "use_dtensor" and value is not True}
+        if ignored and type(self).__init__ is TensorParallelLayer.__init__ and self.is_built_in:
+            raise PlanError(
+                f"{', '.join(ignored)} of {type(self).__name__}",
+                got=", ".join(map(str, ignored.values())),
+                expected="no such argument: the strategy has one way to communicate",
+                fix="Use ColwiseParallel, RowwiseParallel, or a subclass with `before` and `after`.",
+            )
+        for name, value in given.items():
+            setattr(self, name, value)
 
     def bind(
         self,
@@ -120,6 +131,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         its forward. `config` is the config of the module, maybe a sub-config of the model's.
         """
         bound = copy.copy(self)
+        bound.signature = self.signature.completed(self.input_layouts, self.output_layouts)
         bound.name = name
         bound.split = split
         bound.size, bound.ranks = size, size if ranks is None else ranks
@@ -218,7 +230,14 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
         lengths = self.part_lengths(length) if self.split is None else []
-        return split_of(length, ranks, max(unit, *map(self.unit_of, lengths or [length])), self.split, self.parts)
+        unit = max(unit, *map(self.unit_of, lengths or [length]))
+        if self.applied_by_torch and unit == 1 and not self.parts:
+            return self.evenly(length, ranks)
+        return split_of(length, ranks, unit, self.split, self.parts)
+
+    def evenly(self, length: int, ranks: Ranks) -> Split:
+        """Split of `length` features that are no heads and no parts."""
+        return chunked(length, ranks) if self.applied_by_torch and isinstance(ranks, int) else apportion(length, ranks)
 
     def part_lengths(self, length: int) -> list[int]:
         """Lengths of the parts of a fused projection of `length`; equal ones once, none without parts."""
@@ -260,7 +279,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return shard.contiguous() if to_contiguous else shard
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Shard the unsharded parameters of `module` on all ranks, from rank 0's values; see `parallelize_module`.
+        """Shard the unsharded parameters of `module` on all ranks, from `src_data_rank`; see `parallelize_module`.
 
         Raises PlanError if the strategy does not fit the module, or if the module is sharded already.
         """
@@ -269,6 +288,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             try:
                 ranks, config = self._bound_ranks(group.size), getattr(module, "config", None)
                 bound = self.bind(module, group.size, name=name, ranks=ranks, config=config)
+                bound.applied_by_torch = True
                 bound.check(module)
                 for param_type, param in params.items():
                     layout, tied = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_sharded")
@@ -276,6 +296,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
                         raise ValueError(f"its {param_type} is tied to one that is sharded otherwise")
                 if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
                     raise ValueError("it is parallel already")
+                if self.src_data_rank is not None and self.src_data_rank not in range(group.size):
+                    raise ValueError(f"src_data_rank is {self.src_data_rank}, which is none of {group.size} ranks")
             except ValueError as error:
                 raise PlanError(f"{self!r} does not fit a {name}: {error}") from error
         for param in params.values():
@@ -317,7 +339,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
 def shard_module(module: nn.Module, strategy: TensorParallelLayer, group: TensorParallelGroup) -> None:
     """Shard the unsharded parameters of `module` by the bound `strategy`, and attach the strategy to its forward.
 
-    Collective over the `tp` axis: all ranks get the values of rank 0. Parameters on the meta device stay there.
+    Collective over the `tp` axis: all ranks get the values of the strategy's `src_data_rank`; if that is None, each
+    keeps its own. Parameters on the meta device stay there.
     """
     mesh, shards = group.device_mesh, {}
     assert mesh is not None
@@ -326,8 +349,8 @@ def shard_module(module: nn.Module, strategy: TensorParallelLayer, group: Tensor
             module._parameters[name] = param.tp_sharded
         elif not hasattr(param, "tp_shard"):
             full = param.data if param.is_meta else param.data.to(group.device).contiguous()
-            if not param.is_meta:
-                direct.broadcast(full, mesh.get_group(), 0)
+            if not param.is_meta and strategy.src_data_rank is not None:
+                direct.broadcast(full, mesh.get_group(), strategy.src_data_rank)
             shard = strategy.shard(name, param.shape, group)
             own = take(full, shard.layout, group.rank).clone()
             param.tp_sharded = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+Placements = Sequence[Placement] | Placement | None
 
 
 class State(Enum):
@@ -36,6 +40,9 @@ class Signature:
     local_rowwise     FEATURES   -> PARTIAL
     gather            REPLICATED -> modules of the block: PARTIAL, summed -> REPLICATED
     sequence_gather   SEQUENCE   -> REPLICATED -> modules of the block: PARTIAL, summed -> SEQUENCE
+
+    A class declares a signature as a class attribute. Read from a strategy of the class, the layouts of that strategy
+    complete the signature (`__get__`), wherever the strategy got them.
     """
 
     takes: State = ANY
@@ -44,6 +51,19 @@ class Signature:
     """Placements at the input and output of the module's own forward, or of a block's modules, if they differ."""
     gradient: State = REPLICATED
     """PARTIAL if the gradients of replicated parameters are partial sums (backward: all-reduce)."""
+
+    def __get__(self, strategy: Any, owner: type | None = None) -> Signature:
+        """The declared signature of a class; for a strategy of the class, completed by the layouts of the strategy."""
+        return self if strategy is None else self.completed(strategy.input_layouts, strategy.output_layouts)
+
+    def completed(self, input_layouts: Placements, output_layouts: Placements) -> Signature:
+        """The signature with the states of the layouts in place of ANY."""
+        takes, leaves = state_of(only(input_layouts)), state_of(only(output_layouts))
+        return replace(
+            self,
+            takes=takes if self.takes is ANY else self.takes,
+            leaves=leaves if self.leaves is ANY else self.leaves,
+        )
 
     @property
     def sums(self) -> bool:
@@ -86,3 +106,8 @@ def state_of(placement: Placement | None) -> State:
     if isinstance(placement, Shard):
         return BATCH if placement.dim in (0, -3) else SEQUENCE if placement.dim in (1, -2) else FEATURES
     return REPLICATED if isinstance(placement, Replicate) else PARTIAL if isinstance(placement, Partial) else ANY
+
+
+def only(layouts: Placements) -> Placement | None:
+    """The placement on a 1-D mesh."""
+    return layouts[0] if isinstance(layouts, Sequence) else layouts

@@ -172,6 +172,23 @@ def test_the_documented_contract_holds(pool: Pool, cases: Any, size: int, regist
         assert result["read"] == 0  # only the slices were read
 
 
+def before_a_built_in(folder: str, reference_file: str, base: Any) -> dict[str, Any]:
+    """Run on every rank: layouts that `__init__` sets as attributes, and the name of a strategy after them."""
+    columns = strategies(base)[0]()
+    plan = {f"{LAYERS}.mlp.gate_proj": columns, f"{LAYERS}.mlp.up_proj": columns, f"{LAYERS}.mlp.down_proj": "rowwise"}
+    model = load(folder, tp_plan=plan)
+    return compare_seen(model, observe(model), torch.load(reference_file))
+
+
+@pytest.mark.parametrize("base", [TensorParallelLayer, theirs.TensorParallelLayer, object])
+def test_a_built_in_takes_what_the_documented_strategy_leaves(pool: Pool, cases: Any, base: Any) -> None:
+    case = cases(8, 4)
+    for result in pool.run(2, before_a_built_in, case.folder, case.reference, base):
+        assert result["logits"] < TOLERANCE
+        assert result["tokens"]
+        assert result["grads"][1] < TOLERANCE, result["grads"]
+
+
 def test_the_documented_name_of_the_registration_is_there_while_the_hook_is_on() -> None:
     before = dict(vars(theirs.ParallelInterface))
     with tp_transformers.enable():

@@ -7,12 +7,26 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from transformers import LlamaForCausalLM
 
+from tests.support.models import llama_config
 from tests.support.modules import FakeMesh
 from tests.support.undo import undo_partition
+from tp_transformers import PlanError
+from tp_transformers import strategies as ours
+from tp_transformers.plans import Plan
+from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import Layout, Split
 from tp_transformers.slices.lazy import LazyTensor, Resident
-from tp_transformers.strategies import TensorParallelLayer, get_packed_weights, get_tensor_shard, take
+from tp_transformers.strategies import (
+    Signature,
+    State,
+    TensorParallelLayer,
+    get_packed_weights,
+    get_tensor_shard,
+    take,
+)
 
 SIZES = [1, 2, 3, 5]
 
@@ -202,3 +216,95 @@ def test_a_strategy_of_your_own_may_cut_nothing() -> None:
 def test_a_strategy_of_your_own_that_makes_no_cut_is_refused(partition: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         own(partition).layout("weight", (12, 6), 4)
+
+
+class Rows(TensorParallelLayer):
+    """Cuts the output features; says nothing of its layouts."""
+
+    def split_dim(self, param_type: str, ndim: int) -> int | None:
+        return 0
+
+
+class WithoutSuper(Rows):
+    def __init__(self) -> None:
+        self.input_layouts = (Replicate(),)
+        self.output_layouts = (Shard(-1),)
+
+
+class AfterSuper(Rows):
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate())
+        self.input_layouts = Replicate()
+        self.output_layouts = Shard(-1)
+
+
+class BeforeSuper(Rows):
+    def __init__(self) -> None:
+        self.input_layouts = [Replicate()]
+        self.output_layouts = [Shard(-1)]
+        super().__init__(use_dtensor=True)
+
+
+class OnTheClass(Rows):
+    input_layouts = (Replicate(),)
+    output_layouts = (Shard(-1),)
+
+
+class AsAProperty(Rows):
+    input_layouts = Replicate()
+
+    @property
+    def output_layouts(self) -> Any:
+        return Shard(-1)
+
+
+class Declared(Rows):
+    signature = Signature(State.REPLICATED, State.FEATURES)
+
+
+class DeclaredOfInstances(Rows):
+    def __init__(self) -> None:
+        self.signature = Signature(State.REPLICATED)
+        self.output_layouts = Shard(-1)
+
+
+class OfABuiltIn(ours.ColwiseParallel):
+    def __init__(self) -> None:
+        self.output_layouts = (Shard(-1),)
+
+
+def on_an_object() -> Any:
+    strategy = Rows()
+    strategy.input_layouts, strategy.output_layouts = Replicate(), Shard(-1)
+    return strategy
+
+
+def by_arguments() -> Any:
+    return Rows(input_layouts=Replicate(), output_layouts=Shard(-1))
+
+
+WAYS = (WithoutSuper, AfterSuper, BeforeSuper, OnTheClass, AsAProperty, Declared, DeclaredOfInstances, OfABuiltIn)
+
+
+@pytest.mark.parametrize("make", [*WAYS, on_an_object, by_arguments], ids=lambda make: make.__name__)
+def test_the_signature_follows_the_layouts_wherever_they_are_set(make: Any) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(llama_config(8, 4))
+    mlp, strategy = "model.layers.*.mlp", make()
+    plan = {f"{mlp}.gate_proj": strategy, f"{mlp}.up_proj": strategy, f"{mlp}.down_proj": "rowwise"}
+    signature = resolve(Plan.from_dict(plan), model, 2).module_strategies["model.layers.0.mlp.up_proj"].signature
+    assert (signature.takes, signature.leaves) == (State.REPLICATED, State.FEATURES)
+    with pytest.raises(PlanError, match="expects all"):
+        resolve(Plan.from_dict({name: rule for name, rule in plan.items() if "down" not in name}), model, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["ReplicateParallel", "ReplicateSumGradParallel", "GatherParallel", "TensorParallelLayer"]
+)
+@pytest.mark.parametrize(
+    "given", [{"input_layouts": Shard(1)}, {"output_layouts": Replicate()}, {"use_local_output": False}]
+)
+def test_a_strategy_that_has_one_way_takes_no_layouts(name: str, given: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=f"{next(iter(given))} of {name}: got .*, expected no such argument"):
+        getattr(ours, name)(**given)
+    assert getattr(ours, name)(use_dtensor=False, use_local_output=True).use_dtensor is False

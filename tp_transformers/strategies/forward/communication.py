@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ...copies import copied_only
 from ...ranks.collectives import Group, copy_to_region
 from ...slices.layout import Ranks, Split
 from ...torch_api import resolve_process_group
 from ..shards.shard import ParamShard
-from ..signature import Signature
+from ..signature import Placements, Signature
 from .block import Block
-
-Placements = Sequence[Placement] | Placement | None
 
 
 class ShortForward(NamedTuple):
@@ -43,7 +41,7 @@ class Communication:
     hidden: tuple[str, ...] = ()
     """Parameters that the local forward must not see (a bias that may be added only once)."""
     signature: Signature = Signature()
-    """Placements of activations before and after the module; `__init__` completes it from the layouts."""
+    """Placements of activations before and after the module; the layouts complete it."""
     arguments: tuple[str, ...] = ()
     """Names of the positional arguments of the module's forward, once the strategy is attached."""
     input_layouts: Placements
@@ -211,11 +209,6 @@ def as_inputs(result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if result is None:
         return inputs
     return result if isinstance(result, tuple) else (result, *inputs[1:])
-
-
-def only(layouts: Placements) -> Placement | None:
-    """The placement on a 1-D mesh."""
-    return layouts[0] if isinstance(layouts, Sequence) else layouts
 
 
 def as_sharded(x: Tensor, dim: int, length: int, mesh: DeviceMesh) -> DTensor:

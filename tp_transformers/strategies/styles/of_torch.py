@@ -22,9 +22,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...anatomy.linears import embeds_states
-from ..forward.communication import only
 from ..shards.shard import ParamShard
-from ..signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, state_of
+from ..signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, only, state_of
 from .style import StyleParallel
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel

@@ -17,12 +17,11 @@ from ...errors import error_text
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ..forward.attach import wrap_forward
-from ..forward.communication import only
 from ..forward.short_forwards import Forwarder
 from ..forward.views import still_sharded
 from ..shards.shard import ParamShard
 from ..shards.trace import meta_mesh
-from ..signature import ANY, FEATURES, PARTIAL, Signature, state_of
+from ..signature import ANY, FEATURES, PARTIAL, Signature, only, state_of
 from .style import StyleParallel
 
 _CONTRACT = ("shard_param", "transform_inputs_pre_forward", "transform_output_post_forward", "install_forward")

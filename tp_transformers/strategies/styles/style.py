@@ -26,6 +26,7 @@ class StyleParallel(TensorParallelLayer):
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`; ids, the input of an embedding, have no features."""
         bound = super().bind(module, size, **options)
+        bound.signature = self.signature  # which the adapter has completed in its own way
         if bound.is_embedding and bound.signature.takes is FEATURES:
             bound.signature = replace(bound.signature, takes=ANY)
         return bound
