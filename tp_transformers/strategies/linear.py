@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -10,18 +11,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..anatomy.linears import embeds_states, features, is_transposed
 from ..errors import PlanError
-from ..ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
-from ..slices.layout import Layout, Split, apportioned
+from ..ranks.collectives import (
+    copy_to_region,
+    exchange_regions,
+    gather_from_region,
+    gather_to_region,
+    reduce_from_region,
+    reduce_scatter_from_region,
+    scatter_to_region,
+)
+from ..ranks.group import TensorParallelGroup
+from ..slices.layout import Layout, Split, chunked
 from .base import TensorParallelLayer
 from .forward.attach import forward_of
-from .forward.communication import ShortForward, as_sharded, only
+from .forward.communication import ShortForward, as_sharded
 from .replicate import ReplicateParallel
+from .shards.shard import ParamShard
 from .shards.slicing import take
-from .signature import FEATURES, PARTIAL, REPLICATED, Signature
+from .signature import FEATURES, PARTIAL, REPLICATED, Placements, Signature, only
 
 LAST = -1
 """The feature dim of activations: (..., features)."""
@@ -37,16 +48,59 @@ class _WeightParallel(TensorParallelLayer):
     out_features = 0
     """Output features of the unsharded module."""
 
+    def __init__(
+        self,
+        *,
+        input_layouts: Placements = None,
+        output_layouts: Placements = None,
+        use_local_output: bool | None = None,
+        use_dtensor: bool | None = None,
+    ) -> None:
+        """Arguments of torch's style of the same name, and `use_dtensor`; see `TensorParallelLayer.__init__`.
+
+        Args:
+            input_layouts: Replicate(), Shard(dim) or Partial(), of plain inputs; shards along a dim other than the
+                features have one length. A DTensor has a layout already. Default of embeddings: Replicate().
+            output_layouts: Replicate() or Shard(dim), in shards as of torch.chunk along a dim other than the features.
+            use_local_output: see there.
+            use_dtensor: see there.
+
+        Raises PlanError for other layouts.
+        """
+        super().__init__(
+            input_layouts=_as_tuple(input_layouts),
+            output_layouts=_as_tuple(output_layouts),
+            use_local_output=use_local_output,
+            use_dtensor=use_dtensor,
+        )
+        self.check_layouts()
+
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`; reads the module's features once."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, _WeightParallel)
         bound.is_transposed = is_transposed(module)
         bound.in_features, bound.out_features = features(module) or (0, 0)
+        if bound.is_embedding and "input_layouts" not in vars(self):
+            bound.input_layouts = (Replicate(),)
         return bound
+
+    def check_layouts(self) -> None:
+        """Raise PlanError if the layouts are no placements of the inputs and outputs of such a layer."""
+        for name, sums in (("input_layouts", " or Partial()"), ("output_layouts", "")):
+            layouts = getattr(self, name)
+            placement = layouts[0] if isinstance(layouts, tuple | list) and len(layouts) == 1 else layouts
+            if type(placement) not in (Replicate, Shard) and not (sums and placement == Partial()):
+                raise PlanError(
+                    f"{name} of {type(self).__name__}",
+                    got=str(layouts),
+                    expected=f"Replicate(), Shard(dim){sums} of torch.distributed.tensor",
+                    fix="A row-parallel layer that leaves partial sums is local_rowwise.",
+                )
 
     def check(self, module: nn.Module) -> None:
         """Accept linears (weight: (out_features, in_features)), Conv1D, and embeddings without parts."""
+        self.check_layouts()
         if features(module) is None:
             raise ValueError(f"a {type(module).__name__} is no linear or embedding, which colwise and rowwise shard")
         if self.parts is not None and self.is_embedding:
@@ -56,6 +110,37 @@ class _WeightParallel(TensorParallelLayer):
                 "it would leave each rank a shard of the hidden features, of which what follows takes all; use "
                 "'embedding_rowwise' or 'embedding_colwise'"
             )
+
+    def all_of(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The complete input, from a shard (all-gather; backward: reduce-scatter) or a summand (all-reduces)."""
+        placement, group = only(self.input_layouts), mesh.get_group()
+        if not isinstance(placement, Shard):
+            return copy_to_region(reduce_from_region(x, group), group)
+        dim = self.dim_of(placement, x)
+        is_features = dim == x.ndim - 1 and not self.is_embedding
+        widths = self.evenly(self.in_features, self.ranks).widths if is_features else (x.shape[dim],) * self.size
+        return gather_to_region(x, widths, group, dim=dim)
+
+    def dim_of(self, placement: Shard, x: Tensor) -> int:
+        """The dim of `x` that the placement shards. Raises PlanError if `x` has no such dim."""
+        if not -x.ndim <= placement.dim < x.ndim:
+            raise PlanError(
+                self.name,
+                got=f"a tensor of {x.ndim} dims",
+                expected=f"one for {placement}",
+                fix="Choose another layout.",
+            )
+        return placement.dim % x.ndim
+
+    def leaving(self, outputs: Tensor, dim: int, split: Split, mesh: DeviceMesh) -> Tensor:
+        """The outputs, sharded by `split` along `dim`, as a plain tensor or a DTensor."""
+        if self.use_local_output:
+            return outputs
+        if not split.is_chunked:
+            raise ValueError(
+                f"no DTensor placement describes features split into {split.widths}; use use_local_output=True"
+            )
+        return as_sharded(outputs, dim, split.length, mesh)
 
     def check_width(self, x: Tensor, expected: int) -> None:
         """Raise PlanError, before any communication, if the input is not `expected` features wide."""
@@ -74,30 +159,17 @@ class ColwiseParallel(_WeightParallel):
 
     A linear's `weight: (out/size, in)` and `bias: (out/size)`; an embedding's `weight: (vocab, hidden/size)`; dim -2 of
     a parameter that a plan names directly, such as experts of (experts, out, in).
-    The input is replicated (backward: all-reduce); the output is `(..., out/size)`, or replicated with
-    `output_layouts=Replicate()` (all-gather; backward: own slice).
+    The input is replicated (backward: all-reduce), or gathered from `input_layouts` (backward: reduce-scatter). The
+    output is `(..., out/size)`, or replicated with `output_layouts=Replicate()` (all-gather; backward: own slice), or
+    sharded along another dim (all-to-all; backward: all-to-all).
 
         x ──f── [A | B] ── [xA | xB]
     """
 
     signature = Signature(inside=(REPLICATED, FEATURES))
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        use_dtensor: bool = True,
-    ) -> None:
-        """`input_layouts`: Replicate() (default) or Shard(-1). `output_layouts`: Shard(-1) (default) or Replicate()."""
-        super().__init__(
-            input_layouts=(input_layouts or Replicate(),),
-            output_layouts=output_layouts or Shard(LAST),
-            desired_input_layouts=(Replicate(),),
-            use_local_output=use_local_output,
-            use_dtensor=use_dtensor,
-        )
+    input_layouts: Placements = (Replicate(),)
+    output_layouts: Placements = (Shard(LAST),)
+    desired_input_layouts: Placements = (Replicate(),)
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The output features: dim -2 of a weight, the last dim of a bias; the hidden dim of an embedding."""
@@ -115,16 +187,18 @@ class ColwiseParallel(_WeightParallel):
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: A is replicated, B is sharded like the layer."""
-        if self.signature.takes is FEATURES or not self.use_local_output:
+        layouts = only(self.input_layouts), only(self.output_layouts)
+        if layouts not in ((Replicate(), Shard(LAST)), (Replicate(), Replicate())) or not self.use_local_output:
             raise NotImplementedError
-        return ReplicateParallel(), ColwiseParallel(output_layouts=only(self.output_layouts))
+        return ReplicateParallel(), ColwiseParallel(output_layouts=self.output_layouts)
 
     def short_forward(self) -> ShortForward | None:
         if not self.is_built_in:
             return None
         cls = type(self)
-        copies = self.signature.takes is not FEATURES and cls.before is ColwiseParallel.before
-        keeps = self.use_local_output and self.signature.leaves is FEATURES and cls.after is ColwiseParallel.after
+        copies = only(self.input_layouts) == Replicate() and cls.before is ColwiseParallel.before
+        keeps = self.use_local_output and only(self.output_layouts) == Shard(LAST)
+        keeps = keeps and cls.after is ColwiseParallel.after
         return ShortForward("copied" if copies else "before", "as it is" if keeps else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
@@ -135,9 +209,8 @@ class ColwiseParallel(_WeightParallel):
         x = inputs[0]
         if isinstance(x, DTensor):
             x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        elif self.signature.takes is FEATURES:
-            widths, group = apportioned(self.in_features, self.ranks), mesh.get_group()
-            x = copy_to_region(gather_from_region(x, widths, group), group)
+        elif not isinstance(only(self.input_layouts), Replicate):
+            x = self.all_of(x, mesh)
         else:
             if not self.is_embedding:
                 self.check_width(x, self.in_features)
@@ -146,18 +219,15 @@ class ColwiseParallel(_WeightParallel):
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.signature.leaves is not FEATURES:
-            outputs = gather_from_region(outputs, self.output_split.widths, mesh.get_group())
-        if self.use_local_output:
-            return outputs
-        if not isinstance(only(self.output_layouts), Shard):
-            return _as_replicated(outputs, mesh)
-        split = self.output_split
-        if not split.is_chunked:
-            raise ValueError(
-                f"no DTensor placement describes features split into {split.widths}; use use_local_output=True"
-            )
-        return as_sharded(outputs, outputs.ndim - 1, split.length, mesh)
+        placement, split, group = only(self.output_layouts), self.output_split, mesh.get_group()
+        if not isinstance(placement, Shard):
+            outputs = gather_from_region(outputs, split.widths, group)
+            return outputs if self.use_local_output else _as_replicated(outputs, mesh)
+        dim = self.dim_of(placement, outputs)
+        if dim < outputs.ndim - 1:
+            of_features, split = split, chunked(outputs.shape[dim], self.size)
+            outputs = exchange_regions(outputs, of_features.widths, split.widths, group, into=dim)
+        return self.leaving(outputs, dim, split, mesh)
 
 
 class RowwiseParallel(_WeightParallel):
@@ -166,30 +236,18 @@ class RowwiseParallel(_WeightParallel):
     A linear's `weight: (out, in/size)`, with a replicated bias that is added once, after the sum; an embedding's
     `weight: (vocab/size, hidden)`, looked up by the rank that holds the row; dim -1 of a parameter that a plan names
     directly, such as experts of (experts, out, in). The input is `(..., in/size)`, or replicated with
-    `input_layouts=Replicate()` (own slice; backward: all-gather); the output is summed over the ranks (all-reduce;
-    backward: identity).
+    `input_layouts=Replicate()` (own slice; backward: all-gather), or sharded along another dim (all-to-all; backward:
+    all-to-all). The output is summed over the ranks (all-reduce; backward: identity), or sharded with `output_layouts`
+    (reduce-scatter; backward: all-gather).
 
         [x | y] ── [A / B] ── xA + yB ──g── replicated
     """
 
     signature = Signature(inside=(FEATURES, PARTIAL))
     hidden: tuple[str, ...] = ("bias",)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        use_dtensor: bool = True,
-    ) -> None:
-        """`input_layouts`: Shard(-1) (default) or Replicate(). The output is replicated."""
-        super().__init__(
-            input_layouts=(input_layouts or Shard(LAST),),
-            output_layouts=Replicate(),
-            desired_input_layouts=(Shard(LAST),),
-            use_local_output=use_local_output,
-            use_dtensor=use_dtensor,
-        )
+    input_layouts: Placements = (Shard(LAST),)
+    output_layouts: Placements = (Replicate(),)
+    desired_input_layouts: Placements = (Shard(LAST),)
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The input features: the last dim of a weight, the rows of an embedding; a bias is replicated."""
@@ -206,6 +264,11 @@ class RowwiseParallel(_WeightParallel):
             extra = ", ".join(name for name in own if name != "weight")
             raise ValueError(f"an embedding with {extra} beside its weight may use ids in another way; replicate it")
 
+    def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """See `TensorParallelLayer.shard`; under torch's `parallelize_module` the bias is a DTensor, too."""
+        shard = super().shard(param_type, shape, group)
+        return replace(shard, use_dtensor=self.use_dtensor) if self.applied_by_torch else shard
+
     @property
     def input_split(self) -> Split:
         """Split of the input features, or of the rows of an embedding, over the ranks."""
@@ -217,16 +280,17 @@ class RowwiseParallel(_WeightParallel):
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
         """See `TensorParallelLayer.adapter`: A is sharded like the layer, B is replicated."""
-        if not self.use_local_output:
+        layouts = only(self.input_layouts), only(self.output_layouts)
+        if layouts not in ((Shard(LAST), Replicate()), (Replicate(), Replicate())) or not self.use_local_output:
             raise NotImplementedError
-        return RowwiseParallel(input_layouts=only(self.input_layouts)), ReplicateParallel()
+        return RowwiseParallel(input_layouts=self.input_layouts), ReplicateParallel()
 
     def short_forward(self) -> ShortForward | None:
         if not self.is_built_in:
             return None
         cls = type(self)
-        takes_shards = self.signature.takes is FEATURES and cls.before is RowwiseParallel.before
-        sums = self.use_local_output and cls.after is RowwiseParallel.after
+        takes_shards = only(self.input_layouts) == Shard(LAST) and cls.before is RowwiseParallel.before
+        sums = self.use_local_output and only(self.output_layouts) == Replicate() and cls.after is RowwiseParallel.after
         return ShortForward("as it is" if takes_shards else "before", "summed" if sums else "after")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
@@ -242,8 +306,12 @@ class RowwiseParallel(_WeightParallel):
         return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[operator]
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x = inputs[0]
+        x, placement = inputs[0], only(self.input_layouts)
         if self.is_embedding:
+            if isinstance(x, DTensor):
+                x = x.redistribute(mesh, [Replicate()]).to_local()
+            elif not isinstance(placement, Replicate):
+                x = self.all_of(x, mesh)
             x, forward_of(module).notes["outside"] = _own_rows(x, self.input_split, self.rank)
         elif isinstance(x, DTensor):
             self.check_width(x, self.in_features)
@@ -252,19 +320,39 @@ class RowwiseParallel(_WeightParallel):
             else:  # no placement describes the split
                 x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
                 x = take(x, Layout(x.ndim - 1, self.input_split), self.rank)
-        elif self.signature.takes is FEATURES:
+        elif isinstance(placement, Shard) and self.dim_of(placement, x) == x.ndim - 1:
             self.check_width(x, self.input_split.widths[self.rank])
         else:
             self.check_width(x, self.in_features)
-            x = scatter_to_region(x, self.input_split.widths, mesh.get_group())
+            widths, group = self.input_split.widths, mesh.get_group()
+            if isinstance(placement, Shard):
+                lengths = (x.shape[placement.dim],) * self.size
+                x = exchange_regions(x, lengths, widths, group, dim=placement.dim, into=LAST)
+            else:
+                is_sum = isinstance(placement, Partial)
+                x = (reduce_scatter_from_region if is_sum else scatter_to_region)(x, widths, group)
         return (x, *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self.is_embedding:  # sums with -0.0 keep the sign of a zero
             outputs = outputs.masked_fill(forward_of(module).notes["outside"].unsqueeze(LAST), -0.0)
+        bias = module._parameters.get("bias")
+        placement = only(self.output_layouts)
+        if isinstance(placement, Shard):
+            dim, group = self.dim_of(placement, outputs), mesh.get_group()
+            is_last, length = dim == outputs.ndim - 1, outputs.shape[dim]
+            split = self.evenly(length, self.ranks) if is_last else chunked(length, self.size)
+            outputs = reduce_scatter_from_region(outputs, split.widths, group, dim=dim)
+            if bias is not None:
+                if isinstance(bias, DTensor):  # whose gradient may be partial sums
+                    full = bias.to_local(grad_placements=[Partial()])
+                else:
+                    full = copy_to_region(bias, group)
+                outputs = outputs + (full.split(split.widths)[self.rank] if is_last else full)
+            return self.leaving(outputs, dim, split, mesh)
         is_own = self.asks_block or not torch.is_grad_enabled()
         outputs = reduce_from_region(outputs, self.group_of(mesh), in_place=is_own)
-        if (bias := module._parameters.get("bias")) is not None:
+        if bias is not None:
             outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)
         return outputs if self.use_local_output else _as_replicated(outputs, mesh)
 
@@ -285,6 +373,10 @@ class PackedRowwiseParallel(RowwiseParallel):
         """`parts`: the number of equal parts, or their lengths; overridden by a plan's `parts`."""
         super().__init__(use_dtensor=use_dtensor)
         self.parts = parts
+
+
+def _as_tuple(layouts: Placements) -> Placements:
+    return layouts if layouts is None or isinstance(layouts, Sequence) else (layouts,)
 
 
 def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
