@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype, str_to_torch_dtype
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
 
@@ -51,6 +52,7 @@ __all__ = [
     "parallel_styles",  # strategies that users register with transformers
     "rename_source_key",  # maps a checkpoint tensor's name to its name in the model
     "revert_weight_conversion",  # maps names and shapes back to the checkpoint's for saved files
+    "should_convert_module",  # modules that a quantised config leaves in floating point
     "str_to_torch_dtype",  # dtype names in safetensors headers
 ]
 

@@ -73,7 +73,7 @@ def _write_expressions(
     shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
     stored, named = tensors, None
     if request.quantization is not None:
-        form = request.quantization.format.located(_locate(model, shapes, entries))
+        form = request.quantization.format.located(locator(model, shapes, entries))
         tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=request.stays_packed)
         named = form.named(model, tensors, shapes)
         tensors, entries = (tensors, entries) if named is None else named
@@ -95,7 +95,7 @@ def _write_expressions(
     return conversion
 
 
-def _locate(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: Sequence[Any] | None) -> Locate:
+def locator(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: Sequence[Any] | None) -> Locate:
     """Find the module of `model` for a module of the checkpoint."""
     rename, linear = renamer(model, shapes, entries), nn.Linear(1, 1, device="meta")
 

@@ -223,5 +223,5 @@ def test_heads_and_ties_and_a_config_alone(tmp_path: Path) -> None:
     (embedding,) = (one for one in planned.parameters if "lm_head.weight" in one.tied)
     assert (embedding.name, embedding.local_shape(0)) == ("model.embed_tokens.weight", (-(-VOCAB // 2), 72))
     assert planned.parameter_bytes == tuple(
-        sum(torch.Size(one.local_shape(rank)).numel() * 4 for one in planned.parameters) for rank in range(2)
+        sum(torch.Size(one.local_shape(rank)).numel() * 2 for one in planned.parameters) for rank in range(2)
     )

@@ -26,7 +26,7 @@ from tp_transformers.plans import Plan
 
 WIDE = LlamaConfig(
     hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
-    vocab_size=4000, architectures=["LlamaForCausalLM"],
+    vocab_size=4000, architectures=["LlamaForCausalLM"], dtype="float32",
 )  # fmt: skip
 
 

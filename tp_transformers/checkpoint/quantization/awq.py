@@ -27,6 +27,7 @@ from .format import (
     packed,
     quantized_modules,
     stored_tensor,
+    stored_words,
     unpack,
     unsupported,
 )
@@ -63,6 +64,9 @@ class Awq(Format):
                 got = "scales of activations" if kind == "scales" else "zero points of no weight"
                 raise inconsistent(name, got, "weights alone in AWQ")
         return dequantized_modules(tensors, kinds, self._weight)
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        return stored_words(name.removesuffix(".weight"), shape, dtype, _BITS, self.group, packed_dim=1)
 
     def _weight(self, tensors: Tensors, module: str) -> Bundle:
         words = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ from .format import (
     stored_tensor,
     unpack_pairs,
     unsupported,
+    without_values,
 )
 
 _STATE = ".quant_state.bitsandbytes__"
+_BLOCK, _OUTER_BLOCK = 64, 256
+"""Values that share a scale, and scales that share one, in the library; a config does not tell."""
 _SCALE = 7.874015718698502e-3
 """1 / 127, rounded as in the library."""
 
@@ -41,12 +45,40 @@ class BitsAndBytes(Format):
 
     title = "bitsandbytes"
 
+    bits: int
+    kind: str
+    """nf4 or fp4, of 4 bits."""
+    is_nested: bool
+    """True if the scales of 4 bits are quantised in blocks themselves."""
+
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> BitsAndBytes:
         storage = str(settings.get("bnb_4bit_quant_storage") or "uint8").removeprefix("torch.")
         if storage != "uint8":
             raise unsupported(f"bitsandbytes in words of {storage}", "one in words of uint8")
-        return cls()
+        bits, kind = 4 if settings.get("load_in_4bit") else 8, str(settings.get("bnb_4bit_quant_type") or "fp4")
+        return cls(bits, kind, bool(settings.get("bnb_4bit_use_double_quant")))
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        if len(shape) != 2 or (self.bits == 4 and shape[1] % _BLOCK):
+            return {}
+        rows, columns = shape
+        if self.bits == 8:
+            scales = without_values(torch.float32, rows)
+            return {name: without_values(torch.int8, *shape), f"{name.removesuffix('weight')}SCB": scales}
+        count, floats = rows * columns // _BLOCK, partial(without_values, torch.float32)
+        state = {"blocksize": _BLOCK, "shape": [rows, columns], "dtype": str(dtype).removeprefix("torch.")}
+        result = {
+            name: without_values(torch.uint8, rows * columns // 2, 1),
+            f"{name}.absmax": without_values(torch.uint8 if self.is_nested else torch.float32, count),
+            f"{name}.quant_map": floats(16),
+        }
+        if self.is_nested:
+            state["nested_blocksize"] = _OUTER_BLOCK
+            result |= {f"{name}.nested_absmax": floats(-(-count // _OUTER_BLOCK))}
+            result |= {f"{name}.nested_quant_map": floats(_OUTER_BLOCK)}
+        result[f"{name}{_STATE}{self.kind}"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        return result
 
     def read_first(self, tensors: Tensors) -> list[str]:
         return [name for name in tensors if _STATE in name]

@@ -41,6 +41,7 @@ from .format import (
     unpack,
     unpack_pairs,
     unsupported,
+    without_values,
 )
 
 _PACKED = "pack-quantized"
@@ -74,6 +75,9 @@ class Scheme:
     """Name of a micro-scaling format; None for other formats."""
     activations: int | None = None
     """See `Float8Values.activations`."""
+    is_float: bool = False
+    by_tensor: bool = False
+    """True if all rows and columns share a scale."""
 
     @property
     def along(self) -> DimMap:
@@ -109,6 +113,8 @@ class Scheme:
             (int(rows), int(columns)) if strategy == "block" else None,
             form if micro is not None else None,
             _activations(group.get("input_activations") or {}),
+            kind == "float",
+            strategy == "tensor",
         )
 
     @property
@@ -151,6 +157,34 @@ class Scheme:
         dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
         decoder = self._decoder(values, scales, dtype, has_zeros="zeros" in components)
         return bundle(name, components, shape, dtype, decoder)
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """See `Format.stored`."""
+        *lead, rows, columns = shape
+        if columns % (self.group or columns):
+            return {}
+        per_byte = self.micro is not None and self.is_packed
+        words = torch.uint8 if per_byte else torch.int32 if self.is_packed else torch.int8
+        words = torch.float8_e4m3fn if self.is_float and not self.is_packed else words
+        width = -(-columns * self.bits // (8 * words.itemsize)) if self.is_packed else columns
+        high, wide = self.scaled_block
+        counts = (-(-rows // high), -(-columns // (wide or columns)))
+        scales = dtype if self.micro is None else _MICRO[self.micro][2]
+        by_tensor = self.by_tensor and self.micro is None
+        result = {
+            f"{name}_packed" if self.is_packed else name: without_values(words, *lead, rows, width),
+            f"{name}_scale": without_values(scales, *((1,) if by_tensor else (*lead, *counts))),
+        }
+        if self.is_packed and self.micro is None:
+            result[f"{name}_shape"] = torch.tensor(shape)
+        if not self.symmetric:
+            zeros = without_values(torch.int8, *lead, *counts)
+            if self.is_packed:
+                zeros = without_values(torch.int32, *lead, -(-rows * self.bits // 32), counts[1])
+            result[f"{name}_zero_point"] = zeros
+        if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
+            result[f"{name}_global_scale"] = without_values(torch.float32, 1)
+        return result
 
     def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype, *, has_zeros: bool) -> Decode:
         decode, is_integer = partial(_decode, self, dtype), self.micro is None and not values.dtype.is_floating_point
@@ -232,6 +266,10 @@ class Compressed(Format):
 
     def located(self, locate: Locate) -> Compressed:
         return replace(self, locate=locate)
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        scheme = self.scheme(name.removesuffix(".weight"))
+        return {} if scheme is None else scheme.stored(name, shape, dtype)
 
     def read_first(self, tensors: Tensors) -> list[str]:
         needs_shapes = any(scheme and scheme.is_packed and scheme.group is None for scheme in self.schemes.values())

@@ -17,7 +17,7 @@ from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from ...slices.scaled import Scaled
 from ..reading.memory import from_float8
-from .format import Format, Tensors, bundle, inconsistent, multiply_blocks, unsupported
+from .format import Format, Tensors, bundle, inconsistent, multiply_blocks, unsupported, without_values
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -84,6 +84,11 @@ class Float8(Format):
                 got = f"{tensor.dtype} without {name + self.suffix}"
                 raise inconsistent(name, got, "a scale for each of its blocks")
         return result
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        counts = [-(-length // size) for length, size in zip(shape[-2:], self.block or (), strict=False)]
+        scales = without_values(torch.float32, *shape[:-2], *counts) if counts else without_values(torch.float32)
+        return {name: without_values(torch.float8_e4m3fn, *shape), name + self.suffix: scales}
 
     def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
         if values.dtype not in _FLOAT8 or values.ndim < 2:

@@ -54,6 +54,14 @@ class Format(ABC):
         """The format with the modules of a model, for one whose settings name classes."""
         return self
 
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint has in place of the weight `name`, for a config without a checkpoint.
+
+        They are on the meta device, unless others depend on their values. Empty if the weight is not quantised, or if
+        the settings do not tell. `dtype`: that of the model.
+        """
+        return {}
+
     def named(self, model: PreTrainedModel, tensors: Tensors, shapes: Shapes) -> tuple[Tensors, Sequence[Any]] | None:
         """The tensors by their names in `model`, and transformers' conversions to apply to them.
 
@@ -142,6 +150,23 @@ def quantized_modules(tensors: Tensors) -> set[str]:
     return {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
 
 
+def stored_words(
+    module: str, shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, *, packed_dim: int
+) -> dict[str, torch.Tensor]:
+    """See `Format.stored`: words (in, out), packed along `packed_dim`, zero points and scales of groups."""
+    if len(shape) != 2 or any(length * bits % 32 for length in shape):
+        return {}
+    rows, columns = shape
+    words = [columns, rows]
+    words[packed_dim] = words[packed_dim] * bits // 32
+    groups = -(-columns // (group or columns))
+    return {
+        f"{module}.qweight": without_values(torch.int32, *words),
+        f"{module}.qzeros": without_values(torch.int32, groups, rows * bits // 32),
+        f"{module}.scales": without_values(dtype, groups, rows),
+    }
+
+
 def count_groups(module: str, columns: int, group: int | None, scales: LazyTensor, zeros: LazyTensor) -> int:
     """Count the groups of `columns` features. Raises CheckpointError if scales or zero points differ in number."""
     count = -(-columns // (group or columns))
@@ -149,6 +174,11 @@ def count_groups(module: str, columns: int, group: int | None, scales: LazyTenso
         got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
         raise inconsistent(f"{module}.scales", got, f"{count}, of {group} of {columns} features each")
     return count
+
+
+def without_values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor on the meta device."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def inconsistent(name: str, got: str, expected: str) -> CheckpointError:

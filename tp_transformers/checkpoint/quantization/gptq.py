@@ -29,6 +29,7 @@ from .format import (
     packed,
     quantized_modules,
     stored_tensor,
+    stored_words,
     unpack,
     unsupported,
 )
@@ -77,6 +78,14 @@ class Gptq(Format):
     def of_module(self, module: str) -> Gptq:
         """Return the settings of one module."""
         return next((settings for pattern, settings in self.rules if pattern.match(module)), self)
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        module, form = name.removesuffix(".weight"), self.of_module(name.removesuffix(".weight"))
+        size = form.group or shape[-1]
+        columns = torch.arange(shape[-1], dtype=torch.int32)
+        group_of = columns % -(-shape[-1] // size) if form.ordered else columns // size
+        result = stored_words(module, shape, dtype, form.bits, form.group, packed_dim=0)
+        return result and {**result, f"{module}.g_idx": group_of}
 
     def read_first(self, tensors: Tensors) -> list[str]:
         return [name for name in tensors if name.endswith(".g_idx")]

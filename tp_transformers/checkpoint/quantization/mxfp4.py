@@ -18,7 +18,18 @@ import torch
 from ...slices.bundle import Component, DimMap, StoredValues
 from ...slices.composed import Transpose, merge_last
 from ...slices.lazy import LazyTensor
-from .format import FP4, Format, Tensors, bundle, inconsistent, multiply_blocks, pair_table, stored_tensor, unpack_pairs
+from .format import (
+    FP4,
+    Format,
+    Tensors,
+    bundle,
+    inconsistent,
+    multiply_blocks,
+    pair_table,
+    stored_tensor,
+    unpack_pairs,
+    without_values,
+)
 
 _BLOCK, _BIAS = 32, 127
 _DOUBLED = pair_table(FP4 * 2)
@@ -58,6 +69,13 @@ class Mxfp4(Format):
             del result[name], result[f"{param}_scales"]
             result[param] = Transpose(values, 1, 2)
         return result
+
+    def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        if len(shape) != 3 or shape[1] % _BLOCK:  # experts alone
+            return {}
+        experts, columns, rows = shape
+        blocks = without_values(torch.uint8, experts, rows, columns // _BLOCK, _BLOCK // 2)
+        return {f"{name}_blocks": blocks, f"{name}_scales": without_values(torch.uint8, *blocks.shape[:3])}
 
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(-1, (-1, _BLOCK // 2)) if name.endswith("_blocks") else tensor

@@ -6,6 +6,7 @@ One process reads the config and the headers. Dtypes, conversions and tied weigh
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
 from ...errors import CheckpointError, TensorParallelError
+from ...loading.footprint.described import described_dtype
 from ...loading.footprint.survey import Survey, take_survey
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
@@ -39,7 +41,7 @@ def survey(
         name: a folder with a config and perhaps weights, the config in it, or a name on the Hub; only headers are
             fetched.
         tp_plan: as `from_pretrained` takes it.
-        dtype: as `from_pretrained` takes it; for a config without weights and without dtype, "auto" is float32.
+        dtype: as `from_pretrained` takes it; for a config without weights, "auto" is that of `described_dtype`.
         revision: of a model on the Hub.
         packed: whether quantised weights stay packed (`tp_dequantize=False`).
         invariant: True for `tp_invariant`; False: as the plan has it.
@@ -56,18 +58,21 @@ def survey(
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
     kwargs |= {"tp_dequantize": not packed, "tp_invariant": invariant or None}
+    guess: str | None = None
     try:
         config = read_config(name, **where)
         has_weights = not os.path.isdir(name) or any(file.endswith(WEIGHTS) for file in os.listdir(name))
         if not has_weights:
             kwargs |= {"config": config, "state_dict": {}}
-            kwargs["dtype"] = config.dtype or torch.float32 if dtype == "auto" else dtype
+            if dtype == "auto":
+                kwargs["dtype"], guess = described_dtype(config)
         try:
             with enable():
                 from_pretrained_with(_stop, model_class(config, **where), name if has_weights else None, **kwargs)
         except _FoundError as found:
             model, plan, request = found.args
-        return take_survey(name, model, plan, request)
+        surveyed = take_survey(name, model, plan, request)
+        return replace(surveyed, notes=(*filter(None, [guess]), *surveyed.notes))
     except TensorParallelError:
         raise
     except Exception as error:  # a malformed config or folder may raise any error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 import torch
 from transformers import PreTrainedModel
@@ -173,7 +173,7 @@ def plan_memory(
         sum(buffer.numel() * dtypes.get(name, buffer.dtype).itemsize for name, buffer in model.named_buffers()),
         tuple(cached),
         tuple(mixer_states(model, resolution.mixers, size, batch=batch)) if context else (),
-        tuple(note for note in (*resolution.notes, warning) if note is not None),
+        tuple(note for note in (*survey.notes, *resolution.notes, warning) if note is not None),
         optimizer,
         allow_replicated,
     )
@@ -204,6 +204,7 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
         if home != name:
             tied.setdefault(home, []).append(name)
     aliases = {name for names in tied.values() for name in names}
+    packed = cache(partial(_packed, size))  # layers of a config alone share their tensors
     for name, param in named.items():
         if name in aliases:
             continue
@@ -220,11 +221,11 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
             _replicated_because(name, resolution, size) if layout is None or size == 1 else None,
             names[1:],
             split.length if split is not None else None,
-            _packed(survey.packed[name], dtype, layout, size) if name in survey.packed else None,
+            packed(survey.packed[name], dtype, layout) if name in survey.packed else None,
         )
 
 
-def _packed(expression: LazyTensor, dtype: torch.dtype, layout: Layout | None, size: int) -> tuple[int, ...]:
+def _packed(size: int, expression: LazyTensor, dtype: torch.dtype, layout: Layout | None) -> tuple[int, ...]:
     """Bytes of a packed parameter and of each rank's shard, in the layouts that a CPU multiplies."""
     shards = [expression, *(take(expression, layout, rank) for rank in range(size))]
     results = (pack(shard, dtype, torch.device("meta")) for shard in shards)

@@ -5,7 +5,7 @@ Dtypes, conversions and tied weights come from the code of a load, which reads t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from ...slices.lazy import LazyTensor
 from ..memory import pack_weights
 from ..request import LoadRequest, open_checkpoint
 from ..targets import describe
+from .described import described_packed
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Survey:
     """Parameters that stay packed -> lazy tensors of the checkpoint."""
     is_quantized: bool = False
     """True if the checkpoint is quantised."""
+    notes: tuple[str, ...] = ()
+    """What was guessed, and what has no effect."""
 
     def with_shares(self, shares: tuple[float, ...] | None) -> Survey:
         """The same load with other shares of the ranks."""
@@ -71,13 +74,33 @@ def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequ
     policy = dtype_policy(request.config.dtype_plan)
     is_stored = bool(request.files or request.state_dict or request.sharded)
     if not is_stored:
+        packed = described_packed(model, request) if request.stays_packed else {}
         dtypes = {name: own for name in model.state_dict() if (own := policy(name))}
-        return Survey(name, model, plan, dtypes, None, is_quantized=request.quantization is not None)
+        notes = tuple(_notes(model, request, packed, is_stored=False))
+        return Survey(name, model, plan, dtypes, None, packed, request.quantization is not None, notes)
     with open_checkpoint(request, rank=0) as checkpoint:
         request = request.recognise(checkpoint, model)
         stock, filled, kept = _take_stock(model, checkpoint, request)
     dtypes = {name: own for name in filled if (own := policy(name))}
-    return Survey(name, model, plan, dtypes, stock, kept, request.quantization is not None)
+    notes = tuple(_notes(model, request, kept, is_stored=True))
+    return Survey(name, model, plan, dtypes, stock, kept, request.quantization is not None, notes)
+
+
+def _notes(
+    model: PreTrainedModel, request: LoadRequest, kept: Mapping[str, LazyTensor], *, is_stored: bool
+) -> Iterator[str]:
+    """What a survey of packed weights guesses, and whether there are any."""
+    if request.options.tp_dequantize is not False:
+        return
+    if not kept:
+        because = "its quantised format is not known" if request.quantization is not None else "nothing is quantised"
+        yield f"--packed has no effect: {because}"
+    elif not is_stored:
+        share = sum(tensor.numel() for tensor in kept.values()) / model.num_parameters()
+        yield (
+            f"{share:.0%} of the parameters are taken as quantised: linears and experts that quantization_config does "
+            "not leave out; a checkpoint may have others"
+        )
 
 
 def _take_stock(
