@@ -36,6 +36,7 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..ranks.network import warn_of_crossing
 from ..torch_api import check as check_torch
+from ..training.accelerate_saves import ACCELERATOR
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
@@ -220,6 +221,7 @@ def _load_tensor_parallel(
         partition_initialized(model, current.resolution, group)
         check_if_enabled(model)
         TRAINER.hold_for(model)
+        ACCELERATOR.hold_for(model)
         keep_watch(model, watching)
     return result
 

@@ -18,7 +18,7 @@ from tests.unit.ranks.test_failure import report
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.ranks.watching import place, waits
 from tp_transformers.ranks.watching.failure import Failure, judge
-from tp_transformers.ranks.watching.place import Place, here
+from tp_transformers.ranks.watching.place import _LIBRARIES, _OWN, Place, _call, _Frame, here
 from tp_transformers.ranks.watching.waits import PATIENCE, Waits, beat_of
 
 SAVES = Place("save_pretrained", True, "train.py:12: model.save_pretrained(folder)")
@@ -118,6 +118,20 @@ def test_a_place_is_the_line_of_the_users_own_code() -> None:
     assert not found[0].waits
     assert found[0].line.startswith("test_waits.py:")
     assert found[0].line.endswith((": thread.start()", ": thread.join()"))
+
+
+def test_a_private_function_goes_by_the_call_of_the_library_around_it() -> None:
+    user = _Frame("__main__", "<module>", "/home/me/train.py", 3)
+    start = _Frame("runpy", "_run_code", f"{_LIBRARIES[0]}/runpy.py", 1)
+    outer, inner = (_Frame("safetensors.torch", name, f"{_LIBRARIES[2]}/s.py", 1) for name in ("save_file", "_flatten"))
+    patched, private = (
+        _Frame(f"tp_transformers.{module}", name, f"{_OWN}/x.py", 1)
+        for module, name in (("patches", "patched"), ("strategies", "_bytes_of"))
+    )
+    wait = _Frame("torch.distributed.distributed_c10d", "all_gather", f"{_LIBRARIES[2]}/d.py", 1)
+    assert _call([start, user, outer, inner, patched, private, wait][::-1]) == "save_file"
+    assert _call([start, user, patched, private, wait][::-1]) == "_bytes_of"
+    assert _call([start, user, outer, private._replace(function="generate"), wait][::-1]) == "generate"
 
 
 def test_no_thread_runs_while_its_frames_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,13 +27,14 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from ...anatomy.names import tied_parameters
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
-from ...ranks.group import GROUP, TensorParallelGroup
+from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...strategies import shard_of, unsharded_like
+from ...strategies.parameters.sharded import memory_of
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
 from ..quantization.format import Format
-from ..quantization.packed import packed_weights
+from ..quantization.packed import check_not_packed, packed_weights
 from ..quantization.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
 from .folder import SaveFolder
 from .machines import on_all_copies, sight, warn_of_lacking
@@ -51,6 +53,7 @@ def save_pretrained(
     model: PreTrainedModel,
     save_directory: str | os.PathLike[str],
     is_main_process: bool = True,
+    state_dict: Mapping[str, Any] | None = None,
     *,
     max_shard_size: int | str = "50GB",
     variant: str | None = None,
@@ -60,6 +63,8 @@ def save_pretrained(
     """Write configs and weights of a tensor-parallel model from rank 0. Collective: call on all ranks.
 
     Arguments as in transformers' `save_pretrained`. `is_main_process` matters on rank 0 only; other ranks never write.
+    `state_dict` has this rank's shards, as `model.state_dict()`, or full tensors on rank 0, as accelerate's
+    `get_state_dict(model)`.
 
     Raises:
         UnsupportedError: any other argument is set.
@@ -69,7 +74,9 @@ def save_pretrained(
     _check_arguments(variant, unsupported)
     group, folder = GROUP.of(model), Path(save_directory)
     # Assign tensors to files: from shapes alone, so equal on all ranks.
-    contents, writes = _Contents(model, max_shard_size, variant, save_original_format), group.writes and is_main_process
+    dense, packed = saved_state(model) if state_dict is None else (_given_weights(model, state_dict), {})
+    contents = _Contents(model, dense, packed, max_shard_size, variant, save_original_format)
+    writes = group.writes and is_main_process
     on_all_copies(group, folder / CONFIG_NAME, partial(_save, model, folder, contents, group, writes), writes=writes)
 
 
@@ -92,7 +99,10 @@ def _save(model: PreTrainedModel, folder: Path, contents: _Contents, group: Tens
 
 def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not supported here."""
-    arguments.pop("safe_serialization", None)  # files are always safetensors
+    for name in ("safe_serialization", "save_peft_format", "token"):  # safetensors, without adapters, to a folder
+        arguments.pop(name, None)
+    if arguments.pop("save_function", None) is not None:
+        _say_that_it_writes()
     names = sorted(name for name, value in arguments.items() if value not in (None, False))
     if names:
         raise UnsupportedError(
@@ -108,13 +118,61 @@ def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
         )
 
 
+@cache
+def _say_that_it_writes() -> None:
+    """Say once that `save_function` is not called."""
+    logger.info("save_pretrained of a tensor-parallel model writes its files without save_function")
+
+
+def given_state(state_dict: Mapping[str, Any], group: TensorParallelGroup) -> dict[str, Tensor]:
+    """The tensors of a `state_dict` to save: shards, or rank 0's full tensors, with meta tensors on other ranks.
+
+    Collective. Raises UnsupportedError on all ranks if only some have shards.
+    """
+    given = {name: value for name, value in state_dict.items() if isinstance(value, Tensor)}
+    first, *others = group.gather(
+        {
+            name: (unsharded_like(value).shape, value.dtype, shard_of(value) is not None or isinstance(value, DTensor))
+            for name, value in given.items()
+        }
+    )
+    if not any(is_sharded for _, _, is_sharded in first.values()):
+        empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype, _) in first.items()}
+        return given if group.rank == 0 else empty
+    if any(other != first for other in others):
+        raise agreed(
+            UnsupportedError(
+                "save_pretrained(state_dict=...)",
+                got="shards of rank 0 without those of other ranks",
+                expected="the shards of every rank, or full tensors on rank 0",
+                fix="Pass model.state_dict() on all ranks, or leave it out.",
+            )
+        )
+    return given
+
+
+def _given_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """`given_state` for a model: each tied parameter once. Raises UnsupportedError for packed weights."""
+    check_not_packed(model, "save_pretrained(state_dict=...)")
+    dropped = {*(model._keys_to_ignore_on_save or ())}
+    for target, source in tied_parameters(model).items():
+        if target in state_dict and source in state_dict:
+            dropped |= {target} if memory_of(state_dict[target]) == memory_of(state_dict[source]) else set()
+    return given_state({name: value for name, value in state_dict.items() if name not in dropped}, GROUP.of(model))
+
+
 class _Contents:
     """The files of a save and their tensors, from shapes alone. Collective: construct it on all ranks."""
 
     def __init__(
-        self, model: PreTrainedModel, max_shard_size: int | str, variant: str | None, save_original_format: bool
+        self,
+        model: PreTrainedModel,
+        dense: dict[str, Tensor],
+        packed: dict[str, Tensor],
+        max_shard_size: int | str,
+        variant: str | None,
+        save_original_format: bool,
     ) -> None:
-        dense, packed = saved_state(model)
         self.tensors = dense | packed
         """This rank's tensors of the model."""
         self.meta = {name: unsharded_like(tensor) for name, tensor in self.tensors.items()}

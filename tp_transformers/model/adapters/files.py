@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.machines import on_all_copies
 from ...checkpoint.saving.push import push
-from ...checkpoint.saving.save import gather
+from ...checkpoint.saving.save import gather, given_state
 from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
@@ -42,7 +42,8 @@ def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:
     if options.get("path_initial_model_for_weight_conversion") is not None:  # PEFT would load it, on rank 0 alone
         raise unsupported("save_pretrained of an adapter", "path_initial_model_for_weight_conversion")
     names = options.get("selected_adapters") or list(peft_model.peft_config)
-    state = peft_model.state_dict(keep_vars=True)
+    given = options.pop("state_dict", None)
+    state = peft_model.state_dict(keep_vars=True) if given is None else given_state(given, group)
     embeddings = {key: options[key] for key in ("save_embedding_layers",) if key in options}
     wanted = {id(value) for name in names for value in _adapter(peft_model, state, name, **embeddings).values()}
     full = {name: gather(value, group) if id(value) in wanted else torch.empty(0) for name, value in state.items()}

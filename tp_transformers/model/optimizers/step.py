@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...patches import MissingError, Patch, Undo, replace, replace_all
-from ...strategies import SHARD
-from ...strategies.parameters.sharded import check_pickled
+from ...strategies import SHARD, local_tensor
+from ...strategies.parameters.sharded import check_pickled, is_sharded, know, laid_out
+from ...strategies.parameters.tensors import HAS_LOCAL
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 
@@ -215,16 +216,34 @@ def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: 
 
 
 def _load_state_dict(original: Callable[..., Any], optimizer: Optimizer, state_dict: Any, *args: Any) -> Any:
-    """Reject states that another rank has pickled, on all ranks. Collective if parameters are shards."""
+    """Shard full states, and reject those that another rank has pickled. Collective if parameters are shards."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    shards = {param: shard for param in params if (shard := SHARD.find(param)) is not None}
-    if shards:
-        names = [name for group in state_dict["param_groups"] for name in group["params"]]
-        with next(iter(shards.values())).group.agree():
+    group = next((shard.group for param in params if (shard := SHARD.find(param)) is not None), None)
+    if group is not None:
+        states, names = (
+            dict(state_dict["state"]),
+            [name for each in state_dict["param_groups"] for name in each["params"]],
+        )
+        with group.agree():
             for param, name in zip(params, names, strict=False):  # torch compares their numbers
-                for key, value in state_dict["state"].get(name, {}).items() if param in shards else ():
-                    check_pickled(value, param, shards[param], f"an optimizer, {key} of parameter {name}")
+                if name in states and SHARD.find(param) is not None:
+                    states[name] = {
+                        key: _loaded(value, param, f"an optimizer, {key} of parameter {name}")
+                        for key, value in states[name].items()
+                    }
+        state_dict = {**state_dict, "state": states}
     return original(optimizer, state_dict, *args)
+
+
+def _loaded(value: Any, param: Tensor, name: str) -> Any:
+    """This rank's shard of a full state; any other state as it is."""
+    shard = SHARD.of(param)
+    check_pickled(value, param, shard, name)
+    is_full = isinstance(value, Tensor) and not isinstance(value, HAS_LOCAL) and value.shape == shard.shape
+    if not is_full or value.shape == local_tensor(param).shape:
+        return value
+    own = shard.own(value).clone()
+    return know(own, param) if is_sharded(param) else laid_out(own, param)
 
 
 def _install() -> Undo:

@@ -131,9 +131,14 @@ def _waits(frames: list[_Frame]) -> bool:
 
 
 def _call(frames: list[_Frame]) -> str:
+    """The outermost call of this package, or of the library that calls a private function of this package."""
+    library = ""
     for frame in reversed(frames):
         if frame.module.startswith(f"{_PACKAGE}.") and not frame.module.startswith(_NOT_CALLS):
-            return _NAMES.get(frame.function, frame.function)
+            name = _NAMES.get(frame.function, frame.function)
+            return library if library and name.startswith("_") else name
+        if not frame.file.startswith(_OWN):
+            library = (library or frame.function) if frame.file.startswith(_LIBRARIES) else ""
     return ""
 
 

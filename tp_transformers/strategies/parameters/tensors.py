@@ -23,7 +23,7 @@ from ...marks import untyped
 from ...patches import Patch, Undo, nothing, replace, replace_all
 from ...torch_api import TracingContext, as_torch, tree_leaves
 from .computing import compute, is_for_dtensor
-from .sharded import Shard, Sharded, as_shard, assign, full_values, is_sharded, know, traced_values
+from .sharded import Shard, Sharded, as_shard, assign, full_values, is_sharded, know, memory_of, traced_values
 
 
 def _is_traced() -> bool:
@@ -129,10 +129,21 @@ def _bytes_of(original: Any, tensor: Tensor, *args: Any) -> Any:
     return original(full_values(tensor).detach() if is_sharded(tensor) else tensor, *args)
 
 
+def _find_duplicates(original: Any, state: Any, **options: Any) -> Any:
+    """Find names of one tensor in a state of shards by the memory of the shards, which need not fill a storage."""
+    if any(isinstance(value, HAS_LOCAL) for value in state.values()):
+        tensors: dict[Any, Tensor] = {}
+        state = {name: tensors.setdefault(memory_of(value), torch.empty(1)) for name, value in state.items()}
+    return original(state, **options)
+
+
 def _write_full() -> Undo:
     older = [name for name in ("_to_ndarray", "_tobytes") if hasattr(safetensors.torch, name)]
-    return replace_all((safetensors.torch, name, _bytes_of) for name in older or ["_to_ndarray"])
+    changes = [(safetensors.torch, name, _bytes_of) for name in older or ["_to_ndarray"]]
+    return replace_all([*changes, (safetensors.torch, "_remove_duplicate_names", _find_duplicates)])
 
 
 FULL_BYTES = Patch("safetensors", "save_file", _write_full)
-"""Lets `safetensors.torch.save_file` write full tensors; it would read past the end of a shard's memory."""
+"""Lets `safetensors.torch.save_file` write full tensors; it would read past the end of a shard's memory.
+
+`safetensors.torch.load_model` finds tied shards."""
