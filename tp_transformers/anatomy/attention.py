@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import PlanError
 from .linears import features
+from .names import CACHES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,6 +22,8 @@ QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """Attributes of transformers' attention modules, or of their configs, with counts and sizes of heads."""
+_CACHES = {*CACHES, "layer_past", "layer_state"}
+"""Names of the cache argument of attention modules."""
 LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Config fields of latent attention: widths of the latent, and of the keys and values of a head."""
 
@@ -41,6 +44,14 @@ def is_cross_attention(name: str) -> bool:
     if own in ("self", "attention") and around and "att" in around[-1]:
         own = around[-1]
     return "cross" in own or own.startswith("enc")
+
+
+def cache_index(module: nn.Module) -> int | None:
+    """The layer of the cache that an attention module fills; None if it takes no cache, as in an encoder."""
+    indices = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
+    index = next((each for each in indices if isinstance(each, int)), None)
+    takes = inspect.signature(type(module).forward).parameters
+    return index if getattr(module, "is_decoder", True) and not _CACHES.isdisjoint(takes) else None
 
 
 def attention_config(module: nn.Module, model: PreTrainedModel) -> Any:

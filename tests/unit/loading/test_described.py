@@ -12,8 +12,11 @@ import torch
 
 from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
+from tests.support.models import PROMPTS
 from tests.support.tiers import wide
+from tests.support.tiny import MODELS, TOWERS
 from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.loading.footprint.kv_cache import cached_attention
 from tp_transformers.loading.footprint.memory import plan_memory
 
 LLAMA = {
@@ -210,3 +213,24 @@ def test_packed_weights_fit_where_a_config_says_so(
     assert f"it fits: the fullest rank holds {said}" in capsys.readouterr().out
     assert main(["plan", folder, "--memory", memory, "--tp-size", "2"]) == 1
     assert "it would fit with --packed" in capsys.readouterr().out
+
+
+def cache_bytes(model: Any, ids: torch.Tensor) -> int:
+    """Bytes of the keys and values that a model keeps of some tokens, the last of which was generated."""
+    with torch.no_grad():
+        cache = getattr(model(ids[:, :-1], use_cache=True), "past_key_values", None)
+        if cache is None:
+            return 0
+        model(ids[:, -1:], past_key_values=cache, use_cache=True)
+    return sum(each.untyped_storage().nbytes() for layer in cache.layers for each in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("name", ["bert, both ways", "modernbert-decoder", "gpt_neo", "parakeet_encoder"])
+def test_a_cache_is_counted_where_a_model_keeps_one(name: str) -> None:
+    tiny = MODELS[name]
+    if not tiny.runs:
+        pytest.skip("transformers has no such model yet")
+    model, (batch, context) = tiny.make(), PROMPTS.shape
+    kept = 0 if name in TOWERS else cache_bytes(model, PROMPTS)
+    assert sum(sum(each.nbytes) for each in cached_attention(model, {}, 1, batch=batch, context=context)) == kept
+    assert (kept > 0) is (name in ("modernbert-decoder", "gpt_neo"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
-from ...anatomy.attention import cached_widths, is_around_attention, is_attention, is_cross_attention
+from ...anatomy.attention import cache_index, cached_widths, is_around_attention, is_attention, is_cross_attention
 from ...plans.attention_heads import AttentionHeads
 
 
@@ -48,15 +48,17 @@ def cached_attention(
     if not context:
         return
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not any(map(is_attention, decoder.modules())):  # the output layer of ModernBERT's decoder has that name
+        decoder = model
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=model.config).layers
     for name, module in decoder.named_modules(prefix=prefix):
-        index = getattr(module, "layer_idx", None)
-        if not is_attention(module) or not isinstance(index, int) or is_around_attention(module):
+        if not is_attention(module) or is_around_attention(module):
             continue
+        index = cache_index(module)
         # A module without its own cache layer uses an earlier one, or keeps no keys and values.
-        if index >= len(layers) or not isinstance(layers[index], DynamicLayer):
+        if index is None or index >= len(layers) or not isinstance(layers[index], DynamicLayer):
             continue
         if is_cross_attention(name):
             steps = [context if encoder_context is None else encoder_context]
