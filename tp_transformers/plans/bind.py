@@ -277,12 +277,6 @@ class _Resolver:
                 strategy.check(self.modules[name])
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name) or 'the model'}: {error}")
-            rows = getattr(self.modules[name], "num_embeddings", self.size)
-            if strategy.is_embedding and strategy.signature.sums and rows < self.size:
-                self.faults.append(
-                    f"{name}: {rows} rows are fewer than {self.size} ranks; load on {rows} at most, or with a plan "
-                    'that extends this one and has "replicate" for it'
-                )
             if (
                 self.prefix
                 and not f"{name}.".startswith(f"{self.prefix}.")

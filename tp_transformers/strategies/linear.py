@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import or_
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import pad
 
 from ..anatomy.linears import embeds_states, features, is_transposed
 from ..errors import PlanError
@@ -248,6 +249,8 @@ class RowwiseParallel(_WeightParallel):
     input_layouts: Placements = (Shard(LAST),)
     output_layouts: Placements = (Replicate(),)
     desired_input_layouts: Placements = (Shard(LAST),)
+    rows: ParamShard
+    """Of an embedding, on a rank without rows: the shard of its weight."""
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The input features: the last dim of a weight, the rows of an embedding; a bias is replicated."""
@@ -301,9 +304,18 @@ class RowwiseParallel(_WeightParallel):
         inside = start <= module.padding_idx < stop
         return {"padding_idx": module.padding_idx - start if inside else None}
 
+    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
+        """See `Communication.attached`; an embedding has no rows on this rank if the ranks are more than its rows."""
+        super().attached(module, shards, mesh)
+        if self.is_embedding and not self.input_split.widths[self.rank]:
+            self.hidden, self.rows = (*self.hidden, "weight"), shards["weight"]
+
     def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
-        """No bias; a Conv1D needs one, and gets a zero."""
-        return module.weight.new_zeros(1) if self.is_transposed else None  # type: ignore[operator]
+        """No bias; a Conv1D needs one, and gets a zero. A row for an embedding without rows, whose output is masked."""
+        weight: Any = module._parameters["weight"]
+        if name == "weight":  # made from the shard: the output needs a gradient on all ranks or on none
+            return pad(self.rows.view(weight), (0, 0, 0, 1))
+        return weight.new_zeros(1) if self.is_transposed else None
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, placement = inputs[0], only(self.input_layouts)

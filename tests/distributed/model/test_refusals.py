@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tp_transformers
 from tests.support.comparisons import relative
-from tests.support.models import PROMPTS, llama_config, load, logits_of
+from tests.support.models import PROMPTS, load, logits_of
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -73,13 +72,6 @@ def refuse(folder: str) -> float:
 def test_code_of_others_is_refused_or_right(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for worst in pool.run(2, refuse, cases(*heads).folder):
         assert worst < 1e-3  # one process quantises the same values; a rank's sums may round to a neighbour
-
-
-def test_a_vocabulary_smaller_than_the_ranks(pool: Pool, tmp_path: Path) -> None:
-    transformers.LlamaForCausalLM(llama_config(8, 4, vocab_size=1, bos_token_id=0)).save_pretrained(tmp_path)
-    message = pool.error(2, load, str(tmp_path))
-    assert message.startswith("PlanError")
-    assert "model.embed_tokens: 1 rows are fewer than 2 ranks; load on 1 at most, or with a plan that" in message
 
 
 def test_models_that_are_whole_take_the_wrapper(pool: Pool, cases: Any) -> None:

@@ -127,7 +127,7 @@ class _InputGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (split, columns, group, is_transposed) = ctx.saved_tensors, ctx.settings
-        rows = grad.reshape(-1, grad.shape[LAST])
+        rows = grad.flatten(0, -2)
         full = in_order(all_gather_uneven(rows, split.widths, group), split, LAST).contiguous()
         out = 1 if is_transposed else 0
         weight = exchange_regions(weight.to(grad.dtype), split.widths, columns.widths, group, dim=out, into=1 - out)
