@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..anatomy.linears import features
 from ..checkpoint.saving.dcp import placed
 from ..errors import UnsupportedError
 from ..marks import untyped
@@ -144,10 +145,13 @@ def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -
         )
 
 
-def replace_embeddings(old: nn.Module | None, new: nn.Module | None, group: TensorParallelGroup) -> None:
-    """Shard `new` like `old`, which it replaces; it is full on all ranks, which take rank 0's values."""
+def replace_embeddings(old: nn.Module | None, new: nn.Module, group: TensorParallelGroup) -> None:
+    """Shard `new` like `old`, which it replaces; it is full on all ranks, which take rank 0's values.
+
+    A module of another kind stays as it is: it calls a sharded one, or every rank computes it in full.
+    """
     strategy = STRATEGY.find(old)
-    if new is None or strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_is_full"):
+    if strategy is None or hasattr(new, "tp_strategy") or hasattr(new, "tp_is_full") or features(new) is None:
         return
     if isinstance(new, nn.Linear):  # its tied weight may have been replaced
         new.out_features, new.in_features = new.weight.shape

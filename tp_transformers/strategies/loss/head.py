@@ -43,13 +43,15 @@ class LossColwiseParallel(ColwiseParallel):
 class LossParallel(TensorParallelLayer):
     """On a language model: given labels, compute the loss from each rank's shard of the logits.
 
-    A loss function that the user sets on the model gets unsharded logits.
+    A loss function that the user sets on the model gets unsharded logits, and so does the loss after a head of the
+    user's own around the sharded one.
     """
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         heads, labels = _heads(module), forward_of(module).given.get("labels")
-        if labels is not None and isinstance(module.__dict__.get("_loss_function"), CausalLMLoss | None):
-            # Rebuilt in every forward, since embeddings may have been resized.
+        if isinstance(module.__dict__.get("_loss_function"), CausalLMLoss):
+            del module._loss_function  # rebuilt in every forward, since embeddings may have been resized
+        if heads and labels is not None and module.__dict__.get("_loss_function") is None:
             module.loss_function = CausalLMLoss(mesh, heads[0].output_split.widths)  # type: ignore[assignment]
             for head in heads:
                 head.keeps_shard = True
@@ -76,7 +78,9 @@ def gather_logits(model: nn.Module, logits: Tensor) -> Tensor:
 
 
 def _heads(model: nn.Module) -> list[LossColwiseParallel]:
-    """Strategies of the output embedding and of its adapter."""
-    modules = model.get_output_embeddings().modules()  # type: ignore[operator]
-    strategies = [getattr(module, "tp_strategy", None) for module in modules]
+    """Strategies of the output embedding and of its adapter; none in a module that may need all logits."""
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+    if not hasattr(head, "tp_strategy") and type(head).__module__.partition(".")[0] != "peft":
+        return []
+    strategies = [getattr(module, "tp_strategy", None) for module in head.modules()]
     return [strategy for strategy in strategies if isinstance(strategy, LossColwiseParallel)]

@@ -1,0 +1,141 @@
+"""Embeddings and heads that are wrapped or replaced, or have fewer rows than there are ranks, as in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from tests.support.comparisons import full_parameters, gradient_differences, relative
+from tests.support.models import PROMPTS, VOCAB, llama_config, load_both
+from tests.support.pool import Pool
+from tests.support.tiers import wide
+
+pytestmark = pytest.mark.distributed
+
+TOLERANCE = 1e-4  # fp32 sums in another order
+
+
+class Soft(nn.Module):
+    """A soft prompt: its rows take the places of the first tokens."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.prompt = embedding, nn.Parameter(torch.randn(2, 72))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.prompt.expand(len(ids), -1, -1), self.embedding(ids[:, len(self.prompt) :])], 1)
+
+
+class Hashed(nn.Module):
+    """An embedding with weights of its own."""
+
+    def __init__(self, _: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.rows = nn.Parameter(torch.randn(7, 72))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows[ids % 7]
+
+
+class Tempered(nn.Module):
+    """A head with a temperature."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head, self.temperature = head, nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(x) / self.temperature
+        return logits
+
+
+class Mixed(nn.Module):
+    """A head with weights of its own."""
+
+    def __init__(self, _: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.features = nn.Parameter(torch.randn(VOCAB, 72))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.features.t()
+
+
+def put(model: Any, kind: type[nn.Module], way: str) -> None:
+    """Replace the embedding or the head of `model` by a `kind` around it."""
+    if kind in (Soft, Hashed):
+        new = kind(model.get_input_embeddings())
+        model.set_input_embeddings(new) if way == "set" else setattr(model.model, "embed_tokens", new)
+    else:
+        new = kind(model.get_output_embeddings())
+        model.set_output_embeddings(new) if way == "set" else setattr(model, "lm_head", new)
+
+
+def worst(model: Any, whole: Any, ids: torch.Tensor = PROMPTS) -> float:
+    """The largest relative difference of logits, loss and gradients."""
+    losses = [each(ids, labels=ids).loss for each in (model, whole)]
+    for loss in losses:
+        loss.backward()
+    logits = (each(ids).logits.detach() for each in (model, whole))
+    return max(relative(*losses), relative(*logits), *gradient_differences(model, whole).values())
+
+
+def wrapped(folder: str, options: dict[str, bool]) -> dict[str, float]:
+    """The worst difference of each kind of module and way to put it in place of the embedding or the head."""
+    found = {}
+    for kind in (Soft, Hashed, Tempered, Mixed):
+        for way in ("set", "assign"):
+            model, whole = load_both(folder, **options)
+            losses = [each(PROMPTS, labels=PROMPTS).loss for each in (model, whole)]  # before, too
+            assert relative(*losses) < TOLERANCE
+            for each in (model, whole):
+                put(each, kind, way)
+            found[f"{kind.__name__}, {way}"] = worst(model, whole)
+            full = full_parameters(model)
+            assert full.keys() == dict(whole.named_parameters()).keys()
+    return found
+
+
+@pytest.mark.parametrize("options", wide([{}, {"tp_loss_parallel": True}], 1))
+def test_a_module_around_an_embedding_or_a_head(pool: Pool, cases: Any, options: dict[str, bool]) -> None:
+    for found in pool.run(2, wrapped, cases(9, 3).folder, options):
+        assert max(found.values()) < TOLERANCE, found
+
+
+def few_rows(folder: str, scratch: str, options: dict[str, bool]) -> dict[str, float]:
+    """The worst difference of models with fewer rows than ranks, by the checkpoint or by a resize; saves are equal."""
+    found = {}
+    for tied in (False, True):
+        for rows in (2, 1):
+            for name, place in (("loaded", f"{scratch}/{tied}-{rows}"), ("resized", folder)):
+                model, whole = load_both(place, **options)
+                if name == "resized":
+                    for each in (model, whole):
+                        torch.manual_seed(0)
+                        each.resize_token_embeddings(rows)
+                found[f"{name}, {rows}, {tied}"] = worst(model, whole, PROMPTS % rows)
+                model.save_pretrained(f"{scratch}/saved")
+                dist.barrier()
+                saved = LlamaForCausalLM.from_pretrained(f"{scratch}/saved").state_dict()
+                assert all(torch.equal(saved[key], value) for key, value in whole.state_dict().items())
+                dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("options", wide([{}, {"tp_invariant": True}], 1))
+def test_fewer_rows_than_ranks(pool: Pool, cases: Any, tmp_path: Path, options: dict[str, bool]) -> None:
+    for tied in (False, True):
+        for rows in (2, 1):
+            names = {"bos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied}
+            config = llama_config(9, 3, vocab_size=rows, **names)
+            LlamaForCausalLM(config).save_pretrained(tmp_path / f"{tied}-{rows}")
+    for found in pool.run(3, few_rows, cases(9, 3).folder, str(tmp_path), options):
+        assert max(found.values()) < TOLERANCE, found
