@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import or_
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from .forward.attach import forward_of
 from .forward.communication import ShortForward, as_sharded
 from .replicate import ReplicateParallel
 from .shards.shard import ParamShard
-from .shards.slicing import take
+from .shards.slicing import own_rows, take
 from .signature import FEATURES, PARTIAL, REPLICATED, Placements, Signature, only
 
 LAST = -1
@@ -324,7 +322,7 @@ class RowwiseParallel(_WeightParallel):
                 x = x.redistribute(mesh, [Replicate()]).to_local()
             elif not isinstance(placement, Replicate):
                 x = self.all_of(x, mesh)
-            x, forward_of(module).notes["outside"] = _own_rows(x, self.input_split, self.rank)
+            x, forward_of(module).notes["outside"] = own_rows(x, self.input_split, self.rank)
         elif isinstance(x, DTensor):
             self.check_width(x, self.in_features)
             if self.input_split.is_chunked:
@@ -393,14 +391,3 @@ def _as_tuple(layouts: Placements) -> Placements:
 
 def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-
-
-def _own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
-    """Local row indices of `ids`, and a mask of ids of other ranks' rows: these get row 0, and their output is zeroed.
-
-    Ids outside of the vocabulary stay out of range, so that the look-up fails as it does in one process.
-    """
-    start, stop = split.ranges[rank][0]
-    sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
-    outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
-    return (ids - start).masked_fill(outside, 0), outside

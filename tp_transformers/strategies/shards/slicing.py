@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...slices.layout import Layout, Ranks, Split, apportion, chunked, packed
@@ -69,3 +72,14 @@ def split_of(
     if sum(lengths) != length:
         raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
     return packed([apportion(part, ranks, unit=unit) for part in lengths])
+
+
+def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
+    """Local row indices of `ids`, and a mask of ids of other ranks' rows: these get row 0, and their output is zeroed.
+
+    Ids outside of the vocabulary stay out of range, so that the look-up fails as it does in one process.
+    """
+    start, stop = split.ranges[rank][0]
+    sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
+    outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
+    return (ids - start).masked_fill(outside, 0), outside
