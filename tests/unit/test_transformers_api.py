@@ -17,7 +17,8 @@ ALLOWED = {
     ("training/trainer_checkpoints.py", "transformers.trainer"),
     ("commands/serve/rank.py", "transformers.cli.serve"),
     ("commands/serve/rank.py", "transformers.cli.serving.model_manager"),
-    ("commands/serve/rank.py", "transformers.cli.serving.utils"),
+    ("commands/serve/requests.py", "transformers.cli.serving.utils"),
+    ("commands/serve/batches.py", "transformers.generation.continuous_batching"),
 }
 """Imports elsewhere: names of a checkpoint's files, in a module that takes a second to import; transformers' server."""
 

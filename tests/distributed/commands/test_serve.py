@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,11 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> str:
 
 
 @contextmanager
-def served(folder: str, ranks: int, **process_options: Any) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
+def served(
+    folder: str, ranks: int, options: Sequence[str] = (), **process_options: Any
+) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
     """A client of a server that answers, and its process."""
     port = free_port()
-    options = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
-    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *options]
+    own = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
+    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *own, *options]
     with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **process_options) as process:
         try:
             for _ in range(240):
@@ -136,6 +138,65 @@ def test_concurrent_answers_are_those_of_one_process(folder: str, ranks: int) ->
         assert len(ranks_of(folder)) == ranks
         process.send_signal(signal.SIGTERM)
         wait_for_end(folder)
+
+
+TALK = {"messages": [{"role": "user", "content": "w5"}]}
+SCORE = {"type": "score", "instructions": "w5", "criteria": ["w5", "w6", "w7"]}
+BAD = [
+    ("completions", {"prompt": ""}, "prompt: got 0 tokens"),
+    ("completions", {"prompt": "w5 " * 20_000}, "prompt: got 20000 tokens, expected between 1 and"),
+    ("completions", {"prompt": "w5", "stop": ["w9"]}, "stop: got"),
+    ("chat/completions", {**TALK, "n": 2}, "n: got 2"),
+    ("chat/completions", {**TALK, "generation_config": '{"repetition_penalty": 1.5}'}, "RepetitionPenalty"),
+    ("chat/completions", {**TALK, "generation_config": '{"num_beams": 3}'}, "num_beams"),
+    ("chat/completions", {**TALK, "temperature": -1.0}, "settings of generation: got"),
+    ("responses", {"input": "w5", "text": {"format": {"type": "json_object"}}}, "text: got"),
+    ("systemone", {"state": "w5", "questions": {"q": SCORE}}, "endpoint: got"),
+]
+"""(endpoint, fields, part of the reason) of requests that cannot be answered."""
+
+
+def test_what_cannot_be_answered_is_refused_and_the_server_goes_on(folder: str) -> None:
+    expected = answers(folder)
+    with served(folder, 2) as (client, process):
+        for endpoint, fields, said in BAD:
+            with pytest.raises(openai.APIStatusError) as refused:
+                client.post(f"/{endpoint}", body={"model": folder, **fields}, cast_to=object)
+            assert refused.value.status_code in (400, 422)
+            assert said in str(refused.value)
+        assert [ask(client, folder, question, False) for question in QUESTIONS] == expected
+        process.send_signal(signal.SIGTERM)
+        wait_for_end(folder)
+
+
+@pytest.mark.parametrize("drain", [2, 60])
+def test_requests_are_drained_for_a_time_that_can_be_set(folder: str, tmp_path: Path, drain: int) -> None:
+    with (
+        (tmp_path / "output").open("wb") as output,
+        served(folder, 2, options=["--drain", str(drain)], stdout=output, stderr=output) as (client, process),
+        ThreadPoolExecutor(3) as threads,
+    ):
+
+        def answer(stream: bool) -> str:
+            try:
+                text = client.with_options(max_retries=0).chat.completions.create(
+                    model=folder, **TALK, max_tokens=1000 if drain > 2 else 9000, temperature=0, stream=stream
+                )
+                last = list(text)[-1] if stream else text
+                return str(last.choices[0].finish_reason)
+            except openai.APIError as error:
+                return str(getattr(error, "status_code", error))
+
+        running = [threads.submit(answer, stream) for stream in (True, False, True)]
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        ends = [each.result() for each in running]
+        wait_for_end(folder)
+        assert process.wait(END) == 128 + signal.SIGTERM
+    printed = (tmp_path / "output").read_text()
+    assert printed.count(f"may take {drain} s more") == 1
+    assert "Traceback" not in printed
+    assert ends == ["length"] * 3 if drain > 2 else ends[1] == "503" and "length" not in ends
 
 
 @pytest.mark.parametrize("killed", [0, 1])

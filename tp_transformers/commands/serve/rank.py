@@ -1,14 +1,13 @@
 """Rank of `tp-transformers serve`: rank 0 runs transformers' server, the others decode the same batches.
 
-All ranks decode in step by transformers' continuous batching, which starts with the first request to rank 0. The other
-ranks get its settings of sampling and cache through the store of the process group.
+All ranks decode in step by transformers' continuous batching. Rank 0 sends its requests to the other ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -18,30 +17,21 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBGenerateManager
 
 from ...anatomy.classes import read_config
 from ...errors import TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
-from ...ranks.launch import end_with_parent
-from ...torch_api import get_default_store
+from ...ranks.launch import AGAIN, end_with_parent
 from ..own_plan import add_plan, import_files
 from ..run.errors import keep_errors
+from .batches import start_batches
+from .command import STOP, add_times
 from .ports import bound
-
-CPU_MEMORY = 0.1
-"""Fraction of the free CPU memory for the caches of all ranks together; by default, each rank would take all."""
-
-STOP = 5.0
-"""Seconds that the server has to finish its answers, and then the ranks to finish a batch."""
-
-_SETTINGS = "tp_transformers/serve"
-"""Key of the settings in the store; the value is empty if there was no request."""
+from .requests import Answers
 
 
 def read_options(name: str, options: Sequence[str]) -> Any:
@@ -62,68 +52,72 @@ def read_options(name: str, options: Sequence[str]) -> Any:
         ) from None
 
 
-def serve(model: Any, name: str, context: Any, sockets: list[socket.socket]) -> None:
-    """Run transformers' server on `sockets` until a signal; `context` is the typer context with its options."""
-    server: Any = import_module("uvicorn").Server
+def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], drain: float) -> None:
+    """Run transformers' server on `sockets` until a signal, and up to `drain` seconds more for its requests.
 
-    def init(original: Any, self: Any, model: Any, gen_config: Any) -> None:
-        if self._cb is None and dist.is_initialized():
-            get_default_store().set(_SETTINGS, pickle.dumps((gen_config, self._cb_config)))
-        original(self, model, gen_config)
-        managers.append(self)
+    `context` is the typer context with the options of the server.
+    """
+    server: Any = import_module("uvicorn").Server
+    manager, room = start_batches(model, context.params)
+    Answers(model, manager, room).begin()
+
+    def end_requests() -> None:
+        """Answer all requests with an error, and end the batches of all ranks."""
+        manager.background_thread_status.request_stop(manager.background_thread_status.HARD_STOP, 0)
 
     def run(original: Any, self: Any) -> None:
-        self.config.timeout_graceful_shutdown = int(STOP)  # otherwise it waits for the last answer to be read
+        self.config.timeout_graceful_shutdown = int(drain + STOP)
         host, port = sockets[0].getsockname()[:2]
         line = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/chat/completions answers for model {name!r}"
         print(f"tp-transformers serve: {line}", file=sys.stderr, flush=True)
         original(self, sockets=sockets)
 
-    managers: list[Any] = []
+    async def shut_down(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        if count := len(self.server_state.tasks):
+            line = f"{count} request{'s' * (count > 1)} may take {drain:g} s more; new ones are refused"
+            print(f"tp-transformers serve: {line}", file=sys.stderr, flush=True)
+        asyncio.get_running_loop().call_later(drain, end_requests)
+        await original(self, *args, **kwargs)
+
+    def hear(original: Any, self: Any, *args: Any) -> None:
+        heard.append(time.monotonic())
+        if heard[-1] - heard[0] > AGAIN:
+            end_requests()
+        original(self, *args)
+
+    heard: list[float] = []
     served = {"id": name, "object": "model", "created": int(time.time()), "owned_by": name.rpartition("/")[0]}
     replace(ModelManager, "_load_model", lambda original, self, *args, **kwargs: model)
     if hasattr(ModelManager, "get_gen_models"):  # up to transformers 5.23, it lists the models in the Hub's cache
         replace(ModelManager, "get_gen_models", lambda original, *args, **kwargs: [served])
-    replace(CBGenerateManager, "init_cb", init)
     replace(server, "run", run)
-    limits = ("cb_num_blocks", "cb_max_memory_percent")
-    if model.device.type == "cpu" and all(context.params[limit] is None for limit in limits):
-        context.params["cb_max_memory_percent"] = CPU_MEMORY / model.tp_size
+    replace(server, "shutdown", shut_down)
+    replace(server, "handle_exit", hear)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # uvicorn raises the signal again when it has ended
     try:
         with suppress(SystemExit), context:
             context.command.invoke(context)
     finally:
-        for manager in managers:  # this also ends the other ranks
-            manager._cb.stop(timeout=STOP, hard_stop=True)
-        if dist.is_initialized() and not get_default_store().check([_SETTINGS]):
-            get_default_store().set(_SETTINGS, b"")
+        manager.stop(timeout=STOP, hard_stop=True)  # this also ends the other ranks
 
 
-def follow(model: Any) -> int:
-    """Decode the requests of rank 0's server; returns 1 if that failed."""
-    while not get_default_store().check([_SETTINGS]):
-        time.sleep(0.05)
-    settings = get_default_store().get(_SETTINGS)
-    if not settings:
-        return 0
+def follow(model: Any, context: Any) -> None:
+    """Decode the requests of rank 0's server until rank 0 ends. Raises the error of a batch."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops all ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    generation_config, batching_config = pickle.loads(settings)
-    manager = model.init_continuous_batching(
-        generation_config=generation_config, continuous_batching_config=batching_config
-    )
-    manager.start()
+    manager, _ = start_batches(model, context.params)
     manager._generation_thread.join()
-    return int(manager.background_thread_status.fatal_error is not None)
+    if manager.background_thread_status.fatal_error is not None:
+        raise manager.background_thread_status.fatal_error
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run one rank; `arguments`: those of `add_plan`, `--`, the model, and the options of transformers' server."""
+def main(arguments: Sequence[str]) -> None:
+    """Run one rank; `arguments`: of `add_plan`, of `add_times`, `--`, the model, the options of the server."""
     divider = list(arguments).index("--")
     name, *options = arguments[divider + 1 :]
     parser = argparse.ArgumentParser()
     add_plan(parser)
+    add_times(parser)
     own = parser.parse_args(arguments[:divider])
     end_with_parent(signal.SIGKILL)
     context = read_options(name, options)
@@ -134,15 +128,15 @@ def main(arguments: Sequence[str]) -> int:
     read_config(name, **where)  # raises errors with the messages of this package
     import_files(own.imports)
     enable()
-    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, **where)
-    if not is_first:
-        return follow(model)
-    serve(model, name, context, sockets)
-    return 0
+    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **where)
+    if is_first:
+        serve(model, name, context, sockets, own.drain)
+    else:
+        follow(model, context)
 
 
 if __name__ == "__main__":
     with keep_errors(TensorParallelError):
-        code = main(sys.argv[1:])
+        main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a thread may still wait for a rank that has ended
+    os._exit(0)  # a thread may still wait for a rank that has ended

@@ -1,0 +1,94 @@
+"""Requests that `tp-transformers serve` refuses, and the environment of `tp-transformers chat`."""
+
+from __future__ import annotations
+
+import copy
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from tp_transformers.commands.serve import chat
+
+fastapi = pytest.importorskip("fastapi")
+requests = pytest.importorskip("tp_transformers.commands.serve.requests")
+
+IGNORED = {"n", "best_of", "logprobs", "response_format", "user", "stream_options", "tool_choice"}
+"""Some of the fields that transformers' server ignores."""
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"n": 2}, "n: got 2"),
+        ({"logprobs": True}, "logprobs: got True"),
+        ({"stop": "w9"}, "stop: got 'w9'"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: got 0.5"),
+        ({"response_format": {"type": "json_object"}}, "response_format: got"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "got type image_url"),
+        ({"input": [{"role": "user", "content": ["w5"]}]}, "content of a message: got type 'w5'"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(body: dict[str, Any], said: str) -> None:
+    with pytest.raises(fastapi.HTTPException) as refused:
+        requests.check_fields(body, IGNORED)
+    assert refused.value.status_code == 400
+    assert said in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 1, "best_of": None, "logprobs": False, "stop": [], "frequency_penalty": 0.0},
+        {"response_format": {"type": "text"}, "tool_choice": "auto", "user": "someone", "stream_options": {"a": True}},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "w5"}]},
+                {"role": "user", "content": "w5"},
+            ]
+        },
+        {"temperature": 0.5, "seed": 3, "max_tokens": 5, "prompt": "w5", "input": "w5"},
+    ],
+)
+def test_what_changes_nothing_is_accepted(body: dict[str, Any]) -> None:
+    requests.check_fields(body, IGNORED)
+
+
+def built(body: dict[str, Any]) -> GenerationConfig:
+    """The config of a request, of a model with two end tokens."""
+    default = GenerationConfig(eos_token_id=[2, 7], pad_token_id=0)
+    model = SimpleNamespace(generation_config=default, _get_logits_processor=lambda config: [])
+
+    def original(handler: Any, body: dict[str, Any], default: GenerationConfig) -> GenerationConfig:
+        text = body.get("generation_config")  # as transformers' handlers do
+        config = GenerationConfig(**json.loads(text)) if text else copy.deepcopy(default)
+        config.temperature = body.get("temperature", config.temperature)
+        return config
+
+    answers = requests.Answers(model, None, 100)
+    config: GenerationConfig = answers.build(original, None, body, default)
+    return config
+
+
+def test_a_config_of_the_chat_gets_the_end_tokens_of_the_model() -> None:
+    config = built({"generation_config": '{"do_sample": true, "max_new_tokens": 256}'})
+    assert (config.do_sample, config.eos_token_id, config.pad_token_id) == (True, [2, 7], 0)
+    assert built({"generation_config": '{"eos_token_id": 5}'}).eos_token_id == 5
+
+
+def test_a_temperature_asks_for_sampling() -> None:
+    assert [built(body).do_sample for body in ({"temperature": 0.7}, {"temperature": 0.0}, {})] == [True, None, None]
+
+
+def test_settings_of_sampling_of_a_request() -> None:
+    assert requests.sampling(GenerationConfig(temperature=0.5)) == {"is_greedy": True}
+    sampled = requests.sampling(GenerationConfig(do_sample=True, top_p=0.5, top_k=0))
+    assert sampled == {"temperature": 1.0, "top_k": 2**31 - 1, "top_p": 0.5}
+
+
+def test_the_chat_reaches_its_server_past_a_proxy_and_offline() -> None:
+    found = chat.reaching({"no_proxy": "a.org", "http_proxy": "http://nowhere:1", "HF_HUB_OFFLINE": "1", "HOME": "/h"})
+    direct = "a.org,127.0.0.1"
+    assert found == {"no_proxy": direct, "NO_PROXY": direct, "http_proxy": "http://nowhere:1", "HOME": "/h"}
