@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype, str_to_torch_dtype
 from transformers.models.auto import modeling_auto
+from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.hub import extract_commit_hash
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -45,6 +46,7 @@ __all__ = [
     "dot_natural_key",  # the order in which transformers processes the tensors of one conversion
     "extract_commit_hash",  # commit of a file in the Hub cache
     "get_class_from_dynamic_module",  # a class of a repository's custom code, once it is trusted
+    "get_keys_to_not_convert",  # modules that a quantiser leaves as they are unless its config lists them
     "get_state_dict_dtype",  # dtype="auto" for weights that are streamed from the Hub
     "gguf_conversion",  # names and operations for the tensors of a GGUF file, of some architectures
     "gguf_processor",  # names of others, and what llama.cpp did to their tensors, undone

@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
 from ..checkpoint.hub.remote_file import RemoteFile
-from ..checkpoint.quantization.arriving import Arriving
-from ..checkpoint.quantization.find import take_quantization
+from ..checkpoint.quantization.find import recognised, take_quantization
 from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.reading.chunks import chunk_files
 from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_without_plan
@@ -39,6 +38,7 @@ from ..torch_api import check as check_torch
 from ..training.accelerate_saves import ACCELERATOR
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
+from .arriving import Arriving
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_one_rank, warn_of_size_alone
@@ -90,6 +90,7 @@ class _Load:
             state_dict=state_dict,
             sharded=self.sharded,
             quantization=self.quantization,
+            recognised=recognised,
             arriving=self.arriving,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.hub.fetch import fetch
-from ..checkpoint.quantization.arriving import Arriving
-from ..checkpoint.quantization.find import recognised, refuse_other
-from ..checkpoint.quantization.format import Quantization
+from ..checkpoint.quantization.format import Quantization, Tensors, refuse_other
 from ..checkpoint.reading.header import Checkpoint, check_files
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.reader import read
@@ -24,6 +22,7 @@ from ..slices.lazy import LazyTensor, ReadStep, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
+from .arriving import Arriving
 from .options import Options
 
 if TYPE_CHECKING:
@@ -46,6 +45,8 @@ class LoadRequest:
     """Manifest of a pre-sharded checkpoint, in place of files; it is not converted, unless it is quantised."""
     quantization: Quantization | None = None
     """Quantisation of the weights; None if they are not quantised."""
+    recognised: Callable[[Tensors, Collection[str]], Quantization | None] | None = None
+    """Finds the quantisation that tensors show, if no config says it; its second argument: names of the model's."""
     arriving: Arriving | None = None
     """Quantisation to apply to unquantised weights; None to apply none."""
     shares_because: str = ""
@@ -56,10 +57,10 @@ class LoadRequest:
 
         Raises UnsupportedError if the caller wants another one.
         """
-        if self.quantization is not None or self.sharded is not None:
+        if self.recognised is None or self.quantization is not None or self.sharded is not None:
             return self
         given = {name: Resident(tensor) for name, tensor in (self.state_dict or {}).items()}
-        found = recognised(given or checkpoint.tensors, model.state_dict().keys())
+        found = self.recognised(given or checkpoint.tensors, model.state_dict().keys())
         if found is not None and self.arriving is not None:
             raise refuse_other("torchao")
         return replace(self, quantization=found)

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, identity, renamer
-from ..checkpoint.quantization.find import check_read
-from ..checkpoint.quantization.format import Locate, of_weights, stored_names
+from ..checkpoint.quantization.format import Locate, check_read, of_weights, stored_names
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
 from ..marks import untyped
@@ -73,7 +72,7 @@ def _write_expressions(
     shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
     stored, named = tensors, None
     if request.quantization is not None:
-        form = request.quantization.format.located(locator(model, shapes, entries))
+        form = request.quantization.format.located(model, locator(model, shapes, entries))
         tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=request.stays_packed)
         named = form.named(model, tensors, shapes)
         tensors, entries = (tensors, entries) if named is None else named
@@ -98,14 +97,12 @@ def _write_expressions(
 def locator(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: Sequence[Any] | None) -> Locate:
     """Find the module of `model` for a module of the checkpoint."""
     rename, linear = renamer(model, shapes, entries), nn.Linear(1, 1, device="meta")
+    modules = dict(model.named_modules())
 
     def locate(module: str) -> tuple[str, nn.Module]:
-        name = rename(f"{module}.weight")[0].rpartition(".")[0]
-        try:
-            owner = model.get_submodule(name)
-        except AttributeError:
-            owner = linear
-        return name, owner if isinstance(owner, nn.Linear | nn.Embedding) else linear
+        weight, pattern = rename(f"{module}.weight")
+        name = weight.rpartition(".")[0]
+        return name, linear if pattern is not None else modules.get(name, linear)
 
     return locate
 

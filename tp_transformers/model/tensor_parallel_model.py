@@ -34,7 +34,6 @@ from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
 from .nnsight import FULL_ACTIVATIONS
 from .optimizers.step import STEPS_ON_SHARDS
-from .packed.placeholder import PACKED_PARTS
 from .replaced import UNSHARDED_MODULES_RAISE
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
 from .wrappers import UNSHARDED_MODELS_ONLY
@@ -193,8 +192,6 @@ def hold_patches(model: object) -> None:
     """Keep the patches of torch, PEFT and others that handle shards in place as long as `model` lives."""
     for patch in _PATCHES:
         patch.hold_for(model)
-    if isinstance(model, nn.Module) and packed_weights(model):  # a copy
-        PACKED_PARTS.hold_for(model)
 
 
 def become_tensor_parallel(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:

@@ -73,7 +73,7 @@ def random_config(seed: int) -> dict[str, Any]:
 def chosen(settings: dict[str, Any]) -> list[int | None]:
     """The group size of every module; None for one that is not quantised."""
     tower = Tower()
-    form = Compressed.of(settings).located(lambda module: (module, tower.get_submodule(module)))
+    form = Compressed.of(settings).located(tower, lambda module: (module, tower.get_submodule(module)))
 
     def group_of(name: str) -> int | None:
         scheme = form.scheme(name)
@@ -124,7 +124,7 @@ def test_a_module_has_one_name_in_the_checkpoint_and_another_in_the_model() -> N
 
     def group_of(stored: str, name: str, **without: Any) -> int:
         groups = {target: group for target, group in settings["config_groups"].items() if target not in without["but"]}
-        form = Compressed.of({**settings, "config_groups": groups}).located(lambda _: (name, nn.Linear(1, 1)))
+        form = Compressed.of({**settings, "config_groups": groups}).located(Tower(), lambda _: (name, nn.Linear(1, 1)))
         scheme = form.scheme(stored)
         assert scheme is not None
         assert scheme.group is not None

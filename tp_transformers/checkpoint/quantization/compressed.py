@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,6 +43,9 @@ from .format import (
     unsupported,
     without_values,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PACKED = "pack-quantized"
 _MICRO = {
@@ -264,7 +267,7 @@ class Compressed(Format):
             schemes.update(dict.fromkeys(group.get("targets", ()), scheme))
         return cls(schemes, tuple(settings.get("ignore") or ()))
 
-    def located(self, locate: Locate) -> Compressed:
+    def located(self, model: PreTrainedModel, locate: Locate) -> Compressed:
         return replace(self, locate=locate)
 
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -298,6 +301,7 @@ class Compressed(Format):
     def scheme(self, module: str) -> Scheme | None:
         """Find the scheme of a module in the checkpoint, by either of its names before its class."""
         name, owner = self.locate(module)
+        owner = owner if isinstance(owner, nn.Linear | nn.Embedding) else _LINEAR
         names = dict.fromkeys((name, module))
         if any(match_targets(each, owner, self.ignored) for each in names):
             return None

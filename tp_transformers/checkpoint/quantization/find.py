@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
-from ...errors import UnsupportedError
-from ...slices.scaled import Scaled
 from .awq import Awq
+from .bitnet import BitNet
 from .bitsandbytes import BitsAndBytes
 from .compressed import Compressed
 from .float8 import Float8
-from .format import Format, Quantization, Tensors, stored_names, unsupported
+from .format import Format, Quantization, Tensors, refuse_other, unsupported
 from .gguf import Gguf
 from .gptq import Gptq
 from .modelopt import ModelOpt
@@ -22,6 +18,7 @@ from .mxfp4 import Mxfp4
 
 FORMATS: Mapping[str, type[Format]] = {
     "awq": Awq,
+    "bitnet": BitNet,
     "bitsandbytes (4bit)": BitsAndBytes,
     "bitsandbytes (8bit)": BitsAndBytes,
     "compressed-tensors": Compressed,
@@ -70,56 +67,9 @@ def take_quantization(config: Any, requested: Any, *, gguf: bool = False) -> Qua
     return Quantization(FORMATS[method].of(settings), settings, sub_config)
 
 
-def refuse_other(method: str) -> UnsupportedError:
-    """Build the error for a request to quantise a quantised checkpoint by another `method`."""
-    return UnsupportedError(
-        "from_pretrained",
-        got=f"tp_plan with quantization_config for {method}",
-        expected="weights in floating point",
-        fix="Leave out quantization_config: quantised weights are dequantised; others only torchao quantises.",
-    )
-
-
 def recognised(tensors: Tensors, names: Collection[str]) -> Quantization | None:
     """The quantisation that the tensors of a checkpoint show, if its config has none; `names`: those of the model."""
     return Quantization(ModelOpt(), {"quant_method": "modelopt"}) if ModelOpt.is_format_of(tensors, names) else None
-
-
-_SCALES = re.compile(r"scale|zero|absmax|g_idx|SCB")
-_ENCODED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int16, torch.int32)
-
-
-def check_read(tensors: Tensors, unread: Mapping[str, Collection[str]], missing: Collection[str]) -> None:
-    """Raise UnsupportedError if a load would leave out scales, zero points or indices of a quantised weight.
-
-    `tensors`: of the checkpoint, once dequantised. `unread`: those that the model does not have, with their names in
-    the model. `missing`: parameters that the checkpoint does not have.
-    """
-    left = {_owner(name): name for name in unread if _SCALES.search(name.rpartition(".")[2])}
-    if not left:
-        return
-    lacking = {_owner(name) for name in missing}
-    for name, tensor in tensors.items():
-        scales = left.get(name) or left.get(_owner(name))
-        is_encoded = tensor.dtype in _ENCODED or isinstance(tensor, Scaled) or bool(stored_names(tensor))
-        if scales is None or not is_encoded or (name in unread and _SCALES.search(name.rpartition(".")[2])):
-            continue
-        if name not in unread or any(_owners(each) & lacking for each in unread[name]):
-            raise UnsupportedError(
-                "tp_plan",
-                got=f"a checkpoint in which {name} is quantised, with {scales} beside it, which nothing would read",
-                expected="a quantization_config in its config.json that says how to read both",
-                fix="Add the one of its format, or choose a checkpoint in floating point.",
-            )
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _owners(name: str) -> set[str]:
-    parts = name.split(".")[:-1]
-    return {".".join(parts[: index + 1]) for index in range(len(parts))}
 
 
 def method_of(quantization: Any) -> str:

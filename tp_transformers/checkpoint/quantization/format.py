@@ -16,6 +16,7 @@ from ...errors import CheckpointError, UnsupportedError
 from ...slices.bundle import Bundle, Component, Decode, DimMap
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
+from ...slices.scaled import Scaled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,7 +26,7 @@ Tensors = Mapping[str, LazyTensor]
 Shapes = Mapping[str, torch.Size]
 """Full shapes of a model's parameters and buffers, by name."""
 Locate = Callable[[str], tuple[str, nn.Module]]
-"""Name of a module in the checkpoint -> its name and the module in the model; a linear for one that is merged."""
+"""Name of a module in the checkpoint -> its name and the module in the model; a linear for one that is not there."""
 _OF_ACTIVATIONS = re.compile(r"\.((input|output|q|k|v|kv)_(scale|zero_point|global_scale)|activation_scale)$")
 
 
@@ -50,7 +51,7 @@ class Format(ABC):
         Raises CheckpointError if a stored tensor of a quantised weight is missing or inconsistent with the others.
         """
 
-    def located(self, locate: Locate) -> Format:
+    def located(self, model: PreTrainedModel, locate: Locate) -> Format:
         """The format with the modules of a model, for one whose settings name classes."""
         return self
 
@@ -191,6 +192,53 @@ def unsupported(got: str, expected: str, fix: str | None = None) -> UnsupportedE
     """Build the error for a checkpoint in an unsupported format or variant."""
     fix = fix or "Choose such a checkpoint of the model, or load this one without tp_plan."
     return UnsupportedError("tp_plan", got=f"a checkpoint quantised with {got}", expected=expected, fix=fix)
+
+
+def refuse_other(method: str) -> UnsupportedError:
+    """Build the error for a request to quantise a quantised checkpoint by another `method`."""
+    return UnsupportedError(
+        "from_pretrained",
+        got=f"tp_plan with quantization_config for {method}",
+        expected="weights in floating point",
+        fix="Leave out quantization_config: quantised weights are dequantised; others only torchao quantises.",
+    )
+
+
+_SCALES = re.compile(r"scale|zero|absmax|g_idx|SCB")
+_ENCODED = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int16, torch.int32)
+
+
+def check_read(tensors: Tensors, unread: Mapping[str, Collection[str]], missing: Collection[str]) -> None:
+    """Raise UnsupportedError if a load would leave out scales, zero points or indices of a quantised weight.
+
+    `tensors`: of the checkpoint, once dequantised. `unread`: those that the model does not have, with their names in
+    the model. `missing`: parameters that the checkpoint does not have.
+    """
+    left = {_owner(name): name for name in unread if _SCALES.search(name.rpartition(".")[2])}
+    if not left:
+        return
+    lacking = {_owner(name) for name in missing}
+    for name, tensor in tensors.items():
+        scales = left.get(name) or left.get(_owner(name))
+        is_encoded = tensor.dtype in _ENCODED or isinstance(tensor, Scaled) or bool(stored_names(tensor))
+        if scales is None or not is_encoded or (name in unread and _SCALES.search(name.rpartition(".")[2])):
+            continue
+        if name not in unread or any(_owners(each) & lacking for each in unread[name]):
+            raise UnsupportedError(
+                "tp_plan",
+                got=f"a checkpoint in which {name} is quantised, with {scales} beside it, which nothing would read",
+                expected="a quantization_config in its config.json that says how to read both",
+                fix="Add the one of its format, or choose a checkpoint in floating point.",
+            )
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _owners(name: str) -> set[str]:
+    parts = name.split(".")[:-1]
+    return {".".join(parts[: index + 1]) for index in range(len(parts))}
 
 
 def packed(dim: int, bits: int) -> DimMap:

@@ -52,7 +52,7 @@ def described_packed(model: PreTrainedModel, request: LoadRequest) -> dict[str, 
     assert request.quantization is not None
     state, layers = model.state_dict(), dict[str, list[str]]()
     shapes, settings = {name: tensor.shape for name, tensor in state.items()}, request.quantization.settings
-    form = request.quantization.format.located(locator(model, shapes, request.config.weight_mapping))
+    form = request.quantization.format.located(model, locator(model, shapes, request.config.weight_mapping))
     for name in _weights(model, request.quantization):
         if _is_converted(settings, name):
             layers.setdefault(_layer_of(name), []).append(name)

@@ -20,7 +20,7 @@ from ...strategies import SHARD
 from ...strategies.forward.attach import LocalConfig, wrap_forward
 from ...strategies.forward.short_forwards import Forwarder, inference_forward
 from ...strategies.parameters.tensors import HAS_LOCAL
-from .placeholder import PACKED_PARTS, without_values
+from .placeholder import HeldWeights, without_values
 from .products import with_products
 from .tensor import PackedTensor
 
@@ -36,8 +36,7 @@ def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> HeldWeight:
     module._parameters[name] = without_values(placeholder)
     packed = PACKED.find(module)
     if packed is None:
-        PACKED.put(module, packed := {})
-        PACKED_PARTS.hold_for(module)
+        PACKED.put(module, packed := HeldWeights())
         short = inference_forward(module)
         wrap_forward(module, _with_weights)
         if short is not None:

@@ -11,7 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...checkpoint.quantization.packed import check_not_packed, packed_weights, unpacked_only, without_packed
+from ...checkpoint.quantization.packed import (
+    HeldWeight,
+    check_not_packed,
+    packed_weights,
+    unpacked_only,
+    without_packed,
+)
 from ...marks import untyped
 from ...patches import Patch, Undo, replace_all
 from ...strategies.parameters.functions import READS, SHAPES, name_of
@@ -80,3 +86,12 @@ def _change() -> Undo:
 
 PACKED_PARTS = Patch("torch", "methods of modules with packed weights", _change)
 """Makes casts and state dicts of any part of a packed model raise before they change or return a part of it."""
+
+
+class HeldWeights(dict[str, HeldWeight]):
+    """The packed weights of a module, by parameter name; they hold `PACKED_PARTS`, in copies of the module too."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> HeldWeights:
+        self = super().__new__(cls, *args, **kwargs)
+        PACKED_PARTS.hold_for(self)
+        return self

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ...anatomy.names import tied_parameters
-from ...errors import UnsupportedError
-from .packed import DECODED
+from ..anatomy.names import tied_parameters
+from ..checkpoint.quantization.packed import DECODED
+from ..errors import UnsupportedError
 
 _WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
 
