@@ -229,18 +229,17 @@ def count_of(ranks: Ranks) -> int:
 
 
 @cache
-def apportion(length: int, ranks: Ranks, *, unit: int = 1) -> Split:
+def apportion(length: int, ranks: Ranks, *, unit: int = 1, joins: bool = False) -> Split:
     """Split `length` evenly, or by the shares of the ranks, in multiples of `unit`; see `apportioned`.
 
-    A remainder shorter than `unit` counts as one. Raises ValueError for `length < 0`, no ranks or `unit < 1`.
+    A remainder shorter than `unit` counts as one; with `joins` it belongs to the last unit, if every rank has one.
+    Raises ValueError for `length < 0`, no ranks or `unit < 1`.
     """
     if length < 0 or count_of(ranks) < 1 or unit < 1:
         raise ValueError(f"apportion({length}, {ranks}, unit={unit}): need length >= 0, ranks >= 1, unit >= 1")
-    blocks = -(-length // unit)
-    return Split(
-        length,
-        tuple(((min(start * unit, length), min(stop * unit, length)),) for start, stop in _ranges(blocks, ranks)),
-    )
+    blocks = length // unit if joins and length // unit >= count_of(ranks) else -(-length // unit)
+    ends = [*(min(block * unit, length) for block in range(blocks)), length]
+    return Split(length, tuple(((ends[start], ends[stop]),) for start, stop in _ranges(blocks, ranks)))
 
 
 def apportioned(count: int, ranks: Ranks) -> tuple[int, ...]:

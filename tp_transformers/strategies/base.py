@@ -48,6 +48,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
     keeps_order = False
     """True if its results, and the sums over its parameters' gradients, have the order of one process."""
+    joins_remainder = False
+    """True if what remains of a length, after whole units, belongs to the last unit; False if it is one by itself."""
     shards_as_torch = False
     """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
     its module gets DTensors."""
@@ -233,7 +235,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         unit = max(unit, *map(self.unit_of, lengths or [length]))
         if self.applied_by_torch and unit == 1 and not self.parts:
             return self.evenly(length, ranks)
-        return split_of(length, ranks, unit, self.split, self.parts)
+        return split_of(length, ranks, unit, self.split, self.parts, joins=self.joins_remainder)
 
     def evenly(self, length: int, ranks: Ranks) -> Split:
         """Split of `length` features that are no heads and no parts."""

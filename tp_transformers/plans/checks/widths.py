@@ -92,7 +92,10 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> di
     width = output_width(module)
     return {
         width: _split(module, strategy, width, 0, count_of(ranks)),
-        **{length: apportion(length, ranks, unit=strategy.unit_of(length)) for length in strategy.part_lengths(width)},
+        **{
+            length: apportion(length, ranks, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
+            for length in strategy.part_lengths(width)
+        },
     }
 
 

@@ -22,7 +22,8 @@ from ...slices.layout import Ranks, Split, apportion, count_of
 from ..base import TensorParallelLayer
 
 BLOCK = 64
-"""Columns of a block: a product of fewer columns, or of columns that begin elsewhere, may use another kernel."""
+"""Columns of a block: a product of fewer columns, or of columns that begin elsewhere, may use another kernel. So what
+remains of a length belongs to the last block."""
 LAST = -1
 
 
@@ -30,6 +31,7 @@ class InBlocks(TensorParallelLayer):
     """Base of strategies that split features in blocks of columns, and keep the order of one process."""
 
     keeps_order = True
+    joins_remainder = True
 
     def gathered(self) -> Iterable[Split]:
         """Splits of what a forward or backward gathers."""
@@ -55,7 +57,7 @@ def block_of(length: int, ranks: Ranks) -> int:
 
 def in_blocks(length: int, ranks: Ranks) -> Split:
     """Split `length` features over the ranks in blocks of columns."""
-    return apportion(length, ranks, unit=block_of(length, ranks))
+    return apportion(length, ranks, unit=block_of(length, ranks), joins=True)
 
 
 def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -> Tensor:

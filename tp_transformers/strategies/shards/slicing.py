@@ -50,9 +50,15 @@ def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: in
 
 
 def split_of(
-    length: int, ranks: Ranks, unit: int, split: Split | None, parts: int | Sequence[int | str] | None
+    length: int,
+    ranks: Ranks,
+    unit: int,
+    split: Split | None,
+    parts: int | Sequence[int | str] | None,
+    *,
+    joins: bool = False,
 ) -> Split:
-    """Split `length` over `ranks` by the heads of `split`, else each of `parts` in blocks of `unit`.
+    """Split `length` over `ranks` by the heads of `split`, else each of `parts` in blocks of `unit`; see `apportion`.
 
     Raises ValueError if it is not a number of complete heads or the sum of the parts.
     """
@@ -61,17 +67,17 @@ def split_of(
             raise ValueError(f"its {length} features are not {split.length} complete heads")
         return split.scaled(length // split.length)
     if parts is None:
-        return apportion(length, ranks, unit=unit)
+        return apportion(length, ranks, unit=unit, joins=joins)
     if isinstance(parts, int):
         if parts < 1 or length % parts:
             raise ValueError(f"{length} features are not {parts} equal parts")
-        return packed([apportion(length // parts, ranks, unit=unit)] * parts)
+        return packed([apportion(length // parts, ranks, unit=unit, joins=joins)] * parts)
     lengths = [part for part in parts if isinstance(part, int) and part > 0]
     if not lengths or len(lengths) < len(parts):
         raise ValueError(f"parts {list(parts)} are not lengths, and no attention gives their heads")
     if sum(lengths) != length:
         raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
-    return packed([apportion(part, ranks, unit=unit) for part in lengths])
+    return packed([apportion(part, ranks, unit=unit, joins=joins) for part in lengths])
 
 
 def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
