@@ -5,6 +5,7 @@ Widths are those of real models, since products of a few features have other ker
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -105,19 +106,26 @@ def prompts(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def observe(model: Any, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    """Embeddings, logits of 1 to 48 tokens, also left-padded, tokens, and what `train` returns."""
+    """Embeddings, logits of 1 to 48 tokens, also left-padded, of the last ones alone, and with frozen weights; tokens
+    and their logits, and what `train` returns.
+    """
     ids, mask = prompts(model)
     seen: dict[str, torch.Tensor] = {}
     model.eval()
     target = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         seen["embeddings"] = model.get_input_embeddings()(ids)
-        for length in (1, 2, 5, 10, 48):
+        for length in (1, 2, 5, 7, 9, 10, 11, 48):
             seen[f"logits of {length}"] = model(ids[:, :length], **target).logits
         seen["padded logits"] = model(ids, attention_mask=mask, **target).logits
+        if "logits_to_keep" in inspect.signature(model.forward).parameters:
+            seen["last logits"] = model(ids[:, :9], logits_to_keep=1).logits
+            seen["last logits of frozen weights"] = model.requires_grad_(False)(ids[:, :9], logits_to_keep=2).logits
+            model.requires_grad_(True)
     for draws in (False, True):
-        options = {"max_new_tokens": 12, "do_sample": draws, "pad_token_id": 0}
-        seen[f"tokens, sampled {draws}"] = model.generate(ids[:, :9], attention_mask=mask[:, :9], **options)
+        options = {"max_new_tokens": 12, "do_sample": draws, "pad_token_id": 0, "return_dict_in_generate": True}
+        made = model.generate(ids[:, :9], attention_mask=mask[:, :9], output_logits=True, **options)
+        seen[f"tokens, sampled {draws}"], seen[f"their logits {draws}"] = made.sequences, torch.stack(made.logits)
     return seen | train(model, model, ids, steps)
 
 

@@ -9,8 +9,8 @@ No sum is split over the ranks; products gather their input, and each rank compu
     replicated_with_grad_allreduce          -> InvariantHeadNormParallel, for a norm within heads
     experts                                 -> invariant_experts: complete experts on each rank
 
-Attention with fewer KV heads than ranks, or with latents, computes with all heads on every rank: its projections stay
-sharded, and their outputs are gathered. See `_needs_all` for eager attention.
+Attention with fewer KV heads than ranks, with latents, or as a batch of products computes with all heads on every rank:
+its projections stay sharded, and their outputs are gathered. See `_needs_all`.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class _InvariantRewriter(Rewriter):
         self.size = size
         self.attention = attention
         self.head_norms: dict[tuple[tuple[int, ...], ...], InvariantHeadNormParallel] = {}
+        embeddings = [name for name, module in self.modules.items() if isinstance(module, nn.Embedding)]
+        self.has_biases = any(is_inside(name, attending) for name in embeddings for attending in attention)
         self.gathered = [name for name, heads in attention.items() if self._needs_all(heads)]
 
     def rewrite_rules(self) -> None:
@@ -140,11 +142,11 @@ class _InvariantRewriter(Rewriter):
     def _needs_all(self, heads: AttentionHeads) -> bool:
         """True if attention computes with all heads on every rank.
 
-        Eager attention repeats the keys of a single KV head without a copy, and multiplies them by another kernel.
+        Eager attention multiplies the heads of all samples as one batch, whose kernel depends on their number where
+        there are few tokens. So does torch's, if a mask requires a gradient, such as a learned bias of positions.
         """
         eager = getattr(self.model.config, "_attn_implementation", None) == "eager"
-        is_repeated = heads.query.length > heads.kv.length and 1 in heads.kv.widths
-        return heads.kv.length < self.size or heads.is_latent or (eager and is_repeated)
+        return heads.kv.length < self.size or heads.is_latent or eager or self.has_biases
 
     def _head_norm(self, name: str) -> TensorParallelLayer | None:
         """The strategy of a norm within the heads of the attention around it, one for equal heads; None outside."""

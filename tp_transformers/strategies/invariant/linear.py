@@ -37,6 +37,21 @@ class _InvariantLinear(InBlocks, _WeightParallel):
     def short_forward(self) -> ShortForward | None:
         return None
 
+    def prepare_arguments(
+        self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """See `Communication.prepare_arguments`. Lets the local weight require a gradient where the parameter does.
+
+        torch asks that, also under no_grad, when it chooses between one product of all rows and a batch of products.
+        """
+        params, replaced = module._parameters, forward_of(module).replaced
+        if replaced is not None and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for name in replaced[0].keys() & {"weight", "bias"}:
+                param, own = params[name], replaced[0][name]
+                if param is not None and own.requires_grad and not param.requires_grad and not param.is_inference():
+                    params[name] = param.detach().requires_grad_()  # type: ignore[assignment]
+        return args, keywords
+
     def detached(self, module: nn.Module, x: Tensor) -> Tensor:
         """The input for the product, which records no gradient of it; `recorded` adds that."""
         if not (torch.is_grad_enabled() and x.requires_grad):
