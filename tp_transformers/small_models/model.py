@@ -15,12 +15,15 @@ from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..anatomy.norms import is_of_norm_or_bias
+from ..marks import untyped
 from .inputs import ORDINARY_IDS, Medium, Prompts, about, candidates, media
 from .trace import Trace, traced
 
 PROMPT = 7
 """Tokens of a prompt; longer than the windows of a config from `shrink`."""
 NEW_TOKENS = 6
+FURTHER = ((1, 1), (1, 9), (2, 1), (2, 7), (3, 11), (4, 12))
+"""(rows, tokens) of the batches of `further_answers`."""
 SPREAD = 1.6
 """Ratio of the standard deviations of a random linear's outputs and inputs; large enough that logits and attention
 differ clearly between tokens."""
@@ -34,6 +37,8 @@ class Observation:
     logits: Tensor | None = None
     loss: Tensor | None = None
     tokens: Tensor | None = None
+    further: dict[str, Tensor] = field(default_factory=dict)
+    """Results of `further_answers`, if bits are compared."""
     errors: dict[str, float] | None = None
     gradients: dict[str, Tensor] | None = None
     """Unsharded gradients; on a rank, only the wrong ones."""
@@ -231,6 +236,39 @@ def generate(model: PreTrainedModel, question: dict[str, Tensor], count: int = N
     generating: Any = model
     tokens: Tensor = generating.generate(**question, max_new_tokens=count, do_sample=False)
     return tokens
+
+
+def further_answers(model: PreTrainedModel, question: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Logits of batches of other sizes and of the last position, with weights that learn and frozen ones, and those of
+    `generate`; {} for a question with more than text.
+
+    Kernels depend on the number of rows. torch multiplies all rows at once, or each sample by itself, by the strides of
+    the input and by whether a weight requires a gradient.
+    """
+    if "input_ids" not in question or not question.keys() <= {"input_ids", "attention_mask", "decoder_input_ids"}:
+        return {}
+    ids, seen = question["input_ids"].repeat(2, 2), {}
+    keeps: dict[str, Any] = (
+        {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    )
+    learning = [param for param in model.parameters() if param.requires_grad]
+    for is_frozen in (False, True):
+        for param in learning:
+            param.requires_grad_(not is_frozen)
+        for rows, length in FURTHER:
+            text = {"input_ids": ids[:rows, :length]}
+            texts = {**text, **({"decoder_input_ids": text["input_ids"]} if "decoder_input_ids" in question else {})}
+            name = f"{rows} x {length} tokens" + " with frozen weights" * is_frozen
+            with torch.no_grad():
+                seen[name] = answer(model, texts)
+                seen[f"the last of {name}"] = answer(model, texts | keeps) if keeps else seen[name]
+            if model.can_generate() and length > 1 and not is_frozen:
+                options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+                output = untyped(model).generate(**text, **options, return_dict_in_generate=True)
+                seen[f"tokens after {name}"] = torch.stack(output.logits)
+    for param in learning:
+        param.requires_grad_()
+    return seen
 
 
 def gradients(model: PreTrainedModel, question: dict[str, Any], labels: Tensor | None = None) -> dict[str, Tensor]:

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import transformers
+from torch.distributed.tensor import Replicate
 from transformers import LlamaConfig
 
 from tests.support.pool import Pool
 from tp_transformers.commands.verify import rank as rank_module
 from tp_transformers.commands.verify.command import summary
-from tp_transformers.strategies import STRATEGIES, RowwiseParallel
+from tp_transformers.strategies import STRATEGIES, RowwiseParallel, TensorParallelLayer
+from tp_transformers.strategies.invariant.linear import InvariantColwiseParallel
 from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed
@@ -47,6 +49,15 @@ class Sums(RowwiseParallel):
     """Adds up partial sums of the ranks, as `rowwise` does."""
 
 
+class WithoutFlag(InvariantColwiseParallel):
+    """Multiplies by a local weight that requires no gradient where no gradient is recorded."""
+
+    prepare_arguments = TensorParallelLayer.prepare_arguments
+
+    def __init__(self) -> None:
+        super().__init__(output_layouts=Replicate())
+
+
 @pytest.fixture
 def launch(pool: Pool) -> Launch:
     """Start the ranks of `verify` in the pool."""
@@ -69,10 +80,10 @@ def rank(*arguments: Any) -> None:
 
 
 @pytest.fixture
-def registered() -> Iterator[Callable[[str], None]]:
-    """A function that registers `Sums`, until the test ends."""
+def registered() -> Iterator[Callable[..., None]]:
+    """A function that registers `Sums` or another strategy, until the test ends."""
     before = dict(STRATEGIES)
-    yield lambda name: STRATEGIES.register_strategy(name, Sums)
+    yield lambda name, strategy=Sums: STRATEGIES.register_strategy(name, strategy)
     STRATEGIES.data.clear()
     STRATEGIES.data.update(before)
 
@@ -88,7 +99,15 @@ def test_an_invariant_plan_has_the_bits_of_one_process(launch: Launch) -> None:
     assert summary(verdict) == expected
 
 
-def test_a_strategy_that_sums_over_the_ranks_is_named(launch: Launch, registered: Callable[[str], None]) -> None:
+def test_bits_that_generate_alone_asks_for(launch: Launch, registered: Callable[..., None]) -> None:
+    registered("invariant_colwise_rep", WithoutFlag)
+    (verdict,) = verify(LLAMA, bits=True, launch=launch)
+    assert verdict.logits == 0
+    assert verdict.faults[0].startswith("the logits of the last of 2 x 7 tokens, ")
+    assert "tokens after 2 x 7 tokens" in verdict.faults[0]
+
+
+def test_a_strategy_that_sums_over_the_ranks_is_named(launch: Launch, registered: Callable[..., None]) -> None:
     registered("invariant_rowwise")
     (verdict,) = verify(LLAMA, bits=True, launch=launch)
     # A kernel that adds up 384 features at a time has the bits of rank 0's 6 heads and rank 1's 3 in o_proj.

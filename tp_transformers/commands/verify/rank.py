@@ -52,6 +52,9 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
         probe.convert(model, dtype)
         with probe.computing_in(dtype), probe.on_threads(1 if tolerance.is_exact else None):
             probe.observe(model, questions, observation, labels)
+            if tolerance.is_exact:
+                observation.doing = "answering further questions"
+                observation.further = probe.further_answers(model, questions[0])
             if grads:
                 observation.doing = "computing gradients"
                 grown = probe.gradients(model, questions[0], labels)

@@ -256,6 +256,8 @@ class _Proof:
         with probe.computing_in(self.dtype):
             labels = probe.labels(model, questions[0])
             probe.observe(model, questions, self.reference, labels)
+            if self.request.tolerance.is_exact:
+                self.reference.further = probe.further_answers(model, questions[0])
             self.gradients = probe.gradients(model, questions[0], labels) if self.request.grads else {}
         return questions, labels
 
@@ -334,6 +336,13 @@ class _Proof:
             if not tokens:
                 agree = ", though the logits of a full prompt agree: see what its caches hold" * (not faults)
                 faults.append(f"the greedy tokens differ{agree}")
+        further = [
+            name
+            for name, expected in self.reference.further.items()
+            if any(not torch.equal(seen_by.further.get(name, expected), expected) for seen_by in seen.values())
+        ]
+        if further and not faults:
+            faults.append(f"the logits of {', '.join(further[:4])}{' ...' * (len(further) > 4)} differ")
         if faults:
             first = differences.first_output({rank: observation.trace for rank, observation in seen.items()})
             faults[:0] = [first] if first is not None else []
