@@ -39,6 +39,15 @@ def one_skips(model: Any, rank: int) -> None:
         model.model(PROMPTS)
 
 
+def one_learns(model: Any, rank: int) -> None:
+    """Rank 0 sums gradients of the shape of the activations that rank 1 sums."""
+    for _ in range(2):
+        with torch.set_grad_enabled(rank == 0):
+            loss = model(PROMPTS, labels=PROMPTS).loss
+        if rank == 0:
+            loss.backward()
+
+
 def another_loop(model: Any, rank: int) -> None:
     """Rank 1 has fewer batches, and saves while others compute."""
     for _ in range(3 - (rank == 1)):
@@ -63,6 +72,7 @@ CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "backward": (lambda model, rank: model(tokens(2, 6 + rank), labels=tokens(2, 6 + rank)).loss.backward(), "(2, 7)"),
     "generate": (lambda model, rank: model.generate(tokens(2, 6 + rank), max_new_tokens=2), "generate's inputs"),
     "one skips": (one_skips, "forward"),
+    "one learns": (one_learns, "in backward"),
     "another call": (another_call, "a vote in save_pretrained"),
     "another loop": (another_loop, "forward"),
 }

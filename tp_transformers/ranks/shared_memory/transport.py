@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MeshError
+from ...torch_api import current_backward
 from ..agreement import agreed, out_of_step, this_collective
 from ..limits import visible_cores
 from .interface import MAX, SUM, Transport
@@ -46,8 +47,9 @@ NAP = 0.05
 _ALL_REDUCE, _MAXIMUM, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _BROADCAST, _MESSAGES = range(7)
 _BY_BACKEND = 1 << 62
 """Flag in the word of a collective: this rank calls the backend."""
-_PLACE, _PLACES = 56, 63
-"""First bit in the word, and largest value, of the collective's place in its call: from 1; 0 outside of calls."""
+_PLACE, _PLACES, _OF_BACKWARD = 56, 31, 32
+"""First bit in the word of the collective's place in its call, its largest value, and a flag for those of a backward;
+from 1, and 0 outside of calls."""
 _COLLECTIVE = (1 << _PLACE) - 1
 """Bits of the word that are equal on all ranks: kind, dtype and a hash of the shape."""
 _DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -281,7 +283,8 @@ class SharedMemory(Transport):
         self.collectives += 1
         self._turn ^= 1
         if self._calls and word != _MESSAGES:
-            word |= (self.collectives - self._entered) % _PLACES + 1 << _PLACE
+            place = (self.collectives - self._entered) % _PLACES + 1
+            word |= (place | _OF_BACKWARD if current_backward() >= 0 else place) << _PLACE
         self._words[self._own + KIND + self._turn] = word | (_BY_BACKEND if by_backend else 0)
         self._words[self._own + LENGTH + self._turn] = length
 
