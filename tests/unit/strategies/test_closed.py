@@ -46,7 +46,7 @@ def asked(tree: ast.Module) -> set[str]:
 
 def test_nobody_else_asks_for_the_class_of_a_strategy() -> None:
     known = classes()
-    assert {"ColwiseParallel", "SequenceGatherParallel", "BatchReplicated", "StyleParallel", "RegionBlock"} <= known
+    assert {"ColwiseParallel", "SequenceGatherParallel", "TorchStyleParallel", "RegionBlock"} <= known
     outside = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "strategies"]
     faults = {str(path.relative_to(ROOT)): asked(ast.parse(path.read_text())) & known for path in outside}
     assert not {path: names for path, names in faults.items() if names}

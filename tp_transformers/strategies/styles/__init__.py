@@ -11,43 +11,39 @@ from ...errors import PlanError
 from ...transformers_api import parallel_styles
 from ..base import TensorParallelLayer
 from .of_torch import OWN_NAMES, SUPPORTED, TorchStyleParallel
-from .of_transformers import TransformersStyleParallel, is_transformers_style
 from .partitioned import PartitionedStyle
 
 __all__ = ["as_strategy", "registered_by_user", "style_hint"]
 
-_UNCALLED = ("shard_tensor", "prepare_module_tp")
-"""Methods of strategies for transformers before 5.16. They are not called here."""
+_UNCALLED = ("shard_param", "shard_tensor", "prepare_module_tp")
+"""Methods by which strategies for transformers 5 shard; nothing here calls them."""
 
 
 def as_strategy(value: Any) -> Any:
-    """Wrap a style of torch or transformers as a strategy; return any other value as it is.
+    """Wrap a style of torch, or an object with `partition_tensor`, as a strategy; return any other value as it is.
 
     Raises PlanError for a strategy with methods that would never be called.
     """
     is_ours = isinstance(value, TensorParallelLayer)
     partitions = not is_ours and not isinstance(value, type) and _is_own(value, "partition_tensor")
-    if is_ours or partitions or is_transformers_style(value):
-        uncalled = [name for name in _UNCALLED if _is_own(value, name)]
-        if is_ours and hasattr(value, "shard_param"):
-            uncalled.append("shard_param")
-        if uncalled:
-            raise PlanError(
-                f"strategy {type(value).__name__}",
-                got=f"{', '.join(uncalled)}, which nothing calls here",
-                expected="split_dim or partition_tensor, before and after",
-                fix="Inherit from tp_transformers.strategies.TensorParallelLayer, and implement split_dim or "
-                "partition_tensor."
-                if "shard_param" not in uncalled
-                else "Inherit from transformers' TensorParallelLayer, or implement split_dim.",
-            )
+    uncalled = [name for name in _UNCALLED if _is_own(value, name)]
+    if not (uncalled or partitions or isinstance(value, type)) and hasattr(value, "shard_param"):
+        uncalled = ["shard_param"]  # of a class of transformers
+    if uncalled:
+        raise PlanError(
+            f"strategy {type(value).__name__}",
+            got=f"{', '.join(uncalled)}, which nothing calls here",
+            expected="split_dim or partition_tensor, before and after",
+            fix="Inherit from tp_transformers.strategies.TensorParallelLayer, and implement split_dim or "
+            "partition_tensor, or take a style of torch.distributed.tensor.parallel.",
+        )
     if is_ours:
         return value
     if partitions:
         return PartitionedStyle(value)
     if isinstance(value, ParallelStyle):
         return TorchStyleParallel(value)
-    return TransformersStyleParallel(value) if is_transformers_style(value) else value
+    return value
 
 
 def registered_by_user(name: str, own: Mapping[str, Any]) -> TensorParallelLayer | None:
@@ -80,7 +76,7 @@ def style_hint(name: str) -> str:
         return f" (it is registered with transformers as a class; register an object, {style.__name__}(...))"
     if style is not None:
         return (
-            " (it is registered with transformers, in the form of its releases before 5.16; inherit from "
+            " (it is registered with transformers, in a form that nothing calls here; inherit from "
             "tp_transformers.strategies.TensorParallelLayer, and register it with "
             "tp_transformers.strategies.ParallelInterface)"
         )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
@@ -22,9 +24,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...anatomy.linears import embeds_states
+from ...ranks.group import TensorParallelGroup
+from ...slices.layout import Ranks, Split, chunked, count_of
+from ..base import TensorParallelLayer
 from ..shards.shard import ParamShard
 from ..signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, only, state_of
-from .style import StyleParallel
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
 
@@ -41,14 +45,14 @@ SUPPORTED: tuple[type[ParallelStyle], ...] = (
 OWN_NAMES = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
 
 
-class TorchStyleParallel(StyleParallel):
+class TorchStyleParallel(TensorParallelLayer):
     """A style of torch. ColwiseParallel shards a linear's weight and bias along dim 0, an embedding's weight along dim
     1; RowwiseParallel a linear's weight along dim 1, an embedding's along dim 0; all others replicate parameters.
 
         x ── style's input ── module of DTensors ── style's output ── y
     """
 
-    owner = "torch's"
+    shards_as_torch = True
 
     def __init__(self, style: ParallelStyle) -> None:
         """`style`: is copied, since a style may store the module that it was applied to."""
@@ -61,6 +65,19 @@ class TorchStyleParallel(StyleParallel):
             use_dtensor=isinstance(style, _Linears | torch_parallel.SequenceParallel),
         )
         self.signature = _signature(style)
+
+    def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
+        """See `TensorParallelLayer.bind`; ids, the input of an embedding, have no features."""
+        bound = super().bind(module, size, **options)
+        bound.signature = self.signature  # which the adapter has completed in its own way
+        if bound.is_embedding and bound.signature.takes is FEATURES:
+            bound.signature = replace(bound.signature, takes=ANY)
+        return bound
+
+    @property
+    def shown(self) -> str:
+        """Name of the style in messages."""
+        return f"torch's {type(self.style).__name__}"
 
     def check(self, module: nn.Module) -> None:
         """Raise ValueError for a style or module that is not supported, or layouts that do not fit the module."""
@@ -97,6 +114,24 @@ class TorchStyleParallel(StyleParallel):
         if self.signature.sums:
             return 0 if self.is_embedding else 1 if ndim == 2 else None
         return None
+
+    def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
+        """See `TensorParallelLayer.shard`: a DTensor, also for a replicated parameter."""
+        return replace(super().shard(param_type, shape, group), use_dtensor=self.use_dtensor)
+
+    def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
+        size = count_of(ranks)
+        if ranks != size:
+            raise ValueError(f"{self.shown} splits evenly, not by shares; use strategies by name, such as colwise")
+        split = chunked(length, size)
+        if self.split is not None:
+            heads = super()._split_length(length, size, unit)
+            if length % size or not heads.is_chunked:
+                raise ValueError(
+                    f"{self.shown} does not know of its {self.split.length} heads, and cannot split them for {size} "
+                    'ranks; use the strategies colwise and rowwise by name, or tp_plan="auto"'
+                )
+        return split
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Let torch apply the style. Parameters are sharded already and stay as they are."""
