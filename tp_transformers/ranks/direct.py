@@ -44,10 +44,6 @@ from .shared_memory.joining import NAMES, memory_of
 
 Group = dist.ProcessGroup
 
-# Renamed in torch 2.12, where the old names warn.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 _SUM, _GATHER, _SCATTER = AllreduceOptions(), AllgatherOptions(), ReduceScatterOptions()
 for _options in (_SUM, _GATHER, _SCATTER):
     _options.asyncOp = False
@@ -119,8 +115,8 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if memory is not None and memory.all_gather(x, out.chunk(group.size()), by_backend=is_watched() > 0):
         return out
     if (backend := _backend(group, x)) is None:
-        _all_gather(out, x, group=group)
-    elif (work := backend._allgather_base(out, x, _GATHER)) is not None:
+        return wait_tensor(traced_all_gather(x, 0, group))  # type: ignore[no-any-return]
+    if (work := backend._allgather_base(out, x, _GATHER)) is not None:
         work.wait()
     return out
 
@@ -140,8 +136,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if memory is not None and memory.reduce_scatter(x, own, by_backend=is_watched() > 0):
         return own
     if (backend := _backend(group, x)) is None:
-        _reduce_scatter(own, x, group=group)
-    elif (work := backend._reduce_scatter_base(own, x, _SCATTER)) is not None:
+        return wait_tensor(traced_reduce_scatter(x, "sum", 0, group))  # type: ignore[no-any-return]
+    if (work := backend._reduce_scatter_base(own, x, _SCATTER)) is not None:
         work.wait()
     return own
 

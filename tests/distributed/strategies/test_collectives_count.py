@@ -211,7 +211,8 @@ def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path,
     model.float().save_pretrained(tmp_path)
     for ours, plain in pool.run(2, decode, str(tmp_path)):
         assert {each: ours[each] for each in WAITS} == {each: plain[each] for each in WAITS}
-        communicates = {each: count for each, count in ours.items() if each.startswith("c10d::")}
+        helpers = ("wait_tensor", "_wrap_tensor_autograd")
+        communicates = {each: ours[each] for each in ours if "c10d" in each and not each.endswith(helpers)}
         assert sum(communicates.values()) == DECODED[key] + 2, communicates
 
 
