@@ -157,6 +157,29 @@ def test_styles_in_plans(pool: Pool, cases: Any, tmp_path: Path, size: int, head
     assert_same_files(case.folder, str(tmp_path / "saved"))
 
 
+def ours(style: Any) -> Any:
+    """The strategy of this package with the name and the arguments of a style; other styles stay."""
+    cls = getattr(tp_transformers.strategies, type(style).__name__, None)
+    names = {"input_layouts", "output_layouts", "use_local_output"}
+    return style if cls is None else cls(**{name: value for name, value in vars(style).items() if name in names})
+
+
+def by_our_names(folder: str, reference: str) -> dict[str, float]:
+    plain = ColwiseParallel()  # features of uneven shards are no DTensors
+    styles = {**sequence, f"{MLP}.gate_proj": plain, f"{MLP}.up_proj": plain}
+    model = load(folder, tp_plan={name: ours(style) for name, style in styles.items()})
+    assert model.tp_plan["lm_head"].startswith("ColwiseParallel(")
+    return compare_and_clip(model, reference)
+
+
+@pytest.mark.parametrize("size", wide([3, 2], 1))
+def test_strategies_take_the_layouts_of_styles(pool: Pool, cases: Any, size: int) -> None:
+    """Of torch's tutorial of sequence parallelism; heads and features do not divide by three ranks."""
+    case = cases(8, 4)
+    for errors in pool.run(size, by_our_names, case.folder, case.reference):
+        assert max(errors.values()) < TOLERANCE, errors
+
+
 # -- parallelize_module on parts
 
 
