@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPTJConfig, LlamaConfig
+from transformers import GPTJConfig, LlamaConfig, Qwen3Config
 
 from tests.support import commands
 from tests.support.hub_server import HubServer
@@ -37,6 +37,19 @@ LLAMA_70B: dict[str, Any] = {
     "max_position_embeddings": 131072,
 }
 """The shapes of Llama 3 with 70 billion parameters."""
+QWEN3_32B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+}
+"""The shapes of Qwen3 with 32 billion parameters, in 4 bits."""
 HELPED: set[str] = set()
 """Benchmarks that have printed how they are called."""
 
@@ -70,6 +83,7 @@ def here(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (models / "SmolLM2-135M-Instruct").symlink_to(smollm2)
     GPTJConfig().save_pretrained(models / "gpt-j-6b")
     LlamaConfig(**LLAMA_70B).save_pretrained(models / "llama-70b")
+    Qwen3Config(**QWEN3_32B).save_pretrained(models / "qwen3-32b-awq")
     book = (ROOT / "tests" / "data" / "alice.txt").read_text()
     (models / "text.txt").write_text(book[:2000])
     for page in PAGES:
