@@ -74,6 +74,11 @@ def error_text(error: BaseException) -> str:
         return f"{type(error).__name__}: (without a message: its str() fails)"
 
 
+def in_one_line(error: BaseException) -> str:
+    """The complete `error_text`, of as many lines as it has, in one of at most 500 characters."""
+    return shorten(" ".join(error_text(error).split()), 500)
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """Return " (nearest: a, b, c)" for the valid names closest to `name`, or ""."""
     matches = difflib.get_close_matches(name, sorted(set(valid)), n=3, cutoff=0.5)

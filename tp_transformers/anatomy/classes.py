@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedError, UsageError, describe
+from ..errors import UnsupportedError, UsageError, describe, in_one_line
 from ..text import is_path
 from ..transformers_api import get_class_from_dynamic_module
 
@@ -39,11 +39,10 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     except Exception as error:  # a config class may raise any error about a field
         if not where["trust_remote_code"] and "trust_remote_code" in str(error):
             raise _needs_code(str(name)) from None
-        got, expected = (
-            (str(error).strip() or type(error).__name__).splitlines()[0],
-            "a config.json, a folder with one, or a name on the Hub",
-        )
-        raise UsageError(describe(str(name), got=got, expected=expected, fix="See its path or name.")) from error
+        expected, fix = "a config that transformers reads", "Correct its config.json."
+        if not os.path.exists(path):
+            expected, fix = "a folder with a config.json, or a model on the Hub", "See its name, and its config.json."
+        raise UsageError(describe(path, got=in_one_line(error), expected=expected, fix=fix)) from error
     return config
 
 

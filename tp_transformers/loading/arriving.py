@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from ..anatomy.names import tied_parameters
 from ..checkpoint.quantization.packed import DECODED
-from ..errors import UnsupportedError
+from ..errors import UnsupportedError, in_one_line
 
 _WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
 
@@ -84,7 +84,7 @@ class Arriving:
                 fix="pip install 'tp-transformers[torchao]'.",
             ) from None
         except Exception as error:
-            raise _unsupported(f"{type(config).__name__} ({str(error).splitlines()[0][:200]})", _WEIGHTS) from None
+            raise _unsupported(f"{type(config).__name__} ({in_one_line(error)})", _WEIGHTS) from None
         return arriving
 
     @property

@@ -15,7 +15,9 @@ from tests.support.commands import main
 from tests.support.models import PROMPTS
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, TOWERS
+from tp_transformers import CheckpointError
 from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.errors import UsageError
 from tp_transformers.loading.footprint.kv_cache import cached_attention
 from tp_transformers.loading.footprint.memory import plan_memory
 
@@ -234,3 +236,28 @@ def test_a_cache_is_counted_where_a_model_keeps_one(name: str) -> None:
     kept = 0 if name in TOWERS else cache_bytes(model, PROMPTS)
     assert sum(sum(each.nbytes) for each in cached_attention(model, {}, 1, batch=batch, context=context)) == kept
     assert (kept > 0) is (name in ("modernbert-decoder", "gpt_neo"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"),
+    [
+        ({"hidden_size": 100, "num_attention_heads": 32}, "hidden"),  # checked by the config's class, in several lines
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope"),
+        ({"hidden_act": "nope"}, "nope"),  # known when the model is made
+        ({"vocab_size": 9, "pad_token_id": 99}, "adding_idx"),
+    ],
+)
+def test_an_error_of_a_config_is_complete_and_names_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], part: str
+) -> None:
+    folder = write(tmp_path, {**LLAMA_3, "num_hidden_layers": 1, **wrong})
+    with pytest.raises((UsageError, CheckpointError)) as raised:
+        survey(folder)
+    message, cause = str(raised.value), raised.value.__cause__
+    assert " ".join(str(cause).split()) in message
+    assert type(cause).__name__ in message
+    assert part in message
+    assert "Correct its config.json" in message
+    assert main(["plan", folder, "--tp-size", "2"]) == 2
+    assert "path" not in capsys.readouterr().err.replace(folder, "")

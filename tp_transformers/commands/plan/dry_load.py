@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
-from ...errors import CheckpointError, TensorParallelError
+from ...errors import CheckpointError, TensorParallelError, in_one_line
 from ...loading.footprint.described import described_dtype
 from ...loading.footprint.survey import Survey, take_survey
 from ...loading.from_pretrained import from_pretrained_with
@@ -76,7 +76,8 @@ def survey(
     except TensorParallelError:
         raise
     except Exception as error:  # a malformed config or folder may raise any error
-        raise CheckpointError(f"{name}: {str(error).strip().splitlines()[0]}") from error
+        expected, fix = "a config and weights that transformers loads", "Correct its config.json, or its files."
+        raise CheckpointError(name, got=in_one_line(error), expected=expected, fix=fix) from error
 
 
 class _FoundError(Exception):
