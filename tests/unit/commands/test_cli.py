@@ -227,6 +227,12 @@ def test_a_wrong_request_is_told_on_stderr(arguments: list[str], says: str, caps
     [
         (["verify", "model", "--timeout", "-1"], "--timeout: got -1, expected seconds above 0"),
         (["suggest", "model", ".", "--force"], ".: got a folder, expected a file"),
+        (
+            ["suggest", "model", "no/such/plan.yaml"],
+            "plan.yaml: got no such file or directory, expected a file",
+        ),
+        (["suggest", "model", "/proc/plan.yaml"], "/proc/plan.yaml: got no such file or directory, expected a file"),
+        (["suggest", "model", "/proc/self/mem/plan.yaml"], "plan.yaml: got not a directory, expected a file that can"),
     ],
 )
 def test_arguments_that_cannot_be_are_told_before_the_work(

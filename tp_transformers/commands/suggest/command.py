@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError, describe
@@ -42,8 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(describe(str(out), got="a folder", expected="a file", fix="Name the plan: OUT.yaml."))
     if out.exists() and not arguments.force:
         raise UsageError(describe(str(out), got="a file that is there", expected="a new one", fix="Pass --force."))
-    if not out.parent.is_dir():
-        raise UsageError(describe(str(out), got="no such folder", expected="one that is there", fix="See its path."))
+    _check_writable(out)
     logging.disable_progress_bar()
     where = {"trust_remote_code": arguments.trust_remote_code}
     config = read_config(arguments.model, **where)
@@ -60,6 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     print(summary(verdict) if verdict is not None else "not verified")
     print(f"wrote {out}")
     return 0 if suggestion.blocks and (verdict is None or verdict.ok) else 1
+
+
+def _check_writable(out: Path) -> None:
+    """Raise UsageError if the file cannot be written, with the reason of the system; the file does not change."""
+    try:
+        with out.open("ab") if out.exists() else TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+        fix = "See the path and its permissions, or name another file."
+        raise UsageError(describe(str(out), got=got, expected="a file that can be written", fix=fix)) from None
 
 
 def _proven(size: int, verdict: Verdict | None) -> str:
