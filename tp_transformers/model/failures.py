@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark, untyped
 from ..patches import Patch, nothing, replace
+from ..plans.attention_heads import check_cache
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import restart
@@ -93,7 +94,11 @@ class WatchedModel:
             # With a batch that is sharded, ranks have batches of their own.
             if watching.compares_calls and not any(batch_sharded(untyped(self))):
                 watching.compare_calls(args, kwargs)
-            output = call(*args, **kwargs)
+            try:
+                output = call(*args, **kwargs)
+            except RuntimeError:
+                check_cache(self, kwargs.get("past_key_values"))
+                raise
         watching.owes_backward |= torch.is_grad_enabled()
         return output
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationMixin, MaxTimeCriteria, StoppingCriteriaList
 
 from ..errors import MeshError
+from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup, agreed
@@ -64,6 +65,7 @@ class TensorParallelGeneration(_Model):
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
             return own(*args, **kwargs)  # nested, as for an assistant: its ranks are in step already
+        check_cache(self, kwargs.get("past_key_values"))
         names = _names(own, len(args), kwargs)
         arguments = {**dict(zip(names, args, strict=True)), **kwargs}
         with _in_step(self, arguments), same_inputs():

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..anatomy.attention import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
+from ..errors import UnsupportedError
+from ..ranks.group import GROUP
 from ..slices.layout import Split, packed
 from ..strategies import LocalConfig
 
@@ -80,3 +82,29 @@ def set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:
     for name, value in attributes.items():
         if hasattr(module, name):
             setattr(module, name, value)
+
+
+def head_counts(model: Any) -> dict[str, tuple[int, int]]:
+    """(query heads, KV heads) of this rank, by the name of each attention that is sharded over the ranks."""
+    group = GROUP.find(model)
+    if group is None:
+        raise UnsupportedError("head_counts needs a model that was loaded with tp_plan")
+    attention = model.tp_resolution.attention.items()
+    return {name: (heads.query.widths[group.rank], heads.kv.widths[group.rank]) for name, heads in attention}
+
+
+def check_cache(model: Any, cache: Any) -> None:
+    """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank."""
+    layers, resolution = getattr(cache, "layers", ()), getattr(model, "tp_resolution", None)
+    for name, heads in resolution.attention.items() if layers and resolution is not None else ():
+        index = getattr(model.get_submodule(name), "layer_idx", None)
+        keys = getattr(layers[index], "keys", None) if isinstance(index, int) and index < len(layers) else None
+        own = heads.kv.widths[GROUP.of(model).rank]
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[1] != own and not heads.is_latent:
+            raise UnsupportedError(
+                "past_key_values",
+                got=f"{keys.shape[1]} KV heads in layer {index} of a {type(cache).__name__}",
+                expected=f"{own}, the heads of this rank",
+                fix="Let the cache take its shape from its first input, or give early_initialization num_heads="
+                "[kv for _, kv in tp_transformers.debug.head_counts(model).values()].",
+            )
