@@ -69,6 +69,7 @@ def watched():
 GLOBAL = {"GradScaler._unscale_grads_", "Optimizer.profile_hook_step", "Optimizer.add_param_group",
           "torch.nn.modules.module._global_module_registration_hooks", "torch.nn.utils.parametrize._maybe_set",
           "safetensors.torch._to_ndarray", "Accelerator.get_state_dict", "Accelerator.save_state",
+          "AcceleratedScheduler.step",
           "peft.utils.hotswap.hotswap_adapter_from_state_dict", "peft.utils.hotswap._pad_lora_weights"}
 torch.optim.SGD([torch.zeros(1)])  # torch has put its hooks around the step
 before = watched()

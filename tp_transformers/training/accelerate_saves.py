@@ -1,7 +1,8 @@
-"""Patch of accelerate's Accelerator: its saves are those of the full model and of the full optimizer."""
+"""Patch of accelerate: its saves are those of the full model and optimizer, its schedules count copies, not ranks."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -44,7 +45,7 @@ def save_state(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """See `accelerate.Accelerator`; optimizers have their full states, which any number of ranks loads. Collective."""
     with ExitStack() as stack:
         for optimizer in self._optimizers:
-            if _group(param for group in optimizer.param_groups for param in group["params"]) is not None:
+            if _group(_params([optimizer])) is not None:
                 stack.enter_context(_full_states(optimizer))
         return original(self, *args, **kwargs)
 
@@ -78,6 +79,28 @@ def _full_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {**state, "state": values}
 
 
+def step(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """See `accelerate.scheduler.AcceleratedScheduler`, which steps once a rank; here it steps once a copy."""
+    group = _group(_params(self.optimizers))
+    if group is None or self.split_batches:
+        original(self, *args, **kwargs)
+        return
+    schedule, state = self.scheduler, untyped(sys.modules["accelerate.state"]).AcceleratorState()
+    self.split_batches = True  # one step a call
+    try:
+        original(self, *args, **kwargs)
+        if self.step_with_optimizer and self.gradient_state.sync_gradients:
+            for _ in range(state.num_processes // group.size - 1):
+                if getattr(schedule, "total_steps", math.inf) >= getattr(schedule, "_step_count", 0):
+                    original(self, *args, **kwargs)
+    finally:
+        self.split_batches = False
+
+
+def _params(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    return (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+
+
 def _group(params: Iterable[Tensor]) -> TensorParallelGroup | None:
     """The ranks that share the parameters; None if no other rank has a shard of them."""
     shards = (shard for param in params if (shard := SHARD.find(param)) is not None and shard.group.size > 1)
@@ -85,8 +108,9 @@ def _group(params: Iterable[Tensor]) -> TensorParallelGroup | None:
 
 
 def _install() -> Undo:
-    accelerator = untyped(sys.modules[_MODULE]).Accelerator
-    return replace_all((accelerator, change.__name__, change) for change in (get_state_dict, save_state))
+    accelerate = untyped(sys.modules[_MODULE])
+    saves = [(accelerate.Accelerator, change.__name__, change) for change in (get_state_dict, save_state)]
+    return replace_all([*saves, (accelerate.AcceleratedScheduler, "step", step)])
 
 
 ACCELERATOR = Patch("accelerate", "Accelerator.save_state", _install, module=_MODULE, without=nothing)

@@ -51,6 +51,9 @@ class Run:
             self.accelerator._models.append(model)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        # accelerate steps once a copy, since the copies share an epoch
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=max(copies, 1), gamma=0.5)
+        self.schedule = self.accelerator.prepare(schedule)
 
     def train(self, steps: int) -> list[float]:
         losses = []
@@ -58,6 +61,7 @@ class Run:
             loss = self.model(BATCH, labels=BATCH).loss
             self.accelerator.backward(loss)
             self.optimizer.step()
+            self.schedule.step()
             self.optimizer.zero_grad()
             losses.append(loss.item())
         return losses
