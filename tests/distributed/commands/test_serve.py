@@ -295,11 +295,13 @@ def test_a_launcher_that_is_killed_ends_all(folder: str, killed: str, is_asked: 
 
 
 def test_chat_answers_as_one_process(folder: str) -> None:
-    """In a terminal of its own, which shows nothing of the server."""
+    """In a terminal of its own, which shows nothing of the server, behind a proxy that does not answer, and offline."""
     said = f"{QUESTIONS[0]}\nn\n!exit\n"  # n: do not go on with an answer that has reached its length
     flags = [f"max_new_tokens={NEW}", "do_sample=False"]
     command = [sys.executable, "-m", "tp_transformers", "chat", folder, "-n", "2", *flags]
-    chat = subprocess.run(command, input=said, capture_output=True, text=True, timeout=240)
+    away = {"http_proxy": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **away, "no_proxy": "", "NO_PROXY": ""}
+    chat = subprocess.run(command, input=said, env=environment, capture_output=True, text=True, timeout=240)
     assert chat.returncode == 0, chat.stderr
     assert answers(folder)[0] in " ".join(chat.stdout.split())
     assert not [line for line in (chat.stdout + chat.stderr).splitlines() if "Traceback" in line or "INFO" in line]
