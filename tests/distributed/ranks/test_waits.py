@@ -12,12 +12,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
-from tp_transformers import RemoteRankError, clip_grad_norm_, full_tensor, renew_process_group, save_sharded
+from tp_transformers import (
+    RemoteRankError,
+    clip_grad_norm_,
+    data_parallel,
+    full_tensor,
+    renew_process_group,
+    save_sharded,
+)
 from tp_transformers.ranks.watching import waits
 
 pytestmark = pytest.mark.distributed
@@ -123,3 +131,29 @@ def test_ranks_that_wait_in_different_calls_raise(pool: Any, cases: Any, tmp_pat
     assert f"has not called {name}" in first or f"has not called {other}" in first
     assert other == "barrier" or first == second
     assert differences == (0.0, 0.0)
+
+
+def fewer_batches(folder: str) -> list[str]:
+    """Run on 4 ranks, two copies of a model: the second has a batch less; what a rank of the first is told."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = load(folder, device_mesh=mesh)
+    data_parallel(model, mesh)
+    copy = dist.get_rank() // 2
+    with told() as messages:
+        for _ in range(2 - copy):
+            model(PROMPTS, labels=PROMPTS).loss.backward()
+        if copy:
+            _get_default_store().wait(["told"])
+            model(PROMPTS, labels=PROMPTS).loss.backward()
+    return messages
+
+
+@pytest.mark.slow
+def test_a_copy_without_a_batch_is_named(pool: Any, cases: Any) -> None:
+    first, second, *others = pool.run(4, fewer_batches, cases(9, 3).folder)
+    assert others == [[], []]
+    for rank, messages in enumerate((first, second)):
+        for message in messages[:1]:
+            assert "backward (test_waits.py:" in message
+            assert f"for rank {rank + 2}, which has not called it" in message
+    assert first + second

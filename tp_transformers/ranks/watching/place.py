@@ -29,6 +29,8 @@ _COLLECTIVES = (
     "torch.distributed._functional_collectives",
 )
 """Modules of the innermost frame of a thread that waits in a collective."""
+_AVERAGES = (f"{_PACKAGE}.training.averaging",)
+"""The same while it waits for other copies of the model."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INTERVAL = 0.25
 """Seconds after which Python lets another thread run while stacks are read, which takes a few milliseconds."""
@@ -55,13 +57,17 @@ class Place:
     """The innermost line of the user's code: "train.py:12: model.save_pretrained(folder)"."""
 
 
-def here() -> Place:
-    """The position of the main thread, or of another thread if only that waits in a call of this package."""
+def here(*, for_copies: bool = False) -> Place:
+    """The position of the main thread, or of another thread if only that waits in a call of this package.
+
+    `for_copies`: whether only the averages over copies of a model count as collectives.
+    """
     stacks = _stacks()
     main = stacks.get(threading.main_thread().ident or 0, [])
-    waiting = (stack for stack in stacks.values() if _waits(stack) and _call(stack))
+    modules = _AVERAGES if for_copies else _COLLECTIVES
+    waiting = (stack for stack in stacks.values() if _waits(stack, modules) and _call(stack))
     thread = main if _call(main) else next(waiting, main)
-    return Place(_call(thread), _waits(thread), _line(thread))
+    return Place(_call(thread), _waits(thread, modules), _line(thread))
 
 
 def of_this_thread() -> Place:
@@ -126,8 +132,8 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _waits(frames: list[_Frame]) -> bool:
-    return bool(frames) and frames[0].module.startswith(_COLLECTIVES)
+def _waits(frames: list[_Frame], modules: tuple[str, ...]) -> bool:
+    return bool(frames) and frames[0].module.startswith(modules)
 
 
 def _call(frames: list[_Frame]) -> str:

@@ -30,9 +30,12 @@ Longer than `group.HEARTBEAT`, the time between the collectives of ranks that wa
 class Waits:
     """Publishes the position of this rank for a watch, and reads those of the other ranks."""
 
-    def __init__(self, group: TensorParallelGroup, store: Store) -> None:
-        """`store` is the store of the watch. Nothing is published before `look`."""
-        self.group, self._store = group, store
+    def __init__(self, group: TensorParallelGroup, store: Store, *, is_of_copies: bool = False) -> None:
+        """`store` is the store of the watch. Nothing is published before `look`.
+
+        `is_of_copies`: the ranks wait for one another where copies average gradients, not in other collectives.
+        """
+        self.group, self._store, self._is_of_copies = group, store, is_of_copies
         self._is_world = group.size == dist.get_world_size()
         self._count, self._published = -1, ""
         self._since = self._next = 0.0
@@ -45,7 +48,7 @@ class Waits:
         `count` is the number of collectives that this rank has begun.
         """
         has_moved, self._count = count != self._count, count
-        place = None if has_moved else here()
+        place = None if has_moved else here(for_copies=self._is_of_copies)
         message = json.dumps(asdict(place)) if place is not None else ""
         if message != self._published:
             self._store.set(f"place {self.group.rank}", message)

@@ -100,7 +100,7 @@ class Watch:
         self._round, self._concluded = 0, threading.Event()
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
-        self._waits = Waits(self.group, self._store)
+        self._waits = Waits(self.group, self._store, is_of_copies=self.is_of_copies)
         memory = memory_of(self.process_group)
         self._is_unnoticed = self.group.device.type == "cpu" and not (memory is not None and memory.notices)
         self.failure = None  # polled from here on
@@ -230,7 +230,7 @@ class Watch:
         else:
             self._check_next(now)
             first = next(iter(watches(self.process_group)), None)  # of several models on these ranks, one warns
-            stuck = self._waits.look(now, self._collectives()) if first is self and not self.is_of_copies else None
+            stuck = self._waits.look(now, self._collectives()) if first is self else None
             if stuck is not None:
                 self._end(stuck)
 
