@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
 from tp_transformers.strategies.regions.sequence import SequenceGatherParallel
+from tp_transformers.training.trainer_checkpoints import _load_optimizer_and_scheduler
 
 
 def test_layers_are_those_that_transformers_does_not_split() -> None:
@@ -77,6 +79,33 @@ def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path: Path) 
         load(lambda model: [{"params": [model.weight, model.bias]}])
     with pytest.raises(tp_transformers.CheckpointError, match="got none of added, expected one of every parameter"):
         load(with_another)
+
+
+def test_a_schedule_of_schedules_goes_on(tmp_path: Path) -> None:
+    def make() -> Any:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD([{"params": []}, {"params": [*model.parameters()]}], lr=1.0, momentum=0.9)
+        parts: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma) for gamma in (0.5, 0.25)]
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+        return SimpleNamespace(model=model, optimizer=optimizer, lr_scheduler=schedule)
+
+    def rates(trainer: Any, steps: int) -> list[list[float]]:
+        found = []
+        for _ in range(steps):
+            trainer.model(torch.ones(3)).sum().backward()
+            trainer.optimizer.step()
+            trainer.lr_scheduler.step()
+            found.append([group["lr"] for group in trainer.optimizer.param_groups])
+        return found
+
+    trainer = make()
+    rates(trainer, 3)
+    state = tp_transformers.training.optimizer_state_dict(trainer.model, trainer.optimizer)
+    dcp.save(state, checkpoint_id=tmp_path / "optimizer", no_dist=True)
+    torch.save(trainer.lr_scheduler.state_dict(), tmp_path / "scheduler.pt")
+    again = make()
+    _load_optimizer_and_scheduler(None, again, str(tmp_path))
+    assert rates(again, 3) == rates(trainer, 3)
 
 
 def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
