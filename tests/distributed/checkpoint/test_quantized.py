@@ -159,7 +159,7 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
         for part in parts:
             of_rows = len({row // values for row in part}) * width
             total += 4 * (len(columns) * of_rows if variant == "awq" else len(part) * words)
-            total += groups * (2 * len(part) + 4 * of_rows) + 4 * shard.shape[-1] * ordered
+            total += groups * (2 * len(part) + 4 * of_rows) + 4 * shard.shape[-1] * (variant != "awq")
         return count * total
     return count * sum(
         4 * len(part) * words

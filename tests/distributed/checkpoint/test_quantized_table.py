@@ -241,8 +241,8 @@ def test_ranks_do_what_one_process_does(pool: Any, tmp_path: Path, form: str, na
             row["held"][str(size)] = max(row["held"].get(str(size), 0), share)
     print(row)
     assert row["error"] < TOLERANCE
-    # `g_idx` says how others are cut, so that every rank reads all of it: 4 bytes for the 128 of a column.
-    assert row["read"] <= (1.03 if "act-order" in form else 1.01)
+    # `g_idx` says how others are cut, so that every rank reads all of it: 4 bytes for the 64 or 128 of a column.
+    assert row["read"] <= (1.05 if "GPTQ" in form else 1.01)
     assert all(share <= 1 / int(size) + 0.03 for size, share in row["held"].items())
     if os.environ.get("RECORD"):
         rows = {(each["format"], each["model"]): each for each in json.loads(RECORD.read_text())}
