@@ -47,17 +47,15 @@ def attach(
     views = {name: shard for name, shard in shards.items() if shard.needs_view}
     if not (views or takes_dtensors or strategy.acts):
         return
-    is_plain = "forward" not in module.__dict__ and not strategy.widths
+    is_plain = type(module) is nn.Linear and "forward" not in module.__dict__ and not strategy.widths
+    short = strategy.short_forward() if is_plain else None
+    strategy.asks_block = short is not None
 
     def around(call: Forwarder) -> Forwarder:
-        return strategy.traced(_communicating(call, shards, views, mesh))
+        general = strategy.traced(_communicating(call, shards, views, mesh))
+        return general if short is None else forward_of_linear(general, short, strategy, views, mesh)
 
     wrap_forward(module, around)
-    wrapped = untyped(module).forward.__func__
-    short = strategy.short_forward() if is_plain and type(module) is nn.Linear else None
-    if short is not None:
-        untyped(module).forward = MethodType(forward_of_linear(wrapped, short, strategy, views, mesh), module)
-        strategy.asks_block = True
 
 
 def _communicating(
