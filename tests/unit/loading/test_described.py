@@ -189,6 +189,14 @@ def test_the_dtype_is_that_of_a_part_or_a_guess(
     assert [said in note for note in found.notes] == ([] if said is None else [True])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_dtype_without_an_operator_is_said(tmp_path: Path, dtype: str) -> None:
+    config, quantization, _ = EXPECTED["awq"]
+    small = {**config, "num_hidden_layers": 1, "quantization_config": quantization, "torch_dtype": dtype}
+    found = survey(write(tmp_path, small), packed=True)
+    assert any("--dtype bf16 has an operator" in note for note in found.notes) is (dtype == "float16")
+
+
 def test_packed_without_quantised_weights_has_no_effect_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,6 +97,14 @@ def test_what_would_fit(wide: str) -> None:
     assert longest_context(planned, [10**4, 10**4]) is None
 
 
+def test_a_context_is_no_longer_than_the_models_own(wide: str) -> None:
+    found = survey(wide)  # of 2048 tokens
+    planned = plan_memory(found, 2, context=50_000)
+    room = [*plan_memory(found, 2, context=20_000).total_bytes]
+    assert longest_context(planned, room) == 2048
+    assert longest_context(planned, [*plan_memory(found, 2, context=1000).total_bytes]) == 1000
+
+
 def test_plan_prints_shares_for_the_memory_of_each_rank(
     wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

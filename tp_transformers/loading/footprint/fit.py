@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import PlanError
-from .memory import MemoryPlan, plan_memory, replan
+from .memory import MemoryPlan, most_context, plan_memory, replan
 from .survey import Survey
 
 MOST_RANKS = 64
@@ -126,8 +126,11 @@ def fullest(planned: MemoryPlan, memory: Sequence[int]) -> float:
 
 
 def longest_context(planned: MemoryPlan, memory: Sequence[int]) -> int | None:
-    """The longest context, below the planned one, that fits with the same shares; None if none of one token fits."""
-    low, high = 0, planned.context
+    """The longest context, below the planned one, that fits with the same shares; None if none of one token fits.
+
+    It is no longer than the model's own.
+    """
+    low, high = 0, min(planned.context, (most_context(planned.survey.model) or planned.context) + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fullest(replan(planned, context=middle), memory) <= 1 else (low, middle)

@@ -136,8 +136,12 @@ class MemoryPlan:
 
 def default_context(model: PreTrainedModel) -> int:
     """Tokens of the sequence in the KV cache if nothing else is asked for: CONTEXT, or as many as the model takes."""
-    config = model.config.get_text_config(decoder=True)
-    return min(CONTEXT, getattr(config, "max_position_embeddings", None) or CONTEXT)
+    return min(CONTEXT, most_context(model) or CONTEXT)
+
+
+def most_context(model: PreTrainedModel) -> int | None:
+    """The most tokens of a sequence that the model takes; None if its config does not say it."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def plan_memory(

@@ -14,7 +14,9 @@ from transformers import PreTrainedModel
 
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
+from ...checkpoint.quantization.packed import DECODED, pack
 from ...checkpoint.reading.header import Checkpoint
+from ...model.packed.products import with_products
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 from ..memory import pack_weights
@@ -101,6 +103,9 @@ def _notes(
             f"{share:.0%} of the parameters are taken as quantised: linears and experts that quantization_config does "
             "not leave out; a checkpoint may have others"
         )
+    packed = pack(next(iter(kept.values())), torch.bfloat16, torch.device("meta")) if kept else None
+    if model.dtype != torch.bfloat16 and packed is not None and with_products(packed[0]).product != DECODED:
+        yield f"in {str(model.dtype)[6:]}, packed weights are decoded in every forward; --dtype bf16 has an operator"
 
 
 def _take_stock(
