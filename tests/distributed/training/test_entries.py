@@ -256,3 +256,8 @@ def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode:
     error = pool.error(4, prompts_outside, cases(9, 3).folder, mode, comes_first)
     assert UnsupportedError.__name__ in error
     assert "data_parallel(peft_model" in error
+
+
+def test_a_sequence_ends_after_the_last_layer(pool: Pool, cases: Any) -> None:
+    for found in pool.run(2, by_entries, cases(9, 3).folder, "sequence", ["layer by layer", "a part of a layer"]):
+        assert max(found.values()) < TOLERANCE, found

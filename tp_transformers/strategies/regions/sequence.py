@@ -52,6 +52,8 @@ class _Sharding:
 
 _current: dict[str, _Sharding] = {}
 """{group name: sequence of the current forward}. Not weak keys by group: torch before 2.12 cannot compile them."""
+_in_model: dict[str, bool] = {}
+"""{group name: True while the base model runs, whose hidden states are gathered after the last norm}."""
 
 
 class SequenceParallel(TensorParallelLayer):
@@ -109,7 +111,9 @@ class SequenceParallelRep(SequenceParallel):
     signature = Signature(SEQUENCE, REPLICATED, gradient=PARTIAL)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        widths = widths_of(self.name, outputs, mesh)
+        widths, group_name = widths_of(self.name, outputs, mesh), mesh.get_group().group_name
+        if not _in_model.get(group_name):  # a user has called layer by layer
+            _current.pop(group_name, None)
         return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE_DIM)
 
 
@@ -197,9 +201,11 @@ class SequenceStatesParallel(TensorParallelLayer):
 
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
         gather_around_hooks(module, self.name, widths_of, mesh)
+        _in_model[mesh.get_group().group_name] = False  # before torch.compile guards it
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         _current.pop(mesh.get_group().group_name, None)
+        _in_model[mesh.get_group().group_name] = True
         if not torch.compiler.is_compiling():
             warn_of_global_hooks()
         return inputs
@@ -207,6 +213,7 @@ class SequenceStatesParallel(TensorParallelLayer):
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         group = mesh.get_group()
         sharding = _current.pop(group.group_name, None)
+        _in_model[group.group_name] = False
         if sharding is None or sharding.widths is None:
             return outputs
         widths = sharding.widths
@@ -239,6 +246,7 @@ class SequenceStatesParallel(TensorParallelLayer):
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         _current.pop(mesh.get_group().group_name, None)
+        _in_model[mesh.get_group().group_name] = False
 
 
 def _are_states(value: Any, last: Tensor) -> bool:
