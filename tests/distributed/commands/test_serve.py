@@ -306,3 +306,17 @@ def test_chat_answers_as_one_process(folder: str) -> None:
     assert answers(folder)[0] in " ".join(chat.stdout.split())
     assert not [line for line in (chat.stdout + chat.stderr).splitlines() if "Traceback" in line or "INFO" in line]
     wait_for_end(folder)
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_chat_that_is_ended_ends_its_server_and_its_terminal(folder: str, by: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tp_transformers", "chat", folder, "-n", "2"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **pipes) as process:  # type: ignore[call-overload]
+        while not processes_of(folder, b"transformers.cli.transformers"):
+            assert process.poll() is None
+            time.sleep(0.5)
+        process.send_signal(by)
+        assert process.wait(60) == (128 + by if by != signal.SIGKILL else -by)
+        wait_for_end(folder)
+        assert not processes_of(folder, b"transformers.cli.transformers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import urllib.request
 from collections.abc import Mapping
 
 from ...errors import UsageError
-from ...ranks.launch import end_with_parent
+from ...ranks.launch import ENDING, end_with_parent
 from ..own_plan import passed_on
 from . import command
 
@@ -33,6 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start a server on a free local port, run transformers' chat, stop the server; returns the chat's exit code."""
     command.check(arguments)
+    for number in ENDING:  # as PID 1 of a container, a process ignores signals without a handler
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
                     raise UsageError("chat", got="a server that ended", expected="one", fix="See its message above.")
                 time.sleep(0.2)
             chat = [*python, "transformers.cli.transformers", "chat", arguments.model, url, *arguments.options]
-            return subprocess.run(chat, env=reaching(os.environ)).returncode
+            return subprocess.run(chat, env=reaching(os.environ), preexec_fn=end_with_parent).returncode
         finally:
             server.terminate()
 
