@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -55,7 +56,7 @@ def read_options(name: str, options: Sequence[str]) -> Any:
 def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], drain: float) -> None:
     """Run transformers' server on `sockets` until a signal, and up to `drain` seconds more for its requests.
 
-    `context` is the typer context with the options of the server.
+    `context` is the typer context with the options of the server. Raises the error of a batch, which ends the server.
     """
     server: Any = import_module("uvicorn").Server
     manager, room = start_batches(model, context.params)
@@ -65,7 +66,12 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], dra
         """Answer all requests with an error, and end the batches of all ranks."""
         manager.background_thread_status.request_stop(manager.background_thread_status.HARD_STOP, 0)
 
+    def end_with_batches(server: Any) -> None:
+        manager._generation_thread.join()
+        server.should_exit = True
+
     def run(original: Any, self: Any) -> None:
+        threading.Thread(target=end_with_batches, args=(self,), daemon=True).start()
         self.config.timeout_graceful_shutdown = int(drain + STOP)
         host, port = sockets[0].getsockname()[:2]
         line = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/chat/completions answers for model {name!r}"
@@ -99,6 +105,7 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], dra
             context.command.invoke(context)
     finally:
         manager.stop(timeout=STOP, hard_stop=True)  # this also ends the other ranks
+    raise_error(manager)
 
 
 def follow(model: Any, context: Any) -> None:
@@ -107,6 +114,11 @@ def follow(model: Any, context: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     manager, _ = start_batches(model, context.params)
     manager._generation_thread.join()
+    raise_error(manager)
+
+
+def raise_error(manager: Any) -> None:
+    """Raise the error that ended the batches of this rank, if one did."""
     if manager.background_thread_status.fatal_error is not None:
         raise manager.background_thread_status.fatal_error
 
