@@ -48,7 +48,7 @@ PRIVATE: dict[str, Private] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": Private(
         "other hooks on saved tensors keep their tensors", "strategies model", _RAISES
     ),
-    "torch._C._current_graph_task_id": Private("one recomputation for each backward", "strategies", _RAISES),
+    "torch._C._current_graph_task_id": Private("one for each backward", "ranks strategies", _RAISES),
     "torch._C._dispatch_has_kernel_for_dispatch_key": Private("operators of a device", "model", _DECODED),
     "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "ranks", "torch.compiler.disable is called"),
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "ranks", "the same"),
@@ -70,7 +70,7 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed._functional_collectives.reduce_scatter_single": Private("compiled graphs", "ranks", _OTHER),
     "torch.distributed._functional_collectives.reduce_scatter_tensor": Private("until torch 2.12", "ranks", _OTHER),
     "torch.distributed._functional_collectives.wait_tensor": Private("functional collectives", "ranks", _RAISES),
-    "torch.distributed.distributed_c10d._get_default_store": Private("the ranks meet in it", "ranks commands"),
+    "torch.distributed.distributed_c10d._get_default_store": Private("the ranks meet in it", "ranks"),
     "torch.distributed.distributed_c10d._resolve_process_group": Private("groups by name", "ranks strategies"),
     "torch.distributed.distributed_c10d._world": Private("a gloo group beside nccl", "checkpoint", _RAISES),
     "torch.nn.modules.module._global_backward_hooks": Private("a warning of them", "strategies", "no warning"),

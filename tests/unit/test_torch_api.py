@@ -23,7 +23,13 @@ FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != API]
 
 OTHERS = {
     *("_current_frames", "_exit", "_getframe"),  # Python's
-    *("_cb", "_cb_config", "_config", "_generation_thread", "_model"),  # of transformers' server, and of lm_eval
+    *("_cb", "_config", "_generation_thread", "_model"),  # of transformers' server, and of lm_eval
+    *(
+        "_get_logits_processor",
+        "_loss_function",
+        "_retrieve_processors_kwargs",
+        "_unused_fields",
+    ),  # of the server and of models
     *("_attn_implementation", "_auto_class", "_device_mesh", "_experts_implementation", "_hf_peft_config_loaded"),
     *("_is_hf_initialized", "_keys_to_ignore_on_save", "_tp_plan", "_tp_size", "_weight_conversions"),
     *("_BaseAutoModelClass", "_adjust_missing_and_unexpected_keys", "_from_config"),  # in transformers_api.py

@@ -53,8 +53,8 @@ class ModelOpt(Float8):
 
     def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
         pairs = [name for name in tensors if name.endswith(".weight") and _is_nvfp4(tensors, name)]
-        members = {f"{name}{suffix}" for name in pairs for suffix in ("", "_scale", "_scale_2")}
-        rest = {name: tensor for name, tensor in tensors.items() if name not in members}
+        parts = {f"{name}{suffix}" for name in pairs for suffix in ("", "_scale", "_scale_2")}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in parts}
         result = super().dequantized(rest, stays_packed=stays_packed)
         for name in pairs:
             stored = {f"{name}_packed": tensors[name], f"{name}_scale": tensors[f"{name}_scale"]}
