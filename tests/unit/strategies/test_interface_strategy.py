@@ -27,7 +27,9 @@ class Ours(TensorParallelLayer):
     def shard_param(self, module: Any, param: Any, mesh: Any) -> None: ...
 
 
-@pytest.mark.parametrize("style", [Theirs(), Forwards(), Ours(), interface.ColwiseParallel()], ids=repr)
+@pytest.mark.parametrize(
+    "style", [Theirs(), Forwards(), Ours(), interface.ColwiseParallel()], ids=lambda style: type(style).__name__
+)
 def test_a_strategy_that_shards_by_shard_param_is_refused(style: Any) -> None:
     said = "shard_param, which nothing calls here.*Inherit from tp_transformers.strategies.TensorParallelLayer"
     with pytest.raises(PlanError, match=said):
