@@ -97,7 +97,7 @@ class WatchedModel:
             try:
                 output = call(*args, **kwargs)
             except RuntimeError:
-                check_cache(self, kwargs.get("past_key_values"))
+                check_cache(self, kwargs.get("past_key_values", kwargs.get("cache")))  # renamed in transformers 5.24
                 raise
         watching.owes_backward |= torch.is_grad_enabled()
         return output

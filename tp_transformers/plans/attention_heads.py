@@ -94,10 +94,14 @@ def head_counts(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def check_cache(model: Any, cache: Any) -> None:
-    """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank."""
+    """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank.
+
+    A model within `model` has other names than the splits; the error is then that of the outer one.
+    """
     layers, resolution = getattr(cache, "layers", ()), getattr(model, "tp_resolution", None)
+    modules = dict(model.named_modules())
     for name, heads in resolution.attention.items() if layers and resolution is not None else ():
-        index = getattr(model.get_submodule(name), "layer_idx", None)
+        index = getattr(modules.get(name), "layer_idx", None)
         keys = getattr(layers[index], "keys", None) if isinstance(index, int) and index < len(layers) else None
         own = heads.kv.widths[GROUP.of(model).rank]
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[1] != own and not heads.is_latent:
