@@ -52,7 +52,7 @@ def sampled(model: Any) -> list[Any]:
     )
     manager.start()
     found: list[Any] = []
-    for seed, prompt in enumerate(PROMPTS):
+    for seed, prompt in enumerate([PROMPTS[0], *PROMPTS]):  # the first one waits for the batches, which may draw
         if manager.is_tp_driver:
             torch.manual_seed(seed)
             manager.add_request(prompt)
@@ -64,7 +64,7 @@ def sampled(model: Any) -> list[Any]:
 
 
 def sampled_by_ranks(folder: str) -> list[Any]:
-    return sampled(load(folder))
+    return sampled(load(folder))[1:]
 
 
 def sampled_astray(folder: str) -> list[Any]:
@@ -85,7 +85,7 @@ by_requests_to_one_rank = pytest.mark.skipif(
 @by_requests_to_one_rank
 def test_a_seed_of_one_rank_is_that_of_all(pool: Pool, cases: Any) -> None:
     folder = cases(9, 3).folder
-    expected = sampled(AutoModelForCausalLM.from_pretrained(folder))
+    expected = sampled(AutoModelForCausalLM.from_pretrained(folder))[1:]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
     assert pool.run(2, sampled_by_ranks, folder) == [expected] * 2
 

@@ -124,7 +124,7 @@ def placed(kind: Any, make: Any, sizes: tuple[int, int], local: bool, shares: An
 
 
 @pytest.mark.parametrize("local", [True, False])
-@pytest.mark.parametrize("kind", [*STYLES, theirs.ColwiseParallel, theirs.RowwiseParallel], ids=shown)
+@pytest.mark.parametrize("kind", wide([*STYLES, theirs.ColwiseParallel, theirs.RowwiseParallel], 2), ids=shown)
 def test_a_linear_in_every_placement(pool: Pool, kind: Any, local: bool) -> None:
     """Torch's own styles, too: the references are right."""
     for found in pool.run(2, placed, kind, linear, (10, 14), local):

@@ -123,7 +123,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
             (False, False, True, 2, "replicate"),
             (False, False, True, 2, "shard"),
         ],
-        2,
+        1,
     ),
 )
 def test_accelerate_saves_and_resumes_as_one_process(

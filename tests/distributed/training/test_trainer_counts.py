@@ -230,6 +230,7 @@ def workers_draws(folder: str, target: str) -> list[list[list[int]]]:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow  # workers import torch
 def test_workers_of_one_copy_draw_alike(pool: Pool, cases: Any, tmp_path: Path) -> None:
     first, second = pool.run(2, workers_draws, cases(9, 3).folder, str(tmp_path))
     assert first == second
