@@ -207,6 +207,20 @@ def test_a_rank_that_dies_ends_all(folder: str, killed: int) -> None:
         wait_for_end(folder)
 
 
+def test_a_rank_that_is_paused_ends_all(folder: str, tmp_path: Path) -> None:
+    """A request meets a rank that gives no sign of life for `--watch` seconds."""
+    with (tmp_path / "said").open("wb") as said, served(folder, 2, ["--watch", "3"], stderr=said) as (client, process):
+        assert ask(client, folder, QUESTIONS[0], stream=False)
+        os.kill(ranks_of(folder)[1], signal.SIGSTOP)
+        with pytest.raises(openai.APIError):
+            ask(client.with_options(max_retries=0), folder, QUESTIONS[1], stream=False)
+        assert process.wait(90) != 0  # torchrun waits 30 s for the rank that hears no signal
+        wait_for_end(folder)
+        assert not processes_of(folder)
+    told = "a batch: got no answer of another rank, expected one within 18 s"
+    assert (tmp_path / "said").read_text().count(told) == 1
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_an_interrupt_in_the_terminal_ends_all_in_silence(folder: str, tmp_path: Path, asked: bool) -> None:
     with (

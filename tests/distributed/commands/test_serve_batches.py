@@ -49,7 +49,7 @@ def served(folder: str) -> Any:
     """Run on every rank."""
     model = load(folder)
     model.generation_config.update(max_new_tokens=NEW, pad_token_id=0)
-    manager, room = batches.start_batches(model, OPTIONS)
+    manager, room = batches.start_batches(model, OPTIONS, 60)
     settings = [requests.sampling(GenerationConfig(**each)) for each in SETTINGS]
     single = [answered(manager, [PROMPT], [each])[0] for each in settings]
     together = answered(manager, [PROMPT, LONG, PROMPT, LONG], settings)
@@ -89,7 +89,7 @@ def cached(folder: str, free: int) -> int:
     """Bytes of this rank's cache where `free` bytes are free in the container."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "free_memory", lambda device, sharers: free // sharers)
-        manager, _ = batches.start_batches(load(folder), {})
+        manager, _ = batches.start_batches(load(folder), {}, 60)
         nbytes = manager.batch_processor.cache.cache_tensor.nbytes
         manager.stop(hard_stop=True)
         return int(nbytes)

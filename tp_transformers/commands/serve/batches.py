@@ -61,16 +61,19 @@ class TopP(processors.ContinuousBatchingTopPLogitsWarper):
         return scores if is_idle else super().__call__(scores, tensor_arg)
 
 
-def start_batches(model: Any, options: Mapping[str, Any]) -> tuple[Any, int]:
+def start_batches(model: Any, options: Mapping[str, Any], silence: float) -> tuple[Any, int]:
     """Start continuous batching on this rank; returns its manager, and the most tokens that one request can have.
 
     Args:
         model: the model. options: of `transformers serve`; `cb_num_blocks` and others are those of the caches.
+        silence: seconds that ranks wait for one another between two steps, as in a step if the other's process exists.
 
     Raises UnsupportedError on all ranks if the caches do not fit the memory.
     """
     given = {name.removeprefix("cb_"): value for name, value in options.items() if name.startswith("cb_")}
     given = {name: value for name, value in given.items() if value is not None}
+    if hasattr(ContinuousBatchingConfig, "cpu_group_timeout"):  # of a group that transformers makes by itself
+        given["cpu_group_timeout"] = silence
     if model.device.type == "cpu":
         tokens = given.setdefault("max_batch_tokens", CPU_TOKENS)
         given["max_requests_per_batch"] = tokens

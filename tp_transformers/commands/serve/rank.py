@@ -23,10 +23,11 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...anatomy.classes import read_config
-from ...errors import TensorParallelError, UsageError
+from ...errors import MeshError, TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
 from ...ranks.launch import AGAIN, end_with_parent
+from ...ranks.watching.watch import BUSY
 from ..own_plan import add_plan, import_files
 from ..run.errors import keep_errors
 from .batches import start_batches
@@ -53,13 +54,14 @@ def read_options(name: str, options: Sequence[str]) -> Any:
         ) from None
 
 
-def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], drain: float) -> None:
-    """Run transformers' server on `sockets` until a signal, and up to `drain` seconds more for its requests.
+def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own: argparse.Namespace) -> None:
+    """Run transformers' server on `sockets` until a signal, and up to `own.drain` seconds more for its requests.
 
     `context` is the typer context with the options of the server. Raises the error of a batch, which ends the server.
     """
     server: Any = import_module("uvicorn").Server
-    manager, room = start_batches(model, context.params)
+    drain, silence = own.drain, BUSY * own.watch
+    manager, room = start_batches(model, context.params, silence)
     Answers(model, manager, room).begin()
 
     def end_requests() -> None:
@@ -68,6 +70,8 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], dra
 
     def end_with_batches(server: Any) -> None:
         manager._generation_thread.join()
+        if manager.background_thread_status.fatal_error is not None:  # no request will be answered
+            server.config.timeout_graceful_shutdown = int(STOP)
         server.should_exit = True
 
     def run(original: Any, self: Any) -> None:
@@ -105,22 +109,27 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], dra
             context.command.invoke(context)
     finally:
         manager.stop(timeout=STOP, hard_stop=True)  # this also ends the other ranks
-    raise_error(manager)
+    raise_error(manager, silence)
 
 
-def follow(model: Any, context: Any) -> None:
+def follow(model: Any, context: Any, silence: float) -> None:
     """Decode the requests of rank 0's server until rank 0 ends. Raises the error of a batch."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops all ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    manager, _ = start_batches(model, context.params)
+    manager, _ = start_batches(model, context.params, silence)
     manager._generation_thread.join()
-    raise_error(manager)
+    raise_error(manager, silence)
 
 
-def raise_error(manager: Any) -> None:
-    """Raise the error that ended the batches of this rank, if one did."""
-    if manager.background_thread_status.fatal_error is not None:
-        raise manager.background_thread_status.fatal_error
+def raise_error(manager: Any, silence: float) -> None:
+    """Raise the error that ended the batches of this rank, if one did; that of gloo as MeshError."""
+    error = manager.background_thread_status.fatal_error
+    if error is not None and "Timed out" in str(error):
+        fix = "Give --watch more seconds where processes are paused or swapped out."
+        got, expected = "no answer of another rank", f"one within {silence:g} s"
+        raise MeshError("a batch", got=got, expected=expected, fix=fix) from error
+    if error is not None:
+        raise error
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -142,9 +151,9 @@ def main(arguments: Sequence[str]) -> None:
     enable()
     model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **where)
     if is_first:
-        serve(model, name, context, sockets, own.drain)
+        serve(model, name, context, sockets, own)
     else:
-        follow(model, context)
+        follow(model, context, BUSY * own.watch)
 
 
 if __name__ == "__main__":
