@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from tp_transformers.commands.serve.chat import answers
+from tp_transformers.features.serve.chat import answers
 from tp_transformers.ranks.launch import end_with_parent
 
 from .demo import prepare

@@ -1,6 +1,7 @@
 """Core and features of the package: `python -m tests.support.house` prints their lines and the imports between them.
 
-A module that `tests/data/features.json` does not name is of the core, which every user needs.
+A module in `features/NAME/` is of that feature, as is a module that `tests/data/features.json` names; all others are of
+the core, which every user needs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class House:
         self.imports = Imports()
         features: dict[str, list[str]] = json.loads(FEATURES.read_text())
         self.feature_of = {module: feature for feature, modules in features.items() for module in modules}
+        inside = [module.split(".") for module in self.imports.files if module.startswith("features.")]
+        self.feature_of |= {".".join(parts): parts[1] for parts in inside}
 
     @property
     def unknown(self) -> set[str]:

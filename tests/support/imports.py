@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2] / PACKAGE
 
 ORDER = (
     "errors",
+    "seams",
     "logs",
     "text",
     "namespaces",
@@ -41,6 +42,7 @@ ORDER = (
     "",
     "trainer",
     "commands",
+    "features",
     "verify",
     "__main__",
 )

@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14833
+CORE = 14887
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42045
+PACKAGE = 42119
 """Lines of the package, likewise."""
-FROM_CORE = 137
+FROM_CORE = 135
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
 BETWEEN_FEATURES = 122
 """Imports of one feature by another, likewise."""

@@ -15,10 +15,10 @@ ROOT = Path(tp_transformers.__file__).parent
 
 ALLOWED = {
     ("training/trainer_checkpoints.py", "transformers.trainer"),
-    ("commands/serve/rank.py", "transformers.cli.serve"),
-    ("commands/serve/rank.py", "transformers.cli.serving.model_manager"),
-    ("commands/serve/requests.py", "transformers.cli.serving.utils"),
-    ("commands/serve/batches.py", "transformers.generation.continuous_batching"),
+    ("features/serve/rank.py", "transformers.cli.serve"),
+    ("features/serve/rank.py", "transformers.cli.serving.model_manager"),
+    ("features/serve/requests.py", "transformers.cli.serving.utils"),
+    ("features/serve/batches.py", "transformers.generation.continuous_batching"),
 }
 """Imports elsewhere: names of a checkpoint's files, in a module that takes a second to import; transformers' server."""
 

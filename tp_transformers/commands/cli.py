@@ -19,12 +19,11 @@ from typing import Any
 
 from .. import __version__
 from ..errors import TensorParallelError
+from ..seams import features
 from . import env, own_plan, plans
 from .plan import command as plan
 from .run import command as run
 from .run.errors import REFUSED
-from .serve import chat
-from .serve import command as serve
 from .shard import command as shard
 from .suggest import command as suggest
 from .verify import command as verify
@@ -37,10 +36,9 @@ COMMANDS: dict[str, Any] = {
     "suggest": suggest,
     "shard": shard,
     "run": run,
-    "serve": serve,
-    "chat": chat,
+    **{name: module for feature in features().values() for name, module in feature.commands().items()},
 }
-"""Name -> module; see `commands`. No module imports torch or transformers before it runs, so that `--help` is fast."""
+"""Name -> module; see `Feature.commands`. No module imports torch before it runs, so that `--help` is fast."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -73,7 +73,7 @@ def served(
             process.kill()
 
 
-def processes_of(folder: str, module: bytes = b"tp_transformers.commands.serve.rank") -> list[int]:
+def processes_of(folder: str, module: bytes = b"tp_transformers.features.serve.rank") -> list[int]:
     """Processes that run `module` for a server of `folder`, in the order of their start."""
     found = []
     for entry in Path("/proc").iterdir():

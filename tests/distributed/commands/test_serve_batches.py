@@ -13,8 +13,8 @@ from tests.support.models import load
 from tests.support.pool import Pool
 
 pytest.importorskip("transformers.generation.continuous_batching.distributed")
-batches = pytest.importorskip("tp_transformers.commands.serve.batches")
-requests = pytest.importorskip("tp_transformers.commands.serve.requests")
+batches = pytest.importorskip("tp_transformers.features.serve.batches")
+requests = pytest.importorskip("tp_transformers.features.serve.requests")
 
 pytestmark = pytest.mark.distributed
 

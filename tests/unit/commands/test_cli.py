@@ -18,9 +18,9 @@ from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, TensorParallelError, __version__
 from tp_transformers.commands import cli
 from tp_transformers.commands.run.errors import error_lines, keep_errors
-from tp_transformers.commands.serve import command as serve
-from tp_transformers.commands.serve.ports import bound
 from tp_transformers.errors import UsageError
+from tp_transformers.features.serve import command as serve
+from tp_transformers.features.serve.ports import bound
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from tp_transformers.commands.serve import chat
+from tp_transformers.features.serve import chat
 
 fastapi = pytest.importorskip("fastapi")
-requests = pytest.importorskip("tp_transformers.commands.serve.requests")
+requests = pytest.importorskip("tp_transformers.features.serve.requests")
 
 IGNORED = {"n", "best_of", "logprobs", "response_format", "user", "stream_options", "tool_choice"}
 """Some of the fields that transformers' server ignores."""

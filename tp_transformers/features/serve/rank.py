@@ -23,13 +23,13 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...anatomy.classes import read_config
+from ...commands.own_plan import add_plan, import_files
+from ...commands.run.errors import keep_errors
 from ...errors import MeshError, TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
 from ...ranks.launch import AGAIN, end_with_parent
 from ...ranks.watching.watch import BUSY
-from ..own_plan import add_plan, import_files
-from ..run.errors import keep_errors
 from .batches import start_batches
 from .command import STOP, add_times
 from .ports import bound

@@ -1,0 +1,56 @@
+"""Seams of the core: a feature is a folder of `features/`, and its `feature.py` says what it adds.
+
+The core asks all features, and imports none by name: without its folder, a feature is not there, and nothing else ends.
+A method of `Feature` exists for what at least two features add, or the core itself uses.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import ClassVar
+
+FOLDER = Path(__file__).with_name("features")
+
+
+class Feature:
+    """What one feature adds to the core. Each method returns what is added; a method of this class adds nothing.
+
+    `feature.py` is imported with the core and imports only this module at its top; a method imports what it returns, so
+    that a feature is imported when it is first used.
+    """
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Features that this one imports, by their folders."""
+
+    def commands(self) -> Mapping[str, ModuleType]:
+        """Commands of `tp-transformers`: name -> module with SUMMARY, EXAMPLE, `configure(parser)` and
+        `run(arguments) -> exit code`. Such a module imports neither torch nor transformers before it runs."""
+        return {}
+
+
+@cache
+def features() -> Mapping[str, Feature]:
+    """All features by the names of their folders, those that a feature requires before the feature."""
+    names = sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]))
+    found = {name: _feature(name) for name in names}
+    ordered: dict[str, Feature] = {}
+
+    def add(name: str) -> None:
+        if name not in ordered:
+            for required in found[name].requires:
+                add(required)
+            ordered[name] = found[name]
+
+    for name in names:
+        add(name)
+    return ordered
+
+
+def _feature(name: str) -> Feature:
+    feature: Feature = import_module(f".features.{name}.feature", __package__).FEATURE
+    return feature
