@@ -14,8 +14,9 @@ TORCH_RELEASE := torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/plan_search tests/unit/small_models tests/unit/commands \
   tests/unit/test_anatomy.py tests/unit/test_package.py tests/distributed/test_architectures.py \
   tests/distributed/test_model_types.py tests/distributed/loading tests/distributed/model \
-  tests/distributed/strategies/test_expert_parallelism.py tests/distributed/strategies/test_invariant.py
-FUZZ_TESTS := $(wildcard tests/unit/*/test_*_fuzz.py tests/distributed/*/test_*_fuzz.py)
+  tests/distributed/strategies/test_expert_parallelism.py tests/distributed/strategies/test_invariant.py \
+  $(wildcard tests/features/*/unit)
+FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python
 
 .PHONY: demo test quick test-all matrix types proofs fuzz bench gpu lint versions coming optimizers docs docs-serve dist \
