@@ -1,21 +1,24 @@
-"""The watch of a rank whose store has gone."""
+"""The watch of a rank: its store is gone, or its GPU cannot be used any more."""
 
 from __future__ import annotations
 
 import threading
 from unittest import mock
 
+import pytest
 import torch
 
 from tp_transformers.ranks.group import TensorParallelGroup
+from tp_transformers.ranks.watching.failure import lost
 from tp_transformers.ranks.watching.poller import POLLER
 from tp_transformers.ranks.watching.watch import Watch
 
 
-def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
+def watch_on(device: str) -> Watch:
+    """A watch with a pending error, on the first of two ranks."""
     watch = object.__new__(Watch)
     watch.__dict__.update(
-        group=TensorParallelGroup(None, 0, 1, torch.device("cpu")),
+        group=TensorParallelGroup(None, 0, 2, torch.device(device)),
         process_group=mock.Mock(),
         failure=None,
         limit=10.0,
@@ -28,6 +31,22 @@ def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
         _depth=0,
         _unreachable_at=None,
     )
+    return watch
+
+
+def test_the_verdict_is_known_where_every_call_of_the_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an illegal access, each call of CUDA returns its error again, and so does the choice of the device."""
+    watch = watch_on("cuda:0")
+    broken = mock.Mock(**{"set_device.side_effect": torch.AcceleratorError("an illegal memory access")})
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: broken)
+    with mock.patch.object(POLLER, "all", return_value=[watch]):
+        watch._conclude(lost(1, 10))
+    assert watch.failure is not None
+    assert watch._concluded.is_set(), "the thread that failed waits for it"
+
+
+def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
+    watch = watch_on("cpu")
     assert watch.is_urgent
     with mock.patch.object(POLLER, "all", return_value=[watch]):
         watch.poll()

@@ -304,14 +304,14 @@ class Watch:
         """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks."""
         self._round, self._began = self._round + 1, None
         if failure is not None:
-            bind_thread(self.group.device)
             for watch in watches(self.process_group):
                 watch.failure = failure
                 watch._concluded.set()
             if (memory := memory_of(self.process_group)) is not None:
                 memory.end("the ranks' process group has ended")
             shut(self._links)
-            with suppress(RuntimeError):
+            with suppress(RuntimeError):  # of a GPU after an illegal access: every call of it raises
+                bind_thread(self.group.device)
                 self.process_group.abort()
         self._concluded.set()
 
