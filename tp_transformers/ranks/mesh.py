@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, get_backend_config
 
 from ..errors import MeshError
+from ..torch_api import get_default_store
 from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
-from .network import connect_machines, find_store, late_ranks_logged
+from .network import check_gpus, connect_machines, find_store, late_ranks_logged
 from .shared_memory.joining import share
 
 
@@ -26,7 +27,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     process without a process group.
 
     Raises MeshError if `device_mesh` has no `tp` axis (and is not 1-D) or fails `check_ranks`, if a node has more ranks
-    than GPUs, or if the environment has no rendezvous address.
+    than GPUs or two ranks of NCCL have the same, or if the environment has no rendezvous address.
     """
     user_mesh = device_mesh
     if device_mesh is None and (dist.is_initialized() or launcher() is not None):
@@ -38,7 +39,11 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
         return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
     device = local_device(device_mesh.device_type)
     bind_thread(device)
-    share(device_mesh.get_group())
+    group = device_mesh.get_group()
+    if device.type == "cuda" and "cuda:nccl" in get_backend_config(group):  # which starts with the first collective
+        store = PrefixStore(f"tp_transformers/{device_mesh.mesh.tolist()}", get_default_store())
+        check_gpus(store, group.rank(), group.size(), device)
+    share(group)
     mesh = device_mesh if user_mesh is None else user_mesh
     return TensorParallelGroup.of_mesh(device_mesh, device, mesh=mesh)
 
@@ -49,9 +54,8 @@ def restart(group: TensorParallelGroup, store: Store) -> None:
     The meshes of `group` look it up by name, and so use the new one.
     """
     backend, rank, size = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
-    device = None if group.device.type == "cpu" else group.device
     dist.destroy_process_group()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    _init(backend, store, rank, size, None if group.device.type == "cpu" else group.device)
     assert group.device_mesh is not None
     root = getattr(group.device_mesh, "_get_root_mesh", lambda: None)()  # older torch finds groups by name alone
     registry = getattr(root, "_pg_registry", None)
@@ -145,7 +149,18 @@ def _start(backend: str, device: torch.device | None) -> None:
     with late_ranks_logged():
         store, rank, size = find_store()
         store = PrefixStore("default_pg", connect_machines(store, rank, size))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+        if device is not None:
+            check_gpus(store, rank, size, device)
+        _init(backend, store, rank, size, device)
+
+
+def _init(backend: str, store: Store, rank: int, size: int, device: torch.device | None) -> None:
+    """Start the default process group, bound to a GPU where torch can split it into the groups of a mesh.
+
+    torch 2.8 splits no group of two backends, and 2.9 lets gloo's parts meet at the same keys of the store.
+    """
+    splits = torch.__version__ >= (2, 10)  # type: ignore[operator]  # a TorchVersion
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if splits else None)
 
 
 def _stop_process_group() -> None:

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
@@ -176,6 +177,25 @@ def _connect(store: Store, rank: int, seats: list[Seat]) -> None:
                     "(ip address lists them; gloo takes the first address of an interface, IPv4 before IPv6); a "
                     "firewall has to admit all ports.",
                 )
+
+
+def check_gpus(store: Store, rank: int, size: int, device: torch.device) -> None:
+    """Raise MeshError on all ranks if two of them have the same GPU, unless NCCL was told to take that. Collective.
+
+    NCCL itself raises on some ranks, after which the others wait: https://github.com/NVIDIA/nccl, `src/init.cc`.
+    """
+    several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"  # since NCCL 2.30
+    gpu = "" if several else str(torch.cuda.get_device_properties(device).uuid)
+    gpus = _exchange(store, "gpu", gpu, rank, size)
+    for peer, gpu in enumerate(gpus):
+        if gpu and gpus.index(gpu) < peer:
+            raise MeshError(
+                f"rank {peer}",
+                got=f"the same GPU as rank {gpus.index(gpu)} ({gpu})",
+                expected="a GPU of its own, for NCCL",
+                fix="Start as many ranks on a machine as it has GPUs (torchrun --nproc-per-node), or export "
+                "CUDA_VISIBLE_DEVICES= for ranks on the CPU.",
+            )
 
 
 def warn_of_crossing(group: TensorParallelGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -104,6 +105,21 @@ def test_threads_that_prefetch(device: Device, group: TensorParallelGroup, tmp_p
     assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
 
 
+def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(
+    device: Device, group: TensorParallelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks read 16 KiB into weights of 16 KiB each: 48 KiB on CPUs, 16 KiB with weights on GPUs."""
+    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(prefetch, "available_memory", lambda: 40 << 10)
+    read: dict[str, int] = {}
+    for ranks in (replace(group, device=torch.device("cpu")), group):
+        with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
+            request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096, device="meta"))  # as of a later round
+            read[ranks.device.type] = prefetch.prefetch(checkpoint.opened, [request], ranks, wanted=True)
+    assert read["cpu"] == 0
+    assert read["cuda"] > 0
+
+
 def test_a_thread_that_cannot_have_the_device_is_an_error(
     device: Device, group: TensorParallelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,11 +148,13 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     monkeypatch.setattr(
         mesh, "connect_machines", lambda store, *own: started.append(("connect_machines", *own)) or store
     )
+    monkeypatch.setattr(mesh, "check_gpus", lambda store, *own: started.append(("check_gpus", *own)))
     monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
     assert mesh._start_process_group() == "cuda"
-    place = {"device_id": GPU, "rank": 3, "world_size": 4}
-    assert started == [("set_device", GPU), ("connect_machines", 3, 4), ("cpu:gloo,cuda:nccl", place)]
-    backend = started[2][0]
+    place = {"device_id": GPU if torch.__version__ >= (2, 10) else None, "rank": 3, "world_size": 4}  # type: ignore[operator]
+    before = [("set_device", GPU), ("connect_machines", 3, 4), ("check_gpus", 3, 4, GPU)]
+    assert started == [*before, ("cpu:gloo,cuda:nccl", place)]
+    backend = started[-1][0]
     config = dist.distributed_c10d.BackendConfig(dist.Backend(backend))
     assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
     # A group that runs, of whichever of both forms, is one for GPUs; one of gloo alone is not.

@@ -1,0 +1,104 @@
+"""The GPUs of the ranks before NCCL starts: one for each, and bound to the process group where torch can split it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tp_transformers.errors import MeshError
+from tp_transformers.ranks import mesh, network
+
+UUIDS = ["GPU-aaaa", "GPU-bbbb", "GPU-aaaa"]
+"""Of ranks 0 to 2: a launcher gave the first and the last the same visible GPU."""
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPoolExecutor]:
+    """Threads that are ranks; rank r has the visible GPU with UUIDS[r]."""
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUIDS[device.index], name="A GPU")
+    )
+    with ThreadPoolExecutor(3) as threads:
+        yield threads
+
+
+def checked(threads: ThreadPoolExecutor, size: int) -> list[Exception | None]:
+    """The error of every rank."""
+    store = dist.HashStore()
+
+    def check(rank: int) -> None:
+        network.check_gpus(store, rank, size, torch.device("cuda", rank))
+
+    return [job.exception() for job in [threads.submit(check, rank) for rank in range(size)]]
+
+
+def test_two_ranks_of_one_gpu_are_an_error_of_all(gpus: ThreadPoolExecutor) -> None:
+    """NCCL raises "Duplicate GPU detected" on some ranks, and the others wait."""
+    assert checked(gpus, 2) == [None, None]
+    errors = checked(gpus, 3)
+    assert {type(error) for error in errors} == {MeshError}
+    assert len({str(error) for error in errors}) == 1
+    assert "rank 2: got the same GPU as rank 0 (GPU-aaaa)" in str(errors[0])
+    assert "--nproc-per-node" in str(errors[0])
+    assert "CUDA_VISIBLE_DEVICES=" in str(errors[0])
+
+
+def test_an_nccl_that_takes_several_ranks_of_a_gpu(gpus: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert checked(gpus, 3) == [None] * 3
+
+
+class Mesh(SimpleNamespace):
+    """A mesh of this rank and another, of a backend."""
+
+    def get_group(self) -> Any:
+        return SimpleNamespace(size=lambda: 2, rank=lambda: 0, backend=self.backend)
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_checked"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_a_mesh_of_the_user_is_checked_where_nccl_sums(
+    monkeypatch: pytest.MonkeyPatch, backend: str, is_checked: bool
+) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(mesh, "_tp_axis", lambda given: given)
+    monkeypatch.setattr(mesh, "local_device", lambda kind: torch.device("cuda", 0))
+    monkeypatch.setattr(mesh, "bind_thread", lambda device: None)
+    monkeypatch.setattr(mesh, "share", lambda group: found.append("share"))
+    monkeypatch.setattr(mesh, "get_backend_config", lambda group: group.backend)
+    monkeypatch.setattr(mesh, "get_default_store", dist.HashStore)
+    monkeypatch.setattr(mesh, "check_gpus", lambda store, *own: found.append(own))
+    monkeypatch.setattr(mesh.TensorParallelGroup, "of_mesh", lambda *_, **__: None)
+    mesh.join(Mesh(backend=backend, device_type="cuda", mesh=torch.arange(2)))  # type: ignore[arg-type]
+    assert found == [(0, 2, torch.device("cuda", 0))] * is_checked + ["share"]
+
+
+@pytest.mark.parametrize(("release", "binds"), [("2.8.0", False), ("2.9.1", False), ("2.10.0", True), ("2.13.0", True)])
+def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(
+    monkeypatch: pytest.MonkeyPatch, release: str, binds: bool
+) -> None:
+    """torch 2.8 refuses to split a group of two backends, and 2.9 gives all parts of it one name in the store."""
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
+    started: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, device_id, **__: started.append(device_id))
+    monkeypatch.setattr(mesh, "find_store", lambda: (dist.HashStore(), 0, 2))
+    monkeypatch.setattr(mesh, "connect_machines", lambda store, *own: store)
+    monkeypatch.setattr(mesh, "check_gpus", lambda *own: None)
+    mesh._start("cpu:gloo,cuda:nccl", device)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(mesh, "share", lambda group: None)
+    group = SimpleNamespace(device=device, device_mesh=object(), process_group=object())
+    mesh.restart(group, dist.HashStore())  # type: ignore[arg-type]
+    assert started == [device if binds else None] * 2
