@@ -15,7 +15,7 @@ def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> 
 
     `dist.all_gather_object` takes an extra collective for the lengths; here they are sent with the first bytes.
     """
-    on = torch.device("cpu") if "cpu:" in get_backend_config(group) else device
+    on = host_or(device, group)
 
     def gather(data: bytes, nbytes: int) -> list[bytes]:
         own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)
@@ -28,3 +28,12 @@ def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> 
     longer = max(lengths) - FIRST_BYTES
     tails = gather(message[FIRST_BYTES:], longer) if longer > 0 else [b""] * len(heads)
     return [(head[8:] + tail)[:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]
+
+
+def host_or(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU if `group` has a backend for CPU tensors, else `device`.
+
+    gloo sends no GPU tensor to a single rank (it reads the address as one of the CPU), and NCCL makes a communicator,
+    with buffers on the GPU, for each two ranks.
+    """
+    return torch.device("cpu") if "cpu:" in get_backend_config(group) else device

@@ -1,8 +1,9 @@
 """Gather the full tensor from its shards, on every rank or on rank 0 alone, through buffers of bounded size.
 
 Shards are split into blocks of at most CHUNK_BYTES, which are sent one after the other and copied into the full tensor.
-So a rank holds the full tensor, if it asked for it, and a few blocks. Blocks are sent as bytes, on the device of the
-process group; the tensor may be on another one: FSDP2 may have offloaded it to the CPU.
+So a rank holds the full tensor, if it asked for it, and a few blocks. Blocks are sent as bytes, to all on the device
+of the process group, to rank 0 from the CPU where the group can; the tensor may be on another device: FSDP2 may have
+offloaded it to the CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ...ranks.collectives import Group, all_gather_uneven
 from ...ranks.group import TensorParallelGroup
+from ...ranks.messages import host_or
 from ...slices.layout import Layout, Range, chunked
 
 CHUNK_BYTES = 16 << 20
@@ -136,7 +138,7 @@ def _to_first(
     device: torch.device,
 ) -> Tensor | None:
     """Send the `block` of `sender` to rank 0 of `group`, which returns it; None on other ranks."""
-    own = dist.get_rank(group)
+    own, device = dist.get_rank(group), host_or(device, group)
     if own == sender:
         assert block is not None
         dist.send(block.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
