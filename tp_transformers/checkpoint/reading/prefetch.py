@@ -48,7 +48,8 @@ def prefetch(
         spans = _spans(files, () if wanted is False else requests)
         pairs = zip(files, spans, strict=True)
         cold = wanted or not all(file is None or file.is_resident(ranges) for file, ranges in pairs)
-        return node_name(), group.rank, cold, spans, sum(request.tensor.nbytes for request in requests)
+        on_host = sum(request.tensor.nbytes for request in requests) if group.device.type == "cpu" else 0
+        return node_name(), group.rank, cold, spans, on_host
 
     per_rank = group.everywhere(need)
     peers = [entry for entry in per_rank if entry[0] == per_rank[group.rank][0]]
