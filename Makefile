@@ -60,7 +60,7 @@ bench: $(VENV)/ready
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[bench]"
 	$(PY) -m benchmarks.bench_load $(BENCH)
 
-# All that only a GPU can prove: tests, decoding, loading, training and sums, into benchmarks/results/gpu.
+# All that only a GPU can prove: tests, sums, decoding, loading and training, into benchmarks/results/gpu.
 gpu: $(VENV)/ready
 	$(PY) -m benchmarks.gpu --minutes $(MINUTES) $(GPU)
 

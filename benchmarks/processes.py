@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 """Working directory of the processes: the clone of the repository."""
@@ -32,13 +34,62 @@ class ProcessError(Exception):
     """A process failed or timed out; the message has its number and stderr."""
 
 
+class Copy(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined, misc]
+    """A copy of this process that calls `main` of a module, and needs no imports for it; with Popen's methods."""
+
+    def __init__(self, module: str, argument: str, output: int, env: Mapping[str, str]) -> None:
+        """Start; `output`: descriptor of the file for stdout and stderr."""
+        super().__init__()
+        self._of_module = module, argument, output, env, os.getpid()
+        self.start()
+
+    def run(self) -> None:
+        """What the copy does."""
+        from tp_transformers.ranks.launch import end_with_parent
+
+        module, argument, output, env, parent = self._of_module
+        os.setsid()
+        end_with_parent(parent=parent)
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(output, descriptor)
+            setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
+        os.environ.update(env)
+        sys.argv = [module, argument]
+        import_module(module).main()
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self._of_module[0], timeout or 0.0)
+        return self.exitcode
+
+
+Started = subprocess.Popen[bytes] | Copy
+
+
+def start(module: str, argument: str, output: int, *, env: Mapping[str, str] | None = None, copy: bool) -> Started:
+    """Start `python -m module argument` in a session of its own, or with `copy` a copy of this process."""
+    env = env or {}
+    if copy:
+        return Copy(module, argument, output, env)
+    command = [sys.executable, "-m", module, argument]
+    return subprocess.Popen(
+        command, stdout=output, stderr=output, env={**os.environ, **env}, cwd=ROOT, start_new_session=True
+    )
+
+
 def run(
     module: str,
     jobs: Sequence[Mapping[str, Any]],
     *,
     timeout: float,
     env: Sequence[Mapping[str, str]] | None = None,
-    log: IO[bytes] | None = None,
+    log: Path | None = None,
+    copy: bool = False,
+    watch: Callable[[], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Run `python -m module JOB` concurrently for all `jobs`; returns their results.
 
@@ -47,36 +98,31 @@ def run(
         jobs: the job of each process; "result" is added here.
         timeout: seconds for all processes together.
         env: additional environment variables of each process.
-        log: a file to which the output of all processes is appended at the end, also after an error.
+        log: a file to which the processes append their output; by default each has one of its own, for errors alone.
+        copy: if True, the processes are copies of this one, and need not import what this one has imported.
+        watch: called every twentieth of a second until all have ended.
 
     Raises:
         ProcessError: if one exits with a nonzero code or does not end in time. No process is left running.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        processes = []
+        outputs = [log or Path(scratch, f"{number}.stderr") for number in range(len(jobs))]
+        starts = [output.stat().st_size if output.exists() else 0 for output in outputs]
+        processes: list[Started] = []
         try:
             for number, job in enumerate(jobs):
                 text = json.dumps({**job, "result": f"{scratch}/{number}.json"})
-                with open(f"{scratch}/{number}.stderr", "wb") as stderr:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-m", module, text],
-                            stdout=stderr,
-                            stderr=stderr,
-                            env={**os.environ, **(env[number] if env else {})},
-                            cwd=ROOT,
-                            start_new_session=True,
-                        )
-                    )
-            _wait(processes, timeout)
+                with outputs[number].open("ab") as output:
+                    own = env[number] if env else None
+                    processes.append(start(module, text, output.fileno(), env=own, copy=copy))
+            _wait(processes, timeout, watch)
         finally:
             codes = [process.poll() for process in processes]
             for process in processes:
                 end(process)
-            if log is not None:
-                log.writelines(path.read_bytes() for path in sorted(Path(scratch).glob("*.stderr")))
         if any(code != 0 for code in codes):
-            raise ProcessError("\n".join(_report(module, scratch, number, code) for number, code in enumerate(codes)))
+            ends = zip(codes, outputs, starts, strict=True)
+            raise ProcessError("\n".join(_report(module, number, *each) for number, each in enumerate(ends)))
         return [json.loads(Path(scratch, f"{number}.json").read_bytes()) for number in range(len(jobs))]
 
 
@@ -96,7 +142,7 @@ def run_ranks(module: str, job: Any, *, timeout: float) -> list[dict[str, Any]]:
     )
 
 
-def end(process: subprocess.Popen[Any]) -> None:
+def end(process: subprocess.Popen[Any] | Copy) -> None:
     """End a process that was started in its own session, and all processes of the session, also if it has ended.
 
     SIGTERM first: it may have started processes in sessions of their own, which it ends.
@@ -110,7 +156,7 @@ def end(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
+def _wait(processes: Sequence[Started], timeout: float, watch: Callable[[], None] | None) -> None:
     """Return when all have ended, after `timeout`, or once one has failed and the others had time to notice."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -119,10 +165,12 @@ def _wait(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
             return
         if any(codes):
             deadline = min(deadline, time.monotonic() + _GRACE)
+        if watch is not None:
+            watch()
         time.sleep(0.05)
 
 
-def _report(module: str, scratch: str, number: int, code: int | None) -> str:
+def _report(module: str, number: int, code: int | None, output: Path, start: int) -> str:
     ended = "still running, was ended" if code is None else f"exit code {code}"
-    stderr = Path(scratch, f"{number}.stderr").read_text(encoding="utf-8", errors="replace")[-_STDERR:]
-    return f"--- {module}, process {number}: {ended}\n{stderr}"
+    text = output.read_bytes()[start:].decode(errors="replace")[-_STDERR:]
+    return f"--- {module}, process {number}: {ended}\n{text}"

@@ -52,6 +52,8 @@ class Setting:
     """Folder for checkpoints and temporary files."""
     hub: Path | None = None
     """Folder that a Hub on this machine serves during a load, if there is one."""
+    copies: bool = False
+    """True if the processes are copies of this one, and do not import what this one has imported."""
 
     def run(self, action: str, side: Side, reference: Path, target: Path | None = None) -> list[dict[str, Any]]:
         """Run `action` (see worker.Job) in fresh processes, one per rank; returns their results."""
@@ -82,6 +84,7 @@ class Setting:
                 [{**job, "rank": rank} for rank in ranks],
                 env=[{**common, "RANK": str(rank)} for rank in ranks],
                 timeout=self.timeout,
+                copy=self.copies,
             )
             results[0]["sent"] = sent()
         return results

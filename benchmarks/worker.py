@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # both sides need it
 import transformers
+from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
+from .checkpoints import files
 from .memory import Watch, at_rest, local, shard_bytes, touch
 
 TOKENS = 8
@@ -33,7 +35,8 @@ class Job:
     result: str
     """File for the result."""
     action: str
-    """"check" against `reference`, "time", "save" to `target` as shards; "copy" times pinned memory to the device."""
+    """"check" against `reference`, "time", "save" to `target` as shards; "copy" times pinned memory to the
+    device, "read" safetensors' own reader."""
     side: str
     """"native", transformers' own tensor parallelism, or "ours"."""
     checkpoint: str
@@ -60,7 +63,9 @@ def main() -> None:
     mesh = _start_group(job)
     try:
         arguments = _arguments(job, mesh)
-        result = {"check": _check, "time": _time, "save": _save, "copy": _copy}[job.action](job, arguments)
+        result = {"check": _check, "time": _time, "save": _save, "copy": _copy, "read": _read}[job.action](
+            job, arguments
+        )
     finally:
         gc.collect()  # models are reference cycles that keep process groups, and so their threads, alive at exit
         dist.destroy_process_group()
@@ -96,6 +101,17 @@ def _copy(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)
     return {"pinned": source.nbytes / best}
+
+
+def _read(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Seconds and bytes of all tensors to the device, each freed before the next."""
+    total, start = 0, time.perf_counter()
+    for file in files(Path(job.checkpoint)):
+        with safe_open(file, framework="pt", device=job.device) as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no dict
+                total += opened.get_tensor(name).nbytes
+    _synchronize(job)
+    return {"load": time.perf_counter() - start, "bytes": total}
 
 
 def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Everything that only a GPU can prove, by one command: `python -m benchmarks.gpu --minutes 8`.
 
-The steps run in order of value, each in processes of its own with a limit on its time; a step that ends early leaves
-its time to the others. Each measurement is written when it is made: `gpu.json`, `gpu.md`, `gpu.log` and charts in the
-folder of the results are complete after every step. A second call in the same folder keeps the steps that passed with
-the same code, and runs the others. `--device cpu --rehearse` runs all of it on a CPU, with small shapes.
+The steps run in order of value, each in a copy of this process, which has imported what they need, and with a limit on
+its time; a step that ends early leaves its time to the others. `gpu.json`, `gpu.md` and `gpu.log` in the folder of the
+results have each measurement as soon as it is made, and the first table of `gpu.md` has all steps from the beginning:
+a run that is cut short leaves them. A second call in the same folder keeps the steps that passed with the same code,
+and runs the others. `--device cpu --rehearse` runs all of it on a CPU, with small shapes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,81 +22,143 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import Any
 
 from .. import processes
 from .charts import draw
-from .device import device_of
-from .reckoned import H200, table
+from .reckoned import H200, seconds_of, table
 
-STEPS: dict[str, tuple[float, str]] = {
-    "machine": (60, "the machine, its limits, and ranks that share a GPU"),
-    "tests": (110, "exactness, memory, training, faults, packed weights, graphs and mixers"),
-    "decode": (160, "decode steps: eager, CUDA graphs, compiled; against transformers"),
-    "load": (80, "loading 16 GB, warm and cold, against transformers"),
-    "train": (45, "a training step, with a trace"),
-    "collectives": (15, "sums over ranks"),
-    "more_tests": (40, "more shapes of the tests"),
+STEPS = {
+    "machine": "the machine, its limits, and sums of ranks",
+    "tests": "exactness, memory, training, faults, packed weights, graphs and mixers",
+    "decode": "decode steps: of ranks that share the GPU; of rank 0: eager, CUDA graphs, compiled, beside transformers",
+    "load": "loading 16 GB, warm and cold, beside transformers",
+    "train": "a training step, with a trace",
+    "more_decode": "other sides compiled, in batches, on other numbers of ranks",
+    "more_tests": "more shapes of the tests",
 }
-"""Step -> (share of the time, of 510 seconds; subject), by value."""
-NEED_CHECKPOINT = {"decode", "load", "train"}
+"""Step -> subject, by value."""
+LATER = {"more_decode", "more_tests"}
+"""Steps that run only if the time that is left is enough for them."""
+NEED_CHECKPOINT = {"decode", "load", "train", "more_decode"}
 """Steps that wait for the checkpoint, which is written during the steps before them."""
 WAITING = 90.0
 """Most seconds that a step waits for it."""
+IMPORTED = ("transformers.models.llama.modeling_llama", "benchmarks.worker", "tp_transformers.commands.cli")
+"""Modules that the steps need, beside those of this folder; they do not use the GPU as they are imported."""
 RESULTS = Path(__file__).parent.parent / "results" / "gpu"
-PASSED, FAILED, LATE = "passed", "FAILED", "out of time"
+WAITS, RUNS, PASSED, FAILED, LATE, OMITTED = "not begun", "begun", "passed", "FAILED", "out of time", "left out"
 
 
 def main() -> int:
     """Run the steps; returns 1 if one failed or ran out of time."""
     arguments = _parse()
     if arguments.reckon:
-        modules = {name: import_module(f"{__package__}.{name}") for name in arguments.only}
-        print("\n".join(table({name: module.reckon(H200) for name, module in modules.items()}, H200)))
+        print("\n".join(table(reckoned(), H200, LATER)))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     arguments.results.mkdir(parents=True, exist_ok=True)
-    record = Record(arguments)
     end = time.time() + 60 * arguments.minutes
+    seconds = {name: seconds_of(parts) for name, parts in reckoned().items()}
+    arguments.copies = _imported()
+    device = _found(arguments)
+    arguments.copies &= device["is_of_a_copy"]
+    record = Record(arguments, device, seconds)
     pending = [name for name in arguments.only if not record.has_passed(name)]
-    with _prepared(arguments, end, record.folder) if NEED_CHECKPOINT & set(pending) else nullcontext() as wait:
+    with _prepared(arguments, end, record) if NEED_CHECKPOINT & set(pending) else nullcontext() as wait:
         for number, name in enumerate(pending):
             if name in NEED_CHECKPOINT and wait is not None:
                 wait()
-            weights = [STEPS[each][0] for each in pending[number:]]
-            limit = (end - time.time()) * weights[0] / sum(weights)
-            print(f"{name}: {STEPS[name][1]}; at most {limit:.0f} s", flush=True)
+            left = end - time.time()
+            if name in LATER and left < seconds[name] and not arguments.rehearse:
+                record.add(name, {"status": OMITTED, "seconds": 0.0, "lines": [], "error": ""})
+                continue
+            others = sum(seconds[each] for each in pending[number + 1 :] if each not in LATER)
+            limit = left * seconds[name] / (seconds[name] + others)
+            print(f"{name}: {STEPS[name]}; {seconds[name]:.0f} s reckoned, at most {limit:.0f} s", flush=True)
             record.add(name, _run(name, arguments, record, limit))
             print(f"{name}: {record.steps[name]['status']} after {record.steps[name]['seconds']:.0f} s", flush=True)
-    print(f"\n{record.summary()}")
-    return 0 if all(record.has_passed(name) for name in arguments.only) else 1
+    record.draw()
+    print(f"\n{record.summary()}\n")
+    print("\n".join(table(reckoned(), H200, LATER)))
+    done = (PASSED, OMITTED)
+    return 0 if all(record.steps[name]["status"] in done for name in arguments.only) else 1
+
+
+def reckoned() -> dict[str, list[tuple[str, float]]]:
+    """Step -> its parts with their seconds."""
+    return {name: import_module(f"{__package__}.{name}").reckon(H200) for name in STEPS}
+
+
+def _imported() -> bool:
+    """Import what the steps need; returns True if their processes can be copies of this one, which uses no GPU."""
+    # Without NVML, torch would count the GPUs by creating a context, after which a copy cannot use them.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in IMPORTED:
+        import_module(name)
+    import torch
+
+    return not torch.cuda.is_initialized()
+
+
+def _found(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The device's name, and the number of devices, as a process sees them that uses one.
+
+    If a copy of this process cannot use the device, no process of this run will be a copy.
+    """
+    for copy in (True, False) if arguments.copies else (False,):
+        with suppress(processes.ProcessError):
+            (found,) = processes.run(f"{__package__}.device", [{"kind": arguments.device}], timeout=60, copy=copy)
+            return {**found, "is_of_a_copy": copy}
+    sys.exit(f"--device {arguments.device}: torch cannot use it here; see `tp-transformers env`")
 
 
 class Record:
     """The results of all steps, in files."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        """Read the results of an earlier call with the same code and device."""
-        self.folder = arguments.results
-        self.about = {"device": device_of(arguments.device).name(), "rehearsal": arguments.rehearse, "code": _code()}
+    def __init__(self, arguments: argparse.Namespace, device: dict[str, Any], reckoned: dict[str, float]) -> None:
+        """Read the results of an earlier call with the same code and device, and write those of this one.
+
+        Args:
+            device: its "name", and the "count" of devices.
+            reckoned: step -> seconds.
+        """
+        self.folder, self.devices, self.reckoned = arguments.results, device["count"], reckoned
+        self.about = {"device": device["name"], "rehearsal": arguments.rehearse, "code": _code()}
         self.steps: dict[str, dict[str, Any]] = {}
         path = self.folder / "gpu.json"
         if path.exists() and not arguments.again:
             found = json.loads(path.read_text(encoding="utf-8"))
             self.steps = found["steps"] if found["about"] == self.about else {}
+        self.write()
 
     def has_passed(self, name: str) -> bool:
         return self.steps.get(name, {}).get("status") == PASSED
 
     def add(self, name: str, found: dict[str, Any]) -> None:
-        """Keep the results of a step, and write all files."""
+        """Keep what is known of a step, and write the files."""
         self.steps[name] = found
-        text = json.dumps({"about": self.about, "steps": self.steps}, indent=1)
-        (self.folder / "gpu.json").write_text(text, encoding="utf-8")
+        self.write()
+
+    def write(self) -> None:
+        """Write `gpu.json` and `gpu.md`, each at once."""
+        self._write("gpu.json", json.dumps({"about": self.about, "steps": self.steps}, indent=1))
         try:
-            (self.folder / "gpu.md").write_text(self.page(), encoding="utf-8")
-            draw(self.steps, self.folder)
+            self._write("gpu.md", self.page())
         except Exception:  # the other steps are worth more than a table
+            traceback.print_exc()
+
+    def _write(self, name: str, text: str) -> None:
+        new = self.folder / f".{name}"
+        new.write_text(text, encoding="utf-8")
+        new.replace(self.folder / name)
+
+    def draw(self) -> None:
+        """Draw the charts."""
+        try:
+            draw(self.steps, self.folder)
+        except Exception:
             traceback.print_exc()
 
     def backend(self) -> str:
@@ -115,26 +178,34 @@ class Record:
 
     def page(self) -> str:
         """All tables in Markdown."""
-        parts = ["| step | status | seconds | subject |\n| --- | --- | --- | --- |"]
+        rows = [
+            f"| step, on {self.about['device']} | status | seconds | reckoned | measured | result |",
+            "| --- " * 6 + "|",
+        ]
+        parts = []
+        for name in STEPS:
+            step = self.steps.get(name, {"status": WAITS, "seconds": 0.0, "lines": []})
+            right = sum("error" not in line and "late" not in line for line in step["lines"])
+            result = import_module(f"{__package__}.{name}").result(step["lines"]) if right else ""
+            times = f"{step['seconds']:.0f} | {self.reckoned[name]:.0f}"
+            rows.append(f"| {name} | {step['status']} | {times} | {right} of {len(step['lines'])} | {result} |")
         for name, step in self.steps.items():
-            parts[0] += f"\n| {name} | {step['status']} | {step['seconds']:.0f} | {STEPS[name][1]} |"
-        for name, step in self.steps.items():
-            rows = import_module(f"{__package__}.{name}").table(step["lines"])
-            parts.append(f"## {name.capitalize()}\n\n" + "\n".join(rows))
+            found = import_module(f"{__package__}.{name}").table(step["lines"])
+            parts.append(f"## {name.capitalize()}\n\n" + "\n".join(found))
+        parts.insert(0, "\n".join(rows))
         parts.append(f"```text\n{self.summary()}\n```")
         return "\n\n".join(parts) + "\n"
 
 
 @contextmanager
-def _prepared(arguments: argparse.Namespace, end: float, folder: Path) -> Iterator[Callable[[], None]]:
+def _prepared(arguments: argparse.Namespace, end: float, record: Record) -> Iterator[Callable[[], None]]:
     """Write the checkpoint in a process of its own; yields a function that waits for it."""
-    with tempfile.TemporaryDirectory() as scratch, (folder / "gpu.log").open("ab") as log:
-        job = {**_job("prepare", arguments, end, Path(scratch), "gloo"), "result": f"{scratch}/result"}
-        command = [sys.executable, "-m", f"{__package__}.step", json.dumps(job)]
-        process = subprocess.Popen(command, cwd=processes.ROOT, stdout=log, stderr=log, start_new_session=True)
+    with tempfile.TemporaryDirectory() as scratch, (record.folder / "gpu.log").open("ab") as log:
+        job = {**_job("prepare", arguments, end, Path(scratch), record), "result": f"{scratch}/result"}
+        process = processes.start(f"{__package__}.step", json.dumps(job), log.fileno(), copy=arguments.copies)
 
         def prepared() -> None:
-            with suppress(subprocess.TimeoutExpired):  # then the step says that it has no time, or writes it again
+            with suppress(TimeoutExpired):  # then the step says that it has no time, or writes it again
                 process.wait(max(0.0, min(WAITING, end - time.time())))
 
         try:
@@ -146,26 +217,43 @@ def _prepared(arguments: argparse.Namespace, end: float, folder: Path) -> Iterat
 def _run(name: str, arguments: argparse.Namespace, record: Record, limit: float) -> dict[str, Any]:
     """Run a step: its status, seconds and measurements, and the error of its process."""
     began = time.time()
-    job = _job(name, arguments, began + limit, record.folder, record.backend())
+    job = _job(name, arguments, began + limit, record.folder, record)
     lines = Path(job["lines"])
     lines.write_text("", encoding="utf-8")
-    error = ""
+    found: dict[str, Any] = {"status": RUNS, "seconds": 0.0, "lines": [], "error": ""}
+    record.add(name, found)
+
+    def read() -> None:
+        """Take the measurements that the step has written since, and write the files if there are any."""
+        written = [
+            json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines(keepends=True) if "\n" in line
+        ]
+        found["seconds"] = time.time() - began
+        if len(written) > len(found["lines"]):
+            found["lines"] = written
+            record.write()
+
     try:
-        with (record.folder / "gpu.log").open("ab") as log:
-            processes.run(f"{__package__}.step", [job], timeout=limit, log=log)
+        processes.run(
+            f"{__package__}.step",
+            [job],
+            timeout=limit,
+            log=record.folder / "gpu.log",
+            copy=arguments.copies,
+            watch=read,
+        )
     except processes.ProcessError as failure:
-        error = str(failure)
-    found = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+        found["error"] = str(failure)
+    read()
     lines.unlink()
-    seconds = time.time() - began
-    if any("error" in line for line in found) or (error and seconds < limit):
-        status = FAILED
+    if any("error" in line for line in found["lines"]) or (found["error"] and found["seconds"] < limit):
+        found["status"] = FAILED
     else:
-        status = LATE if error or any("late" in line for line in found) else PASSED
-    return {"status": status, "seconds": seconds, "lines": found, "error": error}
+        found["status"] = LATE if found["error"] or any("late" in line for line in found["lines"]) else PASSED
+    return found
 
 
-def _job(name: str, arguments: argparse.Namespace, end: float, out: Path, backend: str) -> dict[str, Any]:
+def _job(name: str, arguments: argparse.Namespace, end: float, out: Path, record: Record) -> dict[str, Any]:
     """The `step.Job` of a step."""
     return {
         "step": name,
@@ -175,7 +263,9 @@ def _job(name: str, arguments: argparse.Namespace, end: float, out: Path, backen
         "out": str(out),
         "lines": str(out / f".{name}.jsonl"),
         "until": end,
-        "backend": backend,
+        "devices": record.devices,
+        "copies": arguments.copies,
+        "backend": record.backend(),
     }
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .. import processes
 from .decoding import Decoder
+from .machine import SHARED
 from .reckoned import Gpu
 from .shapes import checkpoint, load, rank_zero
-from .step import Job, Lines
+from .step import MARGIN, Job, Lines
 
 Cell = tuple[int, str]
 """(batch, mode)."""
@@ -22,9 +26,12 @@ GROUPS: list[tuple[int, str, list[Cell]]] = [
     (8, "ours", LONG),
     (1, "plain", SHORT),
     (8, "transformers", SHORT),
-    (8, "ours", COMPILED),
     (2, "ours", LONG),
     (4, "ours", LONG),
+    (8, "ours", COMPILED),
+]
+"""(ranks, side, cells), by value: each loads a model, since one at a time has the memory."""
+MORE: list[tuple[int, str, list[Cell]]] = [
     (1, "ours", COMPILED),
     (1, "plain", COMPILED),
     (1, "plain", LONG[2:]),
@@ -32,13 +39,14 @@ GROUPS: list[tuple[int, str, list[Cell]]] = [
     (2, "transformers", SHORT),
     (4, "transformers", SHORT),
 ]
-"""(ranks, side, cells), by value: each loads a model, since one at a time has the memory."""
-REHEARSED = [
+"""Those of `more_decode`."""
+REHEARSED: list[tuple[int, str, list[Cell]]] = [
     (1, "ours", [*SHORT, *COMPILED]),
     (2, "ours", LONG[:3]),
     (2, "transformers", SHORT),
-    (1, "plain", COMPILED),
 ]
+SHARING = 2
+"""Ranks that share the device, and communicate."""
 PROMPT, ROOM, STEPS = 128, 512, 32
 COMPILING = 60.0
 """Seconds that a compilation may take."""
@@ -47,10 +55,38 @@ PUBLISHED = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
 
 
 def measure(job: Job, lines: Lines) -> None:
-    """Each group in turn."""
+    """Ranks that communicate first: copies of a process that does not use the GPU yet. Then each group in turn."""
     folder = checkpoint(job)
-    for size, side, cells in REHEARSED if job.rehearses else GROUPS:
+    lines.measure(
+        f"{SHARING} ranks that share the device",
+        lambda: _sharing(job, folder),
+        needs=20.0 * (not job.rehearses),
+    )
+    measure_groups(job, lines, folder, REHEARSED if job.rehearses else GROUPS)
+
+
+def measure_groups(job: Job, lines: Lines, folder: Path, groups: list[tuple[int, str, list[Cell]]]) -> None:
+    """Each group in turn."""
+    for size, side, cells in groups:
         _cells(job, lines, folder, side, size, cells)
+
+
+def _sharing(job: Job, folder: Path) -> dict[str, Any]:
+    """Eager steps of ranks on one device, whose collectives take their time; all ranks have the same tokens."""
+    with tempfile.TemporaryDirectory() as scratch:
+        common = {"job": dataclasses.asdict(job), "store": f"{scratch}/store", "folder": str(folder), "size": SHARING}
+        own = {"LOCAL_RANK": "0", "WORLD_SIZE": str(SHARING), **(SHARED if job.devices < SHARING else {})}
+        results = processes.run(
+            "benchmarks.gpu.sharing",
+            [{**common, "rank": rank} for rank in range(SHARING)],
+            timeout=min(60.0, job.left - MARGIN),
+            env=[{**own, "RANK": str(rank)} for rank in range(SHARING)],
+            copy=job.copies,
+        )
+    if any(result["tokens"] != results[0]["tokens"] for result in results):
+        raise ValueError("the ranks have other tokens")
+    found = max(results, key=lambda result: result["seconds"])
+    return {key: found[key] for key in ("seconds", "load", "backend")}
 
 
 def _cells(job: Job, lines: Lines, folder: Path, side: str, size: int, cells: list[Cell]) -> None:
@@ -123,16 +159,36 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
             f"{line['tokens_per_second']:.0f} | {gain} | {published} | {line['waits']} | {line['graphs']} |"
         )
     rows += ["", "Rank 0 of several; collectives return at once, so these times are lower bounds.", ""]
+    for line in lines:
+        if "backend" in line:
+            rows.append(f"- {line['what']}, by {line['backend']}: {line['seconds'] * 1e3:.2f} ms an eager step")
     other = [line for line in found if line["same"] < line["steps"]]
     return rows + [f"- {line['what']}: {line['same']} of {line['steps']} tokens as in eager steps" for line in other]
 
 
+def result(lines: list[dict[str, Any]]) -> str:
+    """Tokens a second, batch 1, of the fastest mode of each side and number of ranks."""
+    best: dict[str, float] = {}
+    for line in lines:
+        if "tokens_per_second" in line and line["batch"] == 1:
+            name = f"{line['side']} {line['ranks']}"
+            best[name] = max(best.get(name, 0.0), line["tokens_per_second"])
+    return ", ".join(f"{name}: {speed:.0f} tokens/s" for name, speed in best.items())
+
+
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
+    """The ranks that share a device, and each group."""
+    step = SHARING * (gpu.weights / SHARING / gpu.memory + gpu.launches) + 64 * 2e-4  # sums of a step by gloo
+    sharing = gpu.context + gpu.load(gpu.weights) + 3 * STEPS * step
+    return [("context", gpu.context), (f"{SHARING} ranks", sharing), *reckon_groups(gpu, GROUPS)]
+
+
+def reckon_groups(gpu: Gpu, groups: list[tuple[int, str, list[Cell]]]) -> list[tuple[str, float]]:
     """Seconds of each group: weights by the memory's speed, loads by the bus, compilations as elsewhere."""
     parts: list[tuple[str, float]] = []
-    for size, side, cells in GROUPS:
+    for size, side, cells in groups:
         step = gpu.weights / size / gpu.memory + gpu.launches
         compiling = COMPILING * (cells is COMPILED)
         seconds = gpu.load(gpu.weights / size) + compiling + len(cells) * (6 * STEPS * step + 0.5)
-        parts.append((f"{side} {size}", seconds))
+        parts.append((f"{side} {size}{', compiled' * bool(compiling)}", seconds))
     return parts

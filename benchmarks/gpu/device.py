@@ -1,10 +1,16 @@
-"""The device of a measurement: a GPU, or in a rehearsal a CPU with stand-ins for all that only CUDA has."""
+"""The device of a measurement: a GPU, or in a rehearsal a CPU with stand-ins for all that only CUDA has.
+
+`python -m benchmarks.gpu.device JOB` uses the device, and writes its name and the number of devices.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,3 +164,17 @@ class _Reads(TorchDispatchMode):
         is_mask = func is aten.index.Tensor and any(each is not None and each.dtype == torch.bool for each in args[1])
         self.count += is_mask or func in (aten._local_scalar_dense.default, aten.nonzero.default)
         return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    """Run the job in argv."""
+    job = json.loads(sys.argv[1])
+    torch.ones(1, device=job["kind"]).add(1).item()
+    count = torch.cuda.device_count() if job["kind"] == "cuda" else 1
+    Path(job["result"]).write_text(
+        json.dumps({"name": device_of(job["kind"]).name(), "count": count}), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main()

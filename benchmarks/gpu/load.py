@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from .. import checkpoints, machine
 from ..sides import Setting, Side
 from .reckoned import Gpu
@@ -22,7 +20,6 @@ def measure(job: Job, lines: Lines) -> None:
     """Warm loads first, then those from storage."""
     folder = checkpoint(job)
     files = checkpoints.files(folder)
-    lines.measure("safetensors to the device, all bytes", lambda: _safetensors(job, files))
     for cold in (False, True):
         for size in SIZES[1:] if cold else SIZES:
             for side in SIDES:
@@ -32,6 +29,7 @@ def measure(job: Job, lines: Lines) -> None:
                     lambda side=side, size=size, cold=cold: _load(job, folder, side, size, cold),
                     needs=15.0 * (not job.rehearses),
                 )
+    lines.measure("safetensors to the device, all bytes", lambda: _read(job, files))
 
 
 def _load(job: Job, folder: Path, side: str, size: int, cold: bool) -> dict[str, Any]:
@@ -40,8 +38,7 @@ def _load(job: Job, folder: Path, side: str, size: int, cold: bool) -> dict[str,
         (machine.drop if cold else machine.warm)(files)
     except OSError as error:  # a file system in memory, or a kernel that does not say which pages are there
         return {"skipped": str(error)}
-    setting = Setting(size, 0, job.kind, job.left - MARGIN, Path(job.folder))
-    (found,) = setting.run("time", Side(SIDES[side], side, folder), folder)
+    (found,) = _setting(job, size).run("time", Side(SIDES[side], side, folder), folder)
     report = found.get("report", {})
     return {
         "side": side,
@@ -57,20 +54,15 @@ def _load(job: Job, folder: Path, side: str, size: int, cold: bool) -> dict[str,
     }
 
 
-def _safetensors(job: Job, files: list[Path]) -> dict[str, Any]:
-    """Bytes a second of `get_tensor` to the device, each tensor freed before the next."""
+def _read(job: Job, files: list[Path]) -> dict[str, Any]:
+    """Bytes a second of safetensors' `get_tensor` to the device, each tensor freed before the next."""
     machine.warm(files)
-    total = 0
+    (found,) = _setting(job, 1).run("read", Side("safetensors", "native", files[0].parent), files[0].parent)
+    return {"load": found["load"], "bytes": found["bytes"], "speed": found["bytes"] / found["load"]}
 
-    def read() -> None:
-        nonlocal total
-        for file in files:
-            with safe_open(file, framework="pt", device=job.kind) as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no dict
-                    total += opened.get_tensor(name).nbytes
 
-    seconds = job.device.seconds(read, 1)
-    return {"load": seconds, "bytes": total, "speed": total / seconds}
+def _setting(job: Job, size: int) -> Setting:
+    return Setting(size, 0, job.kind, job.left - MARGIN, Path(job.folder), copies=job.copies)
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
@@ -89,8 +81,15 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def result(lines: list[dict[str, Any]]) -> str:
+    """Seconds of the loads."""
+    return ", ".join(
+        f"{line['what'].replace(', rank 0', '')}: {line['load']:.2f} s" for line in lines if "shard" in line
+    )
+
+
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Processes that start, and bytes by the slowest of bus, page cache and storage."""
-    warm = [2 * (gpu.start + gpu.load(gpu.weights / size)) for size in SIZES]
-    cold = 2 * (gpu.start + gpu.weights / SIZES[1] / gpu.disk)
-    return [("safetensors", gpu.weights / gpu.cached), ("warm", sum(warm)), ("cold", cold)]
+    """Processes that begin, and bytes by the slowest of bus, page cache and storage."""
+    warm = [2 * (gpu.context + gpu.load(gpu.weights / size)) for size in SIZES]
+    cold = 2 * (gpu.context + gpu.load(0) + gpu.weights / SIZES[1] / gpu.disk)
+    return [("warm", sum(warm)), ("cold", cold), ("safetensors", gpu.context + gpu.weights / gpu.disk)]

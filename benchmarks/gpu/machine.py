@@ -1,14 +1,17 @@
-"""The machine: devices, driver, topology, releases, speed limits; and how ranks on one GPU can communicate."""
+"""The machine: devices, driver, topology, releases, speed limits; and sums of ranks, by NCCL if the ranks can."""
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
-import sys
 import tempfile
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
+
+from tp_transformers.commands import cli
 
 from .. import processes
 from ..machine import facts
@@ -17,18 +20,57 @@ from .step import MARGIN, Job, Lines
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 """Variables by which NCCL 2.30 and later takes several ranks of one GPU."""
-PROBE = 30.0
-"""Seconds for two ranks that sum."""
+LIMIT = 30.0
+"""Seconds for ranks that sum."""
+NBYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
+"""Bytes of a sum."""
 QUERY = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,mig.mode.current"
 
 
 def measure(job: Job, lines: Lines) -> None:
-    """Facts first: they cost nothing."""
+    """Facts first: they cost nothing. Then the sums: ranks are copies of a process that does not use the GPU yet."""
     lines.measure("machine", facts)
-    lines.measure("devices", lambda: _devices(job))
-    lines.measure("ranks that share a device", lambda: _probe(job))
+    lines.measure("sums", lambda: sums(job))
     lines.measure("limits", lambda: _limits(job))
-    lines.measure("tp-transformers env", lambda: {"text": _output(job, sys.executable, "-m", "tp_transformers", "env")})
+    lines.measure("devices", lambda: _devices(job))
+    lines.measure("tp-transformers env", _env)
+
+
+def sums(job: Job) -> dict[str, Any]:
+    """Seconds of sums by bytes, of a rank for each GPU, or two on one: by NCCL if it can, else by gloo."""
+    size = max(job.devices, 2)
+    found: dict[str, Any] = {"ranks": size}
+    for backend in ("nccl", "gloo") if job.kind == "cuda" else ("gloo",):
+        try:
+            results = _ranks(job, backend, size)
+        except processes.ProcessError as error:
+            if backend == "gloo":
+                raise
+            found["why"] = " ".join(str(error).split())[-300:]
+        else:
+            slowest = {each: max(result["seconds"][each] for result in results) for each in results[0]["seconds"]}
+            return {**found, "backend": backend, "seconds": slowest}
+    raise AssertionError("the last backend has returned or raised")
+
+
+def _ranks(job: Job, backend: str, size: int) -> list[dict[str, Any]]:
+    env = SHARED if size > job.devices else {}
+    with tempfile.TemporaryDirectory() as scratch:
+        shared = {"kind": job.kind, "backend": backend, "store": f"{scratch}/store", "size": size}
+        return processes.run(
+            "benchmarks.gpu.summing",
+            [{**shared, "nbytes": NBYTES[:2] if job.rehearses else NBYTES, "rank": rank} for rank in range(size)],
+            timeout=min(LIMIT, job.left - MARGIN),
+            env=[{**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)],
+            copy=job.copies,
+        )
+
+
+def _env() -> dict[str, Any]:
+    """What `tp-transformers env` prints."""
+    with redirect_stdout(io.StringIO()) as printed:
+        cli.main(["env"])
+    return {"text": printed.getvalue()}
 
 
 def _devices(job: Job) -> dict[str, Any]:
@@ -75,28 +117,6 @@ def _limits(job: Job) -> dict[str, Any]:
     return found
 
 
-def _probe(job: Job) -> dict[str, Any]:
-    """The backend by which two ranks sum on one device: "nccl" if it can, else "gloo" and NCCL's error."""
-    if job.kind == "cuda" and torch.cuda.device_count() > 1:
-        return {"backend": "nccl", "why": "a device for each rank"}
-    backend = "nccl" if job.kind == "cuda" else "gloo"
-    with tempfile.TemporaryDirectory() as scratch:
-        shared = {"kind": job.kind, "backend": backend, "store": f"{scratch}/store", "size": 2, "nbytes": [8192]}
-        timeout = min(PROBE, job.left - MARGIN)
-        try:
-            processes.run(
-                "benchmarks.gpu.summing",
-                [{**shared, "rank": rank} for rank in range(2)],
-                timeout=timeout,
-                env=[SHARED, SHARED],
-            )
-        except processes.ProcessError as error:
-            if job.kind != "cuda":
-                raise
-            return {"backend": "gloo", "why": " ".join(str(error).split())[-300:]}
-    return {"backend": backend}
-
-
 def _output(job: Job, *command: str) -> str:
     """The command's output; empty if it does not exist."""
     if shutil.which(command[0]) is None:
@@ -115,12 +135,29 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     if "memory" in limits:
         speeds = f"{limits['to_device'] / 1e9:.1f} GB/s from pinned memory, {limits['memory'] / 1e9:.0f} GB/s within"
         rows.append(f"- {speeds}, {limits['operations'] / 1e12:.1f} TFLOP/s in bf16")
-    shared = found.get("ranks that share a device", {})
-    if shared:
-        rows.append(f"- ranks that share a device: {shared.get('backend', '-')} {shared.get('why', '')}")
+    rows += [
+        "",
+        f"| sums | {' | '.join(f'{nbytes >> 10} KB' for nbytes in NBYTES)} |",
+        "| --- " * (len(NBYTES) + 1) + "|",
+    ]
+    if "seconds" in (line := found.get("sums", {})):
+        shown = [f"{line['seconds'][str(n)] * 1e6:.0f} us" if str(n) in line["seconds"] else "-" for n in NBYTES]
+        rows.append(f"| {line['ranks']} ranks, {line['backend']} {line.get('why', '')} | {' | '.join(shown)} |")
     return rows
 
 
+def result(lines: list[dict[str, Any]]) -> str:
+    """The devices, and how ranks communicate."""
+    found = {line["what"]: line for line in lines}
+    devices = ", ".join(found.get("devices", {}).get("devices", []))
+    return f"{devices}; {found.get('sums', {}).get('ranks', '-')} ranks by {found.get('sums', {}).get('backend', '-')}"
+
+
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Mostly processes that start."""
-    return [("a probe", gpu.start), ("env", gpu.start / 2)]
+    """Mostly contexts: of this process, and of the ranks that sum; NCCL may refuse before gloo sums."""
+    return [
+        ("context", gpu.context),
+        ("sums by NCCL", 2 * gpu.context),
+        ("sums by gloo", 2 * gpu.context),
+        ("env", 3.0),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .reckoned import Gpu
 from .step import Job, Lines
+from .tests import result as result
 from .tests import run
 from .tests import table as table
 
@@ -15,5 +16,5 @@ def measure(job: Job, lines: Lines) -> None:
 
 
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Three times as many as the quick ones."""
-    return [("three processes of ranks", 3 * gpu.start / 2), ("tests", 200.0)]
+    """Twice as many as the quick ones."""
+    return [("pytest", gpu.start), ("the pool", gpu.start + gpu.context), ("ranks of faults", 15.0), ("tests", 200.0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -23,6 +23,8 @@ class Gpu:
     """Bytes per second from storage, and to it."""
     start: float = 12.0
     """Seconds in which a process imports torch and transformers, and creates its context."""
+    context: float = 3.0
+    """Seconds in which a copy of a process with these imports creates its context."""
     launches: float = 8e-3
     """Seconds of the kernels' launches of an eager decode step of 32 layers."""
     weights: float = 16.1e9
@@ -38,14 +40,23 @@ H200 = Gpu("H200", memory=4.3e12, operations=700e12, to_device=50e9)
 """Products of large matrices and copies as measured on one; NVIDIA states 4.8e12 and 989e12."""
 
 
-def table(parts: Mapping[str, Iterable[tuple[str, float]]], gpu: Gpu) -> list[str]:
-    """Markdown rows of each step's parts, and the sums. `parts`: step -> (part, seconds)."""
-    rows = [f"| step | seconds on one {gpu.name} | parts |", "| --- | --- | --- |"]
-    total = 0.0
-    for step, found in parts.items():
-        pairs = [("start", gpu.start), *found]
-        seconds = sum(taken for _, taken in pairs)
-        total += seconds
-        shown = ", ".join(f"{part} {taken:.0f}" for part, taken in pairs if taken >= 0.5)
-        rows.append(f"| {step} | {seconds:.0f} | {shown} |")
-    return [*rows, f"| all | {total:.0f} ({total / 60:.1f} minutes) | |"]
+def seconds_of(parts: Iterable[tuple[str, float]]) -> float:
+    """The sum of a step's parts."""
+    return sum(seconds for _, seconds in parts)
+
+
+def table(parts: Mapping[str, Sequence[tuple[str, float]]], gpu: Gpu, later: Collection[str] = ()) -> list[str]:
+    """Markdown rows of each step's parts, and the sum of all but those of `later`. `parts`: step -> (part, seconds)."""
+    parts = {"start": [("imports", gpu.start), ("the device's name", gpu.context)], **parts}
+    total = sum(seconds_of(found) for step, found in parts.items() if step not in later)
+    summed = f"| all of these | {total:.0f} ({total / 60:.1f} minutes) | |"
+    rows = [
+        [_row(step, found) for step, found in parts.items() if (step in later) == is_later]
+        for is_later in (False, True)
+    ]
+    return [f"| step | seconds on one {gpu.name} | parts |", "| --- | --- | --- |", *rows[0], summed, *rows[1]]
+
+
+def _row(step: str, parts: Iterable[tuple[str, float]]) -> str:
+    shown = ", ".join(f"{part} {seconds:.0f}" for part, seconds in parts if seconds >= 0.5)
+    return f"| {step} | {seconds_of(parts):.0f} | {shown} |"

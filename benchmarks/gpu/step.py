@@ -38,6 +38,10 @@ class Job:
     """File of JSON lines, to which each measurement is appended."""
     until: float
     """Time (`time.time`) at which the process will be ended."""
+    devices: int = 1
+    """Number of devices."""
+    copies: bool = False
+    """True if processes that this one starts can be copies of it."""
     backend: str = "gloo"
     """Backend by which ranks on one device communicate."""
     result: str = ""

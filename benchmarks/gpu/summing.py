@@ -1,4 +1,4 @@
-"""A rank of `collectives` and of the probe in `machine`: `python -m benchmarks.gpu.summing JOB` checks, then times."""
+"""A rank of the sums in `machine`: `python -m benchmarks.gpu.summing JOB` checks, then times."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from .device import device_of
 COUNT = 30
 
 
+def join_ranks(kind: str, backend: str, store: str, rank: int, size: int) -> None:
+    """Start the group of all ranks, which share the GPUs if there are more ranks."""
+    if kind == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = f"cpu:gloo,cuda:{backend}" if kind == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+
+
 def main() -> None:
     """Run the job in argv."""
     job = json.loads(sys.argv[1])
     device, rank, size = device_of(job["kind"]), job["rank"], job["size"]
-    if job["kind"] == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    backend = f"cpu:gloo,cuda:{job['backend']}" if job["kind"] == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{job['store']}", rank=rank, world_size=size)
+    join_ranks(job["kind"], job["backend"], job["store"], rank, size)
     group = join(init_device_mesh(job["kind"], (size,), mesh_dim_names=("tp",))).process_group
     seconds: dict[int, float] = {}
     for nbytes in job["nbytes"]:

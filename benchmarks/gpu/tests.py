@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 from .. import processes
@@ -33,20 +34,24 @@ def run(job: Job, lines: Lines, marked: str) -> None:
     env = {**os.environ, "DEVICE": job.kind, "COLUMNS": "200", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     env |= {} if job.rehearses else {"TEST_TIMEOUT": PATIENCE}
     if job.backend == "nccl":
-        env |= {"BACKEND": "nccl", **SHARED}
+        env |= {"BACKEND": "nccl", **(SHARED if job.devices < 2 else {})}
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "--tb=short", "-p", "no:cacheprovider"]
     command += ["-m", marked, *(["-k", REHEARSED] if job.rehearses else [])]
     command += [f"tests/gpu/test_{name}.py" for name in FILES]
     pipe, seen = subprocess.PIPE, 0
     process = subprocess.Popen(command, cwd=processes.ROOT, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        if found := OUTCOME.match(line):
-            name, outcome = found.groups()
-            seen += 1
-            wrong = {"error": "see the log"} if outcome in ("FAILED", "ERROR") else {}
-            lines.write({"what": name.removeprefix("tests/gpu/"), "outcome": outcome.lower(), **wrong})
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if found := OUTCOME.match(line):
+                name, outcome = found.groups()
+                seen += 1
+                wrong = {"error": "see the log"} if outcome in ("FAILED", "ERROR") else {}
+                lines.write({"what": name.removeprefix("tests/gpu/"), "outcome": outcome.lower(), **wrong})
+    except SystemExit:  # this step is ended
+        process.kill()
+        raise
     if process.wait() not in (0, 1) or not seen:
         lines.write({"what": f"pytest -m {marked!r}", "error": f"exit code {process.returncode}, {seen} outcomes"})
 
@@ -64,6 +69,12 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def result(lines: list[dict[str, Any]]) -> str:
+    """Counts of outcomes."""
+    counts = Counter(line.get("outcome", "error") for line in lines)
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
     """Tiny models, so that processes and contexts count."""
-    return [("three processes of ranks", 3 * gpu.start / 2), ("tests", 90.0)]
+    return [("pytest", gpu.start), ("the pool", gpu.start + gpu.context), ("ranks of faults", 15.0), ("tests", 105.0)]

@@ -15,12 +15,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
 import tp_transformers
-from benchmarks.gpu.__main__ import STEPS as GPU_STEPS
+from benchmarks.gpu.__main__ import LATER
+from benchmarks.gpu.__main__ import reckoned as reckoned_parts
 from benchmarks.gpu.reckoned import H200
 from benchmarks.gpu.reckoned import table as times
 from tests.support import fits
@@ -311,8 +311,7 @@ def fitting(page: Path) -> str:
 
 def reckoned(page: Path) -> str:
     """One row a step of the command for GPUs: its seconds on one GPU, from bytes and operations."""
-    parts = {name: import_module(f"benchmarks.gpu.{name}").reckon(H200) for name in GPU_STEPS}
-    return "\n".join(times(parts, H200))
+    return "\n".join(times(reckoned_parts(), H200, LATER))
 
 
 def contents(page: Path) -> str:

@@ -153,8 +153,9 @@ def test_ratios_are_of_pairs_and_the_slowest_rank_counts() -> None:
     assert fractions(runs["ours"], {"fresh": 1000.0}) == {"fresh": 0.1}
 
 
+@pytest.mark.parametrize("copy", [False, True], ids=["fresh", "copies"])
 def test_a_process_that_fails_is_shown_and_the_others_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_GRACE", 0.5)
 
@@ -164,12 +165,14 @@ def test_a_process_that_fails_is_shown_and_the_others_are_ended(
     started = time.monotonic()
     jobs = [job(started + 600, Path(__file__)), job(0, tmp_path / "none")]
     with pytest.raises(processes.ProcessError) as caught:
-        processes.run("benchmarks.machine", jobs, timeout=500)
+        processes.run("benchmarks.machine", jobs, timeout=500, copy=copy)
     assert "process 0: still running, was ended" in str(caught.value)
     assert "process 1: exit code 1" in str(caught.value)
     assert "FileNotFoundError" in str(caught.value)
     with pytest.raises(processes.ProcessError, match="process 0: still running, was ended"):
-        processes.run("benchmarks.machine", [job(started + 600, Path(__file__))], timeout=1)
+        processes.run("benchmarks.machine", [job(started + 600, Path(__file__))], timeout=1, copy=copy)
+    (found,) = processes.run("benchmarks.machine", [job(0, Path(__file__))], timeout=60, copy=copy)
+    assert found["fresh"] > 0
 
 
 def test_names_of_scenarios_can_be_listed() -> None:
