@@ -31,19 +31,18 @@ class Options:
     tp_stream: bool | None = None
     """True: read weights from the Hub without a download. None: as TP_TRANSFORMERS_STREAM is set."""
     tp_sequence_parallel: bool | None = None
-    """True: activations are split along the sequence between blocks. None: as in the plan."""
+    """True: activations are split along the sequence between blocks."""
     tp_loss_parallel: bool | None = None
-    """True: logits stay sharded if there are labels. None: as in the plan."""
+    """True: logits stay sharded if there are labels."""
     tp_batch_sharded: bool | str | list[str] | tuple[str, ...] | None = None
     """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
-    "experts": experts exchange tokens, and all else is replicated. None: as in the plan."""
+    "experts": experts exchange tokens, and all else is replicated."""
     tp_expert_parallel: bool | str | None = None
-    """True: each rank holds complete experts. "alone": all else is replicated. None: as in the plan."""
+    """True: each rank holds complete experts. "alone": all else is replicated."""
     tp_invariant: bool | None = None
-    """True: results have the bits of one process, on any number of ranks. None: as in the plan."""
+    """True: results have the bits of one process, on any number of ranks."""
     tp_shares: Sequence[float] | str | None = None
-    """The share of each rank: positive numbers, "memory" or "speed". None: as in the plan, or as
-    TP_TRANSFORMERS_SHARES is set."""
+    """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set."""
     tp_reduce_dtype: torch.dtype | None = None
     """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
     tp_watch: bool | float | None = None

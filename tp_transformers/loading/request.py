@@ -50,7 +50,7 @@ class LoadRequest:
     arriving: Arriving | None = None
     """Quantisation to apply to unquantised weights; None to apply none."""
     shares_because: str = ""
-    """Reason of the plan's shares, for the report; "" if the caller or the plan gave them."""
+    """Reason of the plan's shares, for the report; "" if the caller gave them."""
 
     def recognise(self, checkpoint: Checkpoint, model: PreTrainedModel) -> LoadRequest:
         """The request with the quantisation that the tensors of the checkpoint show, if its config has none.

@@ -1,4 +1,4 @@
-"""The share of each rank in a load: as the caller or the plan says, or by the memory or speed of the devices."""
+"""The share of each rank in a load: as the caller says, or by the memory or speed of the devices."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def resolve_shares(
 ) -> tuple[Plan, str]:
     """Resolve the shares of the plan: numbers, the same on all ranks, or None; returns also their reason.
 
-    The caller's or the plan's own come first, then the environment's, then those of a pre-sharded checkpoint on as many
-    ranks. "memory" and "speed" become numbers; copies of a model take those of the first copy. Collective over the `tp`
-    axis, and over the axes of copies. `model` is on the meta device.
+    The caller's come first, then the environment's, then those of a pre-sharded checkpoint on as many ranks. "memory"
+    and "speed" become numbers; copies of a model take those of the first copy. Collective over the `tp` axis, and over
+    the axes of copies. `model` is on the meta device.
 
     Raises MeshError if ranks ask for different shares, PlanError for a malformed TP_TRANSFORMERS_SHARES.
     """

@@ -12,9 +12,6 @@ from typing import Any
 from ..errors import PlanError, describe, nearest, shorten, shown
 from ..strategies import TensorParallelLayer, as_strategy
 
-BATCH_SHARDED_INPUT = "batch-sharded"
-"""Value of a rule's `input`: each rank has its own samples."""
-
 ATTENTION_ROLES = (
     *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
     *("with_query", "with_key", "with_hidden"),
@@ -41,17 +38,15 @@ DECLARED = "declared"
 
 EXPERTS, ALONE = "experts", "alone"
 """Value of `batch_sharded` for the experts that exchange tokens, and of `expert_parallel` to replicate all but them."""
-OPTIONS = ("sequence_parallel", "loss_parallel", "invariant")
 LARGEST = sys.float_info.max
 """The largest share."""
 MEASURED = ("memory", "speed")
 """Values of `shares` for shares that are found at the load."""
 IN_BASE_MODEL = ("base_model", "optional")
-RULE_OPTIONS = ("strategy", "parts", "unit", "widths", "input")
-SECTIONS = (
-    *("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers"),
-    *("batch_sharded", "expert_parallel", "shares", *OPTIONS),
-)
+RULE_OPTIONS = ("strategy", "parts", "unit", "widths")
+SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers")
+ARGUMENTS = ("sequence_parallel", "loss_parallel", "invariant", "batch_sharded", "expert_parallel", "shares")
+"""Arguments of `from_pretrained`, without `tp_`, that are no sections of a plan."""
 
 MAX_NAME = 500
 """Maximum characters of a name."""
@@ -63,10 +58,13 @@ def check_sections(data: Any, source: str) -> list[str]:
         got = "nothing" if data is None else f"a {type(data).__name__}"
         expected, fix = f"a mapping of {', '.join(SECTIONS)}", "See model_plans/llama.yaml for one."
         raise PlanError(describe(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix))
-    unknown = [key for key in data if not (isinstance(key, str) and key in SECTIONS)]
+    arguments = [key for key in ARGUMENTS if key in data]
+    unknown = [key for key in data if not (isinstance(key, str) and key in (*SECTIONS, *arguments))]
     hint = nearest(unknown[0], SECTIONS) if unknown and is_name(unknown[0]) else ""
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    return [f"unknown section {shown(key)}{hint}{more}; sections are {', '.join(SECTIONS)}" for key in unknown[:1]]
+    faults = [f"unknown section {shown(key)}{hint}{more}; sections are {', '.join(SECTIONS)}" for key in unknown[:1]]
+    faults += [f"{key} is no section; pass tp_{key}={shown(data[key])} to from_pretrained" for key in arguments]
+    return faults
 
 
 def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterator[tuple[str, Any]]:
@@ -137,14 +135,12 @@ def names_of(value: Any) -> tuple[str, ...] | None:
 def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) -> dict[str, Any] | None:
     """Arguments of `Rule` for a line of a section; None, and a fault, for no strategy or an unknown option."""
     options = dict(value) if isinstance(value, Mapping) else {"strategy": value}
-    layout = options.pop("input", None)
-    if layout is not None:
-        options.setdefault("strategy", "replicate")  # the rules inside it shard
-    if layout is not None and not (isinstance(layout, str) and layout == BATCH_SHARDED_INPUT):
-        faults.append(f"{pattern}: unknown layout {shown(layout)} of the input; the only one is {BATCH_SHARDED_INPUT}")
+    if "input" in options:
+        faults.append(f"{pattern}: `input` is no part of a rule; name the module in tp_batch_sharded=[...] instead")
+        return None
     if "strategy" not in options or options.keys() - set(RULE_OPTIONS):
         faults.append(
-            f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit`, `widths` and `input`, not "
+            f"{pattern}: a rule has `strategy` and perhaps `parts`, `unit` and `widths`, not "
             f"[{', '.join(sorted(map(shown, options))[:6])}]"
         )
         return None
@@ -172,7 +168,6 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
         "parts": parts,
         "unit": unit,
         "widths": widths or (),
-        "batch_sharded": layout is not None,
         "optional": section in ("optional", "heads"),
         "in_base_model": section in IN_BASE_MODEL,
     }

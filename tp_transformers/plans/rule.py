@@ -27,8 +27,6 @@ class Rule(Pattern):
     """Number of consecutive indices that stay on one rank."""
     widths: tuple[str, ...] = ()
     """Width attributes of the module; during its forward they hold the width of this rank's shard."""
-    batch_sharded: bool = False
-    """True if every rank has its own samples, which the module gathers."""
     optional: bool = False
     implied: str = field(default="", compare=False)
     """Section of the plan with the entry that implies this rule; explicit rules take precedence."""

@@ -15,18 +15,13 @@ from ..slices.layout import Ranks, ranks_of
 from .catalogue import available_plans
 from .mixers import Mixer, mixer_arguments, mixer_rules
 from .parse import (
-    ALONE,
     DECLARED,
-    EXPERTS,
     IN_BASE_MODEL,
-    OPTIONS,
     attention_arguments,
     check_sections,
     entries,
     implied_rules,
     is_name,
-    is_names,
-    is_shares,
     names_of,
     rule_arguments,
 )
@@ -63,9 +58,8 @@ class Plan:
     expert_parallel: bool | str = False
     """True if each rank holds complete experts; "alone" if all else is replicated."""
     batch_sharded: bool | str | tuple[str, ...] | None = None
-    """Full names of modules that gather the samples of all ranks, if ranks have different batches; modules with such
-    rules are added. True: all attention, MLPs and experts. "experts": the experts that exchange tokens. False: none, in
-    spite of rules."""
+    """Full names of modules that gather the samples of all ranks, if ranks have different batches. True: all attention,
+    MLPs and experts. "experts": the experts that exchange tokens."""
     shares: tuple[float, ...] | str | None = None
     """The share of each rank in every split, "memory" or "speed" to find them at the load, or None for even splits."""
     inner_models: tuple[str, ...] = ()
@@ -119,21 +113,6 @@ class Plan:
                 None if entry_data is None else Mixer(**mixer_arguments(pattern, entry_data, faults))
             )
             _imply(rules, "mixers", pattern, () if mixer is None else mixer_rules(pattern, mixer.children))
-        options = {option: data.get(option, getattr(base, option)) for option in OPTIONS}
-        faults.extend(
-            f"{name} is {shown(value)}, not true or false"
-            for name, value in options.items()
-            if not isinstance(value, bool)
-        )
-        batch = data.get("batch_sharded", base.batch_sharded)
-        if not (batch in (None, EXPERTS) or isinstance(batch, bool) or is_names(batch)):
-            faults.append(f"batch_sharded is {shown(batch)}, not true, false, {EXPERTS}, or a list of modules")
-        experts = data.get("expert_parallel", base.expert_parallel)
-        if not (isinstance(experts, bool) or experts == ALONE):
-            faults.append(f"expert_parallel is {shown(experts)}, not true, false or {ALONE}")
-        shares = data.get("shares", base.shares)
-        if not (shares is None or is_shares(shares)):
-            faults.append(f"shares is {shown(shares)}, not a positive number for each rank, memory or speed")
         model_types = names_of(data.get("model_type") or ())
         if model_types is None:
             faults.append(f"model_type is {shown(data['model_type'])}, neither a name nor a list of names")
@@ -145,10 +124,6 @@ class Plan:
             tuple(entry for entry in attention.values() if entry is not None),
             tuple(mixer for mixer in mixers.values() if mixer is not None),
             model_types or (),
-            **options,
-            expert_parallel=experts,
-            batch_sharded=tuple(batch) if isinstance(batch, list | tuple) else batch,
-            shares=tuple(shares) if isinstance(shares, list | tuple) else shares,
             declared=base.declared,
             extends_declared=base.extends_declared,
         )

@@ -31,8 +31,8 @@ from tp_transformers.checkpoint.saving.writer import SummedWriter
 pytestmark = pytest.mark.distributed
 
 
-def save(folder: str, target: str, plan: str = "auto") -> None:
-    save_sharded(load(folder, tp_plan=plan), target)
+def save(folder: str, target: str, experts: bool = False) -> None:
+    save_sharded(load(folder, tp_expert_parallel=experts), target)
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -77,7 +77,7 @@ def sharded(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactor
     return make
 
 
-def load_both_ways(folder: str, sharded: str, plan: str, saved: str | None) -> dict[str, Any]:
+def load_both_ways(folder: str, sharded: str, saved: str | None, experts: bool = False) -> dict[str, Any]:
     """Load the checkpoint and its shards at this size, and say how they differ."""
     opened: list[str] = []
     original = LocalFile.__init__
@@ -86,10 +86,10 @@ def load_both_ways(folder: str, sharded: str, plan: str, saved: str | None) -> d
         opened.append(Path(path).name)
         original(self, path)
 
-    model = load(folder, tp_plan=plan)
+    model = load(folder, tp_expert_parallel=experts)
     LocalFile.__init__ = recorded  # type: ignore[method-assign]
     try:
-        again, info = load(sharded, tp_plan=plan, output_loading_info=True)
+        again, info = load(sharded, output_loading_info=True, tp_expert_parallel=experts)
     finally:
         LocalFile.__init__ = original  # type: ignore[method-assign]
     ours, theirs = again.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
@@ -135,7 +135,7 @@ def test_shards_are_the_checkpoint_at_any_size(
 ) -> None:
     saved_at = SAVED_AT.get(name, 2)
     folder, shards = checkpoint(name), sharded(name, saved_at)
-    results = pool.run(size, load_both_ways, folder, shards, "auto", str(tmp_path / "back"))
+    results = pool.run(size, load_both_ways, folder, shards, str(tmp_path / "back"))
     assert_same_load(results)
     for rank, result in enumerate(results):
         assert result["read"] == result["held"]
@@ -164,18 +164,16 @@ def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded:
 def test_cut_experts_become_whole_ones_and_back(
     pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str
 ) -> None:
-    plan = tmp_path / "experts.yaml"
-    plan.write_text(f"extends: {name}\nexpert_parallel: true\n")
     folder = checkpoint(name)
     for size in (2, 3):
-        results = pool.run(size, load_both_ways, folder, sharded(name, 2), str(plan), None)
+        results = pool.run(size, load_both_ways, folder, sharded(name, 2), None, True)
         assert_same_load(results)
         for result in results:
             assert result["read"] == result["held"]
-    pool.run(3, save, folder, str(tmp_path / "whole"), str(plan))
-    assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "whole"), "auto", str(tmp_path / "back")))
+    pool.run(3, save, folder, str(tmp_path / "whole"), True)
+    assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "whole"), str(tmp_path / "back")))
     assert_same_files(folder, str(tmp_path / "back"))
-    results = pool.run(3, load_both_ways, folder, str(tmp_path / "whole"), str(plan), None)
+    results = pool.run(3, load_both_ways, folder, str(tmp_path / "whole"), None, True)
     assert_same_load(results)
     assert all(len(result["files"]) == 1 for result in results)
 
@@ -204,7 +202,7 @@ def shard_again(shards: str, target: str, dtype: torch.dtype | None = None) -> N
 def test_shards_of_shards(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path) -> None:
     folder = checkpoint("mixtral")
     pool.run(3, shard_again, sharded("mixtral", 2), str(tmp_path / "again"))
-    assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "again"), "auto", str(tmp_path / "back")))
+    assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "again"), str(tmp_path / "back")))
     assert_same_files(folder, str(tmp_path / "back"))  # which conversions there were is handed on
     verify_sharded(tmp_path / "again")
 
@@ -346,7 +344,7 @@ def test_a_save_that_fails_leaves_what_was_there(
     with pytest.raises(WorkerError):
         pool.run(2, save_and_fail_on, rank, folder, str(target), timeout=60)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
-    assert_same_load(pool.run(3, load_both_ways, folder, str(target), "auto", None))
+    assert_same_load(pool.run(3, load_both_ways, folder, str(target), None))
 
 
 def save_to_own(folder: str, targets: list[str]) -> None:

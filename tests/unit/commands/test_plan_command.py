@@ -214,7 +214,8 @@ def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ARCHITECTURES["mixtral"].make(8, 4).config.save_pretrained(tmp_path)
-    (tmp_path / "plan.yaml").write_text("extends: mixtral\nexpert_parallel: true\n")
+    rules = "".join(f"  layers.*.mlp.experts.{name}_proj: grouped_gemm\n" for name in ("gate_up", "down"))
+    (tmp_path / "plan.yaml").write_text(f"extends: mixtral\nbase_model:\n{rules}")
     command = ["plan", str(tmp_path), "--tp-size", "3"]
     assert main([*command, "--plan", str(tmp_path / "plan.yaml")]) == 0
     line = "experts     2, 1, 1 of 4: with an even routing, the fullest rank computes 1.50 times the mean"

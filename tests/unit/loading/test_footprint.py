@@ -22,6 +22,7 @@ from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.loading.footprint import capacity
 from tp_transformers.loading.footprint.fit import fit_shares, fullest, longest_context, more_ranks
 from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.loading.options import Options
 from tp_transformers.plans import Plan
 
 WIDE = LlamaConfig(
@@ -151,25 +152,6 @@ def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> N
         assert fullest(fit_shares(found, memory), memory) < 1.02 * min(tried)
 
 
-def test_a_plan_says_how_many_ranks_its_shares_are_for(
-    wide: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for shares, arguments in (
-        ("[3, 1, 1]", []),
-        ("memory", ["--memory", "60MB,30MB,30MB"]),
-        ("speed", ["--tp-size", "3"]),
-    ):
-        (tmp_path / "mine.yaml").write_text(f"extends: llama\nshares: {shares}\n")
-        code = main(["plan", wide, "--plan", str(tmp_path / "mine.yaml"), "--json", "--context", "64", *arguments])
-        captured = capsys.readouterr()
-        if shares == "speed":
-            assert code == 2
-            assert "tp_shares: got 'speed'" in captured.err
-            assert "Give numbers: --shares" in captured.err
-        else:
-            assert json.loads(captured.out)["tp_size"] == 3
-
-
 def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
     dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))
@@ -197,13 +179,13 @@ def test_contradictions_are_told(
 
 
 @pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], [10**400, 1], {"a": 1}])
-def test_malformed_shares_of_a_plan_are_refused(shares: Any) -> None:
-    with pytest.raises(PlanError, match=r"shares is .*, not a positive number for each rank, memory or speed"):
-        Plan.parse({"extends": "llama", "shares": shares}, source="mine")
+def test_malformed_shares_are_refused(shares: Any) -> None:
+    with pytest.raises(PlanError, match=r"tp_shares: got .*, expected a positive number for each rank, \"memory\" or"):
+        Options(tp_shares=shares).check(None, {})
 
 
 def test_shares_of_a_plan_need_as_many_ranks() -> None:
-    plan = Plan.parse({"extends": "llama", "shares": [2, 1, 1]}, source="mine")
+    plan = Plan("mine", (), shares=(2, 1, 1))
     assert plan.ranks(3) == (2, 1, 1)
     with pytest.raises(PlanError, match="tp_shares: got 3 shares, expected 2, one for each of 2 ranks"):
         plan.ranks(2)

@@ -31,9 +31,9 @@ LLAMA = available_plans()["llama"].read_text()
 TEXTS = (
     LLAMA,
     available_plans()["phi3"].read_text(),
-    "extends: llama\nheads: {lm_head: null}\nsequence_parallel: true\nbatch_sharded: [model.layers.*.mlp]\n",
+    "extends: llama\nheads: {lm_head: null}\n",
     "rules:\n  model.layers.*.mlp.up_proj: &cut {strategy: packed_colwise, parts: [40, 60], unit: 2, widths: [a, b]}\n"
-    "  model.layers.*.mlp.gate_proj: *cut\n  model.layers.*.mlp: {strategy: gather, input: batch-sharded}\n",
+    "  model.layers.*.mlp.gate_proj: *cut\n  model.layers.*.mlp: {strategy: gather}\n",
 )
 WORDS = """
 null ~ '' [] {} [x] [[x]] 0 -1 1.5 .nan 1e999 0x1F 010 1:2:3 99999999999999999999 true on 2020-99-01 2020-01-01

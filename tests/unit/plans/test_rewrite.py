@@ -61,15 +61,22 @@ def test_layers_of_one_stack_may_differ() -> None:
     assert rules[LAYER + "mlp.experts"] == "moe_tp_experts"
 
 
-def test_options_stand_in_yaml_and_are_inherited(tmp_path: Any) -> None:
-    (tmp_path / "mine.yaml").write_text("extends: llama\nsequence_parallel: true\n")
-    (tmp_path / "other.yaml").write_text("extends: mine\nloss_parallel: true\n")
-    plan = Plan.from_yaml(tmp_path / "other.yaml")
-    assert plan.sequence_parallel
-    assert plan.loss_parallel
-    assert rules_of(llama(), plan)["lm_head"] == "colwise_loss"
-    with pytest.raises(PlanError, match="sequence_parallel is 'perhaps', not true or false"):
-        Plan.parse({"extends": "llama", "sequence_parallel": "perhaps"}, source="mine")
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("sequence_parallel: true", "pass tp_sequence_parallel=True to from_pretrained"),
+        ("loss_parallel: true", "pass tp_loss_parallel=True to from_pretrained"),
+        ("invariant: true", "pass tp_invariant=True to from_pretrained"),
+        ("batch_sharded: [model.layers.*.mlp]", r"pass tp_batch_sharded=\['model.layers.\*.mlp'\] to from_pretrained"),
+        ("expert_parallel: alone", "pass tp_expert_parallel='alone' to from_pretrained"),
+        ("shares: [2, 1, 1]", r"pass tp_shares=\[2, 1, 1\] to from_pretrained"),
+        ("rules: {model.layers.*.mlp: {input: batch-sharded}}", r"name the module in tp_batch_sharded=\[...\] instead"),
+    ],
+)
+def test_a_plan_file_with_an_argument_of_a_load_is_refused(tmp_path: Any, line: str, says: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: llama\n{line}\n")
+    with pytest.raises(PlanError, match=rf"mine.yaml is malformed, 1 fault:\n.*{says}"):
+        Plan.from_yaml(tmp_path / "mine.yaml")
 
 
 def test_a_dict_is_rewritten_by_what_its_rules_do() -> None:
@@ -221,20 +228,11 @@ def test_what_gathers_batches_is_cut_and_nothing_else() -> None:
     }
 
 
-def test_rules_and_lists_choose_what_gathers_batches(tmp_path: Any) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "extends: llama\nbase_model: {'layers.*.mlp': {input: batch-sharded}}\n"
-        "heads: {lm_head: {strategy: colwise_rep, input: batch-sharded}}\n"
-    )
-    (tmp_path / "other.yaml").write_text(f"extends: mine\nbatch_sharded: [{LAYER}self_attn]\n")
-    plan, other = (Plan.from_yaml(tmp_path / f"{name}.yaml") for name in ("mine", "other"))
-    rules = rules_of(llama(), plan)
+def test_lists_choose_what_gathers_batches() -> None:
+    rules = rules_of(llama(), batch_sharded=(LAYER + "mlp", "lm_head"))
     assert rules[LAYER + "mlp"] == BLOCK
     assert rules[LAYER + "self_attn.q_proj"] == rules[LAYER + "self_attn.o_proj"] == "replicate"
     assert rules["lm_head"] == f"colwise_rep, {BLOCK}"
-    assert {**rules_of(llama(), other), **rules} != rules
-    assert rules_of(llama(), other)[LAYER + "self_attn"] == BLOCK
-    assert rules_of(llama(), plan, batch_sharded=False)["lm_head"] == "colwise_rep"
     rules = rules_of(llama(), batch_sharded=("model.layers.1.mlp",))
     assert rules["model.layers.1.mlp"] == BLOCK
     assert rules["model.layers.0.mlp.up_proj"] == "replicate"
@@ -271,13 +269,9 @@ def test_what_cannot_gather_batches_is_refused(options: dict[str, Any], says: st
         rules_of(llama(), **options)
 
 
-def test_malformed_choices_are_refused() -> None:
-    with pytest.raises(PlanError, match="unknown layout 'batch' of the input; the only one is batch-sharded"):
-        Plan.from_dict({LAYER + "mlp": {"input": "batch"}})
-    with pytest.raises(PlanError, match="batch_sharded is 'mlp', not true, false, experts, or a list of modules"):
-        Plan.parse({"extends": "llama", "batch_sharded": "mlp"}, source="mine")
+def test_models_without_what_could_gather_batches_are_refused() -> None:
     with pytest.raises(PlanError, match="mlp: no rules in it shard"):
-        rules_of(llama(), Plan.from_dict({LAYER + "mlp": {"input": "batch-sharded"}}))
+        rules_of(llama(), Plan.from_dict({LAYER + "mlp": "replicate"}), batch_sharded=(LAYER + "mlp",))
     with pytest.raises(PlanError, match="it has no attention, MLP or experts that rules shard"):
         rules_of(llama(), Plan.from_dict({"model.norm": "replicate"}), batch_sharded=True)
     model = ARCHITECTURES["t5"].make(8, 8)
@@ -321,14 +315,6 @@ def test_experts_exchange_tokens_of_sequences_and_batches() -> None:
         assert rules[LAYER + "self_attn.q_proj"] == ("replicate" if batch == "experts" else "local_colwise")
 
 
-def test_a_plan_file_says_how_experts_are_sharded(tmp_path: Any) -> None:
-    (tmp_path / "mine.yaml").write_text("extends: gpt_oss\nexpert_parallel: alone\nbatch_sharded: experts\n")
-    rules = rules_of(mixture(), Plan.from_yaml(tmp_path / "mine.yaml"))
-    assert rules[EXPERTS] == "moe_all_to_all, input: batch-sharded"
-    (tmp_path / "other.yaml").write_text("extends: mine\nexpert_parallel: false\nbatch_sharded: false\n")
-    assert rules_of(mixture(), Plan.from_yaml(tmp_path / "other.yaml")) == rules_of(mixture())
-
-
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [
@@ -341,9 +327,7 @@ def test_models_without_such_experts_are_refused(model: Any, options: dict[str, 
         rules_of(model(), **options)
 
 
-def test_malformed_expert_options_are_refused() -> None:
-    with pytest.raises(PlanError, match="expert_parallel is 'only', not true, false or alone"):
-        Plan.parse({"extends": "mixtral", "expert_parallel": "only"}, source="mine")
+def test_other_rules_for_experts_are_refused() -> None:
     whole = {f"{EXPERTS}": "replicate", f"{EXPERTS}.down_proj": "rowwise", f"{EXPERTS}.gate_up_proj": "packed_colwise"}
     with pytest.raises(PlanError, match=r"mlp\.experts: replicate is a rule for experts; they need moe_tp_experts"):
         rules_of(ARCHITECTURES["mixtral"].make(8, 4), Plan.from_dict(whole), expert_parallel=True)

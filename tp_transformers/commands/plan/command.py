@@ -71,10 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     take = partial(survey, arguments.model, **asked, **where)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
-    listed, numbers = len(memory) if len(memory) > 1 else None, surveyed.plan.numbers
-    counted = len(numbers) if numbers is not None else None
-    of_shares = "--shares" if shares is not None else "the plan's shares"
-    ranks = count_ranks({"--tp-size": arguments.tp_size, of_shares: counted, "--memory": listed})
+    listed, counted = len(memory) if len(memory) > 1 else None, len(shares) if shares is not None else None
+    ranks = count_ranks({"--tp-size": arguments.tp_size, "--shares": counted, "--memory": listed})
     memory = memory * ranks if len(memory) == 1 else memory
     _check("--tp-size", ranks, 1)
     options: dict[str, Any] = {
@@ -83,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         "optimizer": arguments.optimizer,
         "allow_replicated": arguments.allow_replicated,
     }
-    fits_shares = numbers is None and (len(set(memory)) > 1 or (bool(memory) and surveyed.plan.shares == "memory"))
+    fits_shares = shares is None and len(set(memory)) > 1
     planned = fit_shares(surveyed, memory, **options) if fits_shares else plan_memory(surveyed, ranks, **options)
     room = None
     if memory:

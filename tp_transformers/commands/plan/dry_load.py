@@ -44,7 +44,7 @@ def survey(
         dtype: as `from_pretrained` takes it; for a config without weights, "auto" is that of `described_dtype`.
         revision: of a model on the Hub.
         packed: whether quantised weights stay packed (`tp_dequantize=False`).
-        invariant: True for `tp_invariant`; False: as the plan has it.
+        invariant: as `tp_invariant`.
         trust_remote_code: whether code of the repository may run.
 
     Raises:

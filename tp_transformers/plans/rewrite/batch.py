@@ -36,10 +36,8 @@ def shard_batch(plan: Plan, model: PreTrainedModel) -> Plan:
 
     Raises PlanError with every module that cannot be rewritten, or if another option is set.
     """
-    if not (plan.batch_sharded or any(rule.batch_sharded for rule in plan.rules)):
+    if not plan.batch_sharded:
         return plan
-    if plan.batch_sharded is False:
-        return replace(plan, rules=tuple(replace(rule, batch_sharded=False) for rule in plan.rules))
     conflicts = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
     if conflicts:
         names = " and ".join(conflicts)
@@ -75,7 +73,6 @@ class _BatchRewriter(StackRewriter):
         for name in list(self.rules):
             if not any(name == outer or is_inside(name, outer) for outer in chosen):
                 self.rules[name] = Rule(name, "replicate")
-        self.rules = {name: replace(rule, batch_sharded=False) for name, rule in self.rules.items()}
         mixtures = [name for name, module in self.modules.items() if holds_experts(module)]
         gathered = [name for name in mixtures if any(is_inside(name, outer) for outer in chosen)]
         self.rules[self.prefix] = Rule(self.prefix, BatchStates(mixes_routers=0 < len(gathered) < len(mixtures)))
@@ -86,15 +83,12 @@ class _BatchRewriter(StackRewriter):
                 self.faults.append("it has no attention, MLP or experts that rules shard")
 
     def _chosen(self) -> Iterator[str]:
-        """Yield the modules in the plan's `batch_sharded`, and those with a rule for batch-sharded input."""
-        named = self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ()
-        patterns = [Pattern(name) for name in named] + [rule for rule in self.plan.rules if rule.batch_sharded]
-        for pattern in patterns:
-            names = list(pattern.match(self.modules, self.prefix))
-            if not names and not (isinstance(pattern, Rule) and pattern.optional):
-                full = pattern.full(self.prefix)
+        """Yield the modules that are chosen by name."""
+        for pattern in self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ():
+            names = list(Pattern(pattern).match(self.modules, self.prefix))
+            if not names:
                 known = {fold_layers(name) for name in self.modules if name}
-                self.faults.append(f"{full}: matches no module{hint_for(self.faults, full, known)}")
+                self.faults.append(f"{pattern}: matches no module{hint_for(self.faults, pattern, known)}")
             yield from names
 
     def _all(self, stack: str) -> Iterator[str]:
