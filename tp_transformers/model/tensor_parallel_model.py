@@ -71,9 +71,11 @@ class TensorParallelModel(WatchedModel, _Model):
             if kwargs.pop("distributed_checkpoint", False):
                 with self.tp_group.agree():
                     check_not_packed(self, "distributed_checkpoint")
-                    if push_to_hub:
-                        got, fix = "distributed_checkpoint with push_to_hub", "Leave out one of them."
-                        raise UnsupportedError("save_pretrained", got=got, expected="files of full tensors", fix=fix)
+                    given = dict(zip(("is_main_process", "state_dict"), args, strict=False), push_to_hub=push_to_hub)
+                    for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
+                        if (given | kwargs).get(name) not in (None, False):
+                            got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."
+                            raise UnsupportedError("save_pretrained", got=got, expected="full tensors", fix=fix)
                 save_chunks(self, Path(save_directory))
             elif push_to_hub:
                 tags = self.model_tags or ()

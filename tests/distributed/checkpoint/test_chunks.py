@@ -15,7 +15,7 @@ import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import load
 from tests.support.pool import Pool
-from tp_transformers.errors import CheckpointError
+from tp_transformers.errors import CheckpointError, UnsupportedError
 
 pytestmark = [
     pytest.mark.distributed,
@@ -31,6 +31,14 @@ def save(folder: str, saved: str, fields: dict[str, int]) -> None:
     """Run on every rank: save as transformers does."""
     with tp_transformers.enable():
         by_config(folder, **fields).save_pretrained(saved, distributed_checkpoint=True)
+
+
+def save_given(folder: str, saved: str, given: dict[str, Any]) -> None:
+    """Run on every rank: save with another argument."""
+    with tp_transformers.enable():
+        model = by_config(folder, tp_size=2)
+        given = {name: model.state_dict() if name == "state_dict" else value for name, value in given.items()}
+        model.save_pretrained(saved, distributed_checkpoint=True, **given)
 
 
 def save_theirs(folder: str, saved: str) -> None:
@@ -85,3 +93,11 @@ def test_a_missing_file_is_an_error(pool: Pool, cases: Any, tmp_path: Path) -> N
     error = pool.error(2, parameters, str(tmp_path))
     assert error.startswith(CheckpointError.__name__)
     assert "one should begin at" in error
+
+
+@pytest.mark.parametrize("given", [{"state_dict": True}, {"variant": "fp16"}, {"push_to_hub": True}])
+def test_what_the_format_cannot_take_is_refused(pool: Pool, cases: Any, tmp_path: Path, given: dict[str, Any]) -> None:
+    error = pool.error(2, save_given, cases(8, 4).folder, str(tmp_path), given)
+    assert error.startswith(UnsupportedError.__name__)
+    assert f"distributed_checkpoint with {next(iter(given))}" in error
+    assert not list(tmp_path.iterdir())
