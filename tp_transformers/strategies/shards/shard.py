@@ -270,7 +270,10 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard of a parameter, gradient or DTensor: a plain tensor that shares its memory, detached."""
+    """This rank's shard of a parameter, gradient or DTensor: a plain tensor that shares its memory, detached.
+
+    A file of the shard does not say whose it is: save `model.state_dict()`, whose values carry rank and indices.
+    """
     return tensor._local_tensor.detach() if isinstance(tensor, HAS_LOCAL) else tensor.detach()
 
 
