@@ -63,6 +63,8 @@ class _Load:
     """Manifest of a pre-sharded checkpoint; None for any other."""
     chunks: list[str] = dataclasses.field(default_factory=list)
     """Files with chunks of tensors; none for any other checkpoint."""
+    folder: Path | None = None
+    """The folder of a local checkpoint."""
     stream: str | None = None
     """Hub commit to stream weights from; None: do not stream."""
     remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
@@ -185,7 +187,7 @@ def _load_tensor_parallel(
             kwargs.pop(argument, None)
         folder = _sharded_folder(args, kwargs)
         sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(read_plan(tp_plan), group, options, sharded, instead=instead)
+        current = _Load(read_plan(tp_plan), group, options, sharded, folder=folder, instead=instead)
         current.chunks = chunk_files(folder) if folder is not None and kwargs.get("state_dict") is None else []
         if sharded is not None:
             kwargs["variant"] = VARIANT
@@ -281,7 +283,8 @@ def find_quantizer(original: Callable[..., Any], config: Any, quantization_confi
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(config, quantization_config, *args, **kw)
-    current.quantization = take_quantization(config, quantization_config, gguf=current.gguf_file is not None)
+    folder, is_gguf = current.folder or Path(config.name_or_path), current.gguf_file is not None
+    current.quantization = take_quantization(config, quantization_config, folder=folder, gguf=is_gguf)
     if current.quantization is None and quantization_config is not None:
         current.arriving = Arriving.of(quantization_config, current.group.device)
     return original(config, None, *args, **kw)

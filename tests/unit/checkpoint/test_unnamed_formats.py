@@ -17,8 +17,10 @@ from tests.support import quantized
 from tests.support.comparisons import read_folder, relative
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
-from tp_transformers import UnsupportedError
+from tp_transformers import CheckpointError, UnsupportedError
+from tp_transformers.checkpoint.quantization.stored_shards import PACKED_CHECKPOINT
 from tp_transformers.commands.plan.dry_load import survey
+from tp_transformers.loading.footprint.memory import plan_memory
 
 TOKENS = torch.arange(8).view(2, 4)
 
@@ -43,6 +45,7 @@ def test_modelopt_is_read_by_its_scales(tmp_path: Path, llama: Path, form: str) 
     with torch.no_grad():
         assert relative(packed(TOKENS).logits, reference(TOKENS).logits) < 1e-5  # fp32 sums in another order
     assert packed.tp_report.products
+    assert not [name for name in PACKED_CHECKPOINT.of(packed).beside if name.endswith(".weight")]  # no second copy
     with pytest.raises(UnsupportedError, match="one in ModelOpt, which is only read"):
         packed.save_pretrained(tmp_path / "saved")
     planned = survey(str(tmp_path / "quantised"))
@@ -80,6 +83,54 @@ def test_modelopt_is_what_the_library_makes_of_it(tmp_path: Path, llama: Path, f
                 made, sizes = FP8QTensor(state[weight].shape, torch.bfloat16, stored[weight]), {}
             expected = made.dequantize(torch.float32, scale=scale, **sizes)
             assert torch.equal(state[weight], expected.bfloat16())
+
+
+def described(folder: Path, target: Path, **settings: Any) -> Path:
+    """The config of a ModelOpt checkpoint and its `hf_quant_config.json`, with other `settings`, without weights."""
+    target.mkdir()
+    shutil.copy(folder / "config.json", target)
+    file = json.loads((folder / "hf_quant_config.json").read_text())
+    file["quantization"] |= settings
+    (target / "hf_quant_config.json").write_text(json.dumps(file))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("form", "algorithm"), [("fp8", "FP8"), ("fp8 by rows", "FP8_PER_CHANNEL_PER_TOKEN"), ("nvfp4", "NVFP4")]
+)
+def test_hf_quant_config_says_what_modelopt_stores(tmp_path: Path, llama: Path, form: str, algorithm: str) -> None:
+    quantized.modelopt(llama, tmp_path / "quantised", form=form)
+    excluded = ["lm_head", "model.layers.0.self_attn*"]
+    folder = described(tmp_path / "quantised", tmp_path / "config", quant_algo=algorithm, exclude_modules=excluded)
+    stored = read_folder(tmp_path / "quantised")
+    found = survey(str(folder), dtype=torch.float32, packed=True)
+    assert found.is_quantized
+    named = {name for name in stored if f"{name}_scale" in stored and "layers.0.self_attn" not in name}
+    assert found.packed.keys() == named
+    planned = {parameter.name: parameter.nbytes for parameter in plan_memory(found, 2).parameters}
+    for name in named:
+        parts = [stored[f"{name}{suffix}"] for suffix in ("", "_scale", "_scale_2") if f"{name}{suffix}" in stored]
+        assert planned[name] == sum(part.nbytes for part in parts), name
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W8A8_SQ_PER_CHANNEL"])
+def test_an_algorithm_of_modelopt_that_is_not_read_is_refused(tmp_path: Path, llama: Path, algorithm: str) -> None:
+    quantized.modelopt(llama, tmp_path / "quantised")
+    folder = described(tmp_path / "quantised", tmp_path / "config", quant_algo=algorithm)
+    shutil.copy(llama / "model.safetensors", tmp_path / "quantised")
+    shutil.copy(folder / "hf_quant_config.json", tmp_path / "quantised")
+    for use, where in ((survey, folder), (survey, tmp_path / "quantised"), (load, tmp_path / "quantised")):
+        with pytest.raises(UnsupportedError, match=f"quantised with ModelOpt's {algorithm}"):
+            use(str(where))
+
+
+def test_hf_quant_config_that_quantises_no_weight_or_is_cut(tmp_path: Path, llama: Path) -> None:
+    quantized.modelopt(llama, tmp_path / "quantised")
+    folder = described(tmp_path / "quantised", tmp_path / "config", quant_algo=None)
+    assert not survey(str(folder)).is_quantized
+    (folder / "hf_quant_config.json").write_text('{"quantization": ')
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json"):
+        survey(str(folder))
 
 
 def without_config(make: Callable[..., Any], **settings: Any) -> Callable[[Path, Path], None]:

@@ -125,10 +125,13 @@ class Scheme:
         """Rows and columns of a block with one scale; None for all columns."""
         return self.block or (1, self.group)
 
-    def weight(self, tensors: Tensors, module: str) -> Bundle:
-        """Build the weight of `module`. Raises CheckpointError if its stored tensors are inconsistent."""
+    def weight(self, tensors: Tensors, module: str, stored: str | None = None) -> Bundle:
+        """Build the weight of `module`, whose values are the tensor `stored`.
+
+        Raises CheckpointError if its stored tensors are inconsistent.
+        """
         name = f"{module}.weight"
-        stored = f"{name}_packed" if self.is_packed else name
+        stored = stored or (f"{name}_packed" if self.is_packed else name)
         if stored not in tensors:
             raise inconsistent(stored, "no such tensor", "one for the group of the config for this module")
         values = tensors[stored]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from .awq import Awq
@@ -13,7 +14,7 @@ from .float8 import Float8
 from .format import Format, Quantization, Tensors, refuse_other, unsupported
 from .gguf import Gguf
 from .gptq import Gptq
-from .modelopt import ModelOpt
+from .modelopt import ModelOpt, settings_beside
 from .mxfp4 import Mxfp4
 
 FORMATS: Mapping[str, type[Format]] = {
@@ -36,10 +37,13 @@ REMEDIES: Mapping[str, str] = {
 """Unsupported method -> the fix in its error, if there is a better one than another checkpoint."""
 
 
-def take_quantization(config: Any, requested: Any, *, gguf: bool = False) -> Quantization | None:
+def take_quantization(
+    config: Any, requested: Any, *, folder: Path | None = None, gguf: bool = False
+) -> Quantization | None:
     """Remove the quantisation settings from a model's `config` and return them; None if there are none.
 
-    `requested` is the caller's `quantization_config` argument of `from_pretrained`; `gguf`: a GGUF file is loaded.
+    `requested` is the caller's `quantization_config` argument of `from_pretrained`; `folder`: of a local checkpoint;
+    `gguf`: a GGUF file is loaded.
 
     Raises UnsupportedError on a format that is not in FORMATS, and if `requested` asks for anything but
     dequantisation of this format or quantisation with torchao.
@@ -52,6 +56,7 @@ def take_quantization(config: Any, requested: Any, *, gguf: bool = False) -> Qua
             settings, sub_config = _settings(getattr(candidate, "quantization_config", None)), key
         if "quantization_config" in vars(candidate or object):
             del candidate.quantization_config
+    settings = settings or (settings_beside(folder) if folder is not None else {})
     method, requested_settings = _method(settings), _settings(requested)
     if not settings and method_of(requested) == "torchao":
         return None
