@@ -7,14 +7,26 @@ A method of `Feature` exists for what at least two features add, or the core its
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FOLDER = Path(__file__).with_name("features")
+
+
+class Planner(NamedTuple):
+    """A way to make a plan for a model: a value of `tp_plan` beside "auto"."""
+
+    make: Callable[[PreTrainedModel, int], Mapping[str, Any]]
+    """(model on the meta device, number of ranks) -> plan, as in a YAML file. The first rank alone calls it."""
+    advice: str
+    """What the error of an architecture without a plan says of this way."""
 
 
 class Feature:
@@ -30,6 +42,10 @@ class Feature:
     def commands(self) -> Mapping[str, ModuleType]:
         """Commands of `tp-transformers`: name -> module with SUMMARY, EXAMPLE, `configure(parser)` and
         `run(arguments) -> exit code`. Such a module imports neither torch nor transformers before it runs."""
+        return {}
+
+    def planners(self) -> Mapping[str, Planner]:
+        """Values of `tp_plan`: name -> the way to make a plan."""
         return {}
 
 

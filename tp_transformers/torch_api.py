@@ -98,7 +98,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "model strategies training"),
     "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model strategies"),
-    "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "model plan_search strategies"),
+    "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "features model strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
     "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),
@@ -144,7 +144,7 @@ PRIVATE: dict[str, Private] = {
     "torch.nn.Module._modules": Private("the module's own", "model strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
-        "anatomy checkpoint loading model plan_search strategies training",
+        "anatomy checkpoint features loading model strategies training",
     ),
     "torch.nn.Module._state_dict_hooks": Private("left out of copies", "model"),
     "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tests.support.imports import Imports
+from tp_transformers import seams
 
 FEATURES = Path(__file__).parents[1] / "data" / "features.json"
 """{feature: its modules, dotted and relative to the package}."""
@@ -51,20 +52,30 @@ class House:
 
     @property
     def between_features(self) -> list[Edge]:
-        """Imports of one feature by another."""
-        return [edge for edge in self.edges if edge[0] in self.feature_of]
+        """Imports of one feature by another that does not require it."""
+        return [edge for edge in self.edges if edge[0] in self.feature_of and not self._is_declared(edge)]
+
+    @property
+    def declared(self) -> list[Edge]:
+        """Imports of one feature by another that requires it."""
+        return list(filter(self._is_declared, self.edges))
+
+    def _is_declared(self, edge: Edge) -> bool:
+        feature = seams.features().get(self.feature_of.get(edge[0], ""))
+        return feature is not None and self.feature_of[edge[1]] in feature.requires
 
     def lines(self, feature: str | None = None) -> int:
         """Lines of the modules of a feature; of the core without one."""
         return sum(count for name, count in self.imports.lines.items() if self.feature_of.get(name) == feature)
 
     def report(self) -> str:
-        """Lines of the core, of each feature and of all, and the counts of both kinds of imports."""
+        """Lines of the core, of each feature and of all, and the counts of the kinds of imports."""
         rows = {"core": self.lines()}
         rows.update({name: self.lines(name) for name in dict.fromkeys(self.feature_of.values())})
         rows["package"] = sum(rows.values())
         table = "\n".join(f"{name:18} {count:6} lines" for name, count in rows.items())
-        counts = f"{len(self.from_core)} by the core, {len(self.between_features)} by others"
+        others = f"{len(self.between_features)} by others, {len(self.declared)} by those that require them"
+        counts = f"{len(self.from_core)} by the core, {others}"
         return f"{table}\nimports of features: {counts}"
 
 

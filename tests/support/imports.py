@@ -33,7 +33,6 @@ ORDER = (
     "strategies",
     "plans",
     "small_models",
-    "plan_search",
     "checkpoint",
     "model",
     "training",

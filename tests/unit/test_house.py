@@ -6,14 +6,14 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14888
+CORE = 14895
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42184
+PACKAGE = 42243
 """Lines of the package, likewise."""
-FROM_CORE = 135
+FROM_CORE = 133
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 122
-"""Imports of one feature by another, likewise."""
+BETWEEN_FEATURES = 121
+"""Imports of one feature by another that does not require it, likewise."""
 
 
 @pytest.fixture(scope="module")

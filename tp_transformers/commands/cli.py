@@ -25,7 +25,6 @@ from .plan import command as plan
 from .run import command as run
 from .run.errors import REFUSED
 from .shard import command as shard
-from .suggest import command as suggest
 from .verify import command as verify
 
 COMMANDS: dict[str, Any] = {
@@ -33,7 +32,6 @@ COMMANDS: dict[str, Any] = {
     "plans": plans,
     "env": env,
     "verify": verify,
-    "suggest": suggest,
     "shard": shard,
     "run": run,
     **{name: module for feature in features().values() for name, module in feature.commands().items()},

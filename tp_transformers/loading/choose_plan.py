@@ -1,4 +1,4 @@
-"""The plan of a load: the caller's own, the one for the architecture, or an inferred one."""
+"""The plan of a load: the caller's own, the one for the architecture, or one that a feature makes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ..logs import get_logger
 from ..plans.catalogue import available_plans, plan_names
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
+from ..seams import Planner, features
 
 logger = get_logger(__name__)
 
@@ -54,27 +55,34 @@ class NamedPlan:
         return plan
 
 
+def planners() -> Mapping[str, Planner]:
+    """Ways to make a plan, by the value of `tp_plan`."""
+    return {name: planner for feature in features().values() for name, planner in feature.planners().items()}
+
+
 def read_plan(tp_plan: Any) -> Plan | ChangedPlan | NamedPlan | str:
-    """Read the caller's plan. "auto", "infer", a plan of this package by name, and changes to "auto" are resolved
-    later, by `plan_for`. A file takes precedence over a name.
+    """Read the caller's plan. "auto", the name of a planner, a plan of this package by name, and changes to "auto" are
+    resolved later, by `plan_for`. A file takes precedence over a name.
 
     Raises PlanError on anything else, and on a dict without rules.
     """
     if isinstance(tp_plan, Plan | ChangedPlan | NamedPlan):
         return tp_plan
-    if isinstance(tp_plan, str) and tp_plan in ("auto", "infer"):
+    words = ("auto", *planners())
+    if isinstance(tp_plan, str) and tp_plan in words:
         return tp_plan
+    quoted = ", ".join(f'"{word}"' for word in words)
     if isinstance(tp_plan, Mapping) and tp_plan:
         return Plan.from_dict(tp_plan)
     if isinstance(tp_plan, str) and re.fullmatch(r"[\w-]+", tp_plan) and not os.path.isfile(tp_plan):
         names = plan_names()
         if tp_plan in names:
             return NamedPlan(names[tp_plan])
-        hint = nearest(tp_plan, ("auto", "infer", *names))
+        hint = nearest(tp_plan, (*words, *names))
         raise PlanError(
             "tp_plan",
             got=f"{shown(tp_plan)}, no plan of that name and no such file{hint}",
-            expected='"auto", "infer", a name that `tp-transformers plans` lists, or the path of a YAML file',
+            expected=f"{quoted}, a name that `tp-transformers plans` lists, or the path of a YAML file",
             fix='Correct it, or pass tp_plan="auto".',
         )
     if isinstance(tp_plan, str | os.PathLike):
@@ -82,7 +90,7 @@ def read_plan(tp_plan: Any) -> Plan | ChangedPlan | NamedPlan | str:
     raise PlanError(
         "tp_plan",
         got=shown(tp_plan),
-        expected='"auto", "infer", a name of ours, a dict of names and strategies, a Plan, or the path of a YAML file',
+        expected=f"{quoted}, a name of ours, a dict of names and strategies, a Plan, or the path of a YAML file",
         fix='Most models need tp_plan="auto".',
     )
 
@@ -96,8 +104,7 @@ def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
             'tp_plan="auto"',
             got=f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'",
             expected="an architecture that `tp-transformers plans` lists, or a class that declares a plan",
-            fix='Pass tp_plan="infer", which finds one in a small model of it. Or let one be written and proven: '
-            'tp-transformers suggest MODEL plan.yaml; then pass tp_plan="plan.yaml".',
+            fix=" ".join([*(planner.advice for planner in planners().values()), 'Pass your own: tp_plan="plan.yaml".']),
         )
     if model_type not in available_plans() and model_type not in _logged and not quietly:
         _logged.add(model_type)
@@ -110,7 +117,7 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | s
 
     Raises:
         PlanError: there is none.
-        UnsupportedError: a plan cannot be inferred, since no small model can be made or run.
+        UnsupportedError: a planner can make none.
     """
     if isinstance(tp_plan, Plan):
         return tp_plan
@@ -118,20 +125,6 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ChangedPlan | NamedPlan | s
         return tp_plan.plan(model, quietly=group.rank > 0)
     if tp_plan == "auto":
         return auto_plan(model, quietly=group.rank > 0)
-    # The first rank infers it: data flow is found with random numbers, and all ranks have to shard identically.
-    data = group.gather(group.together(lambda: _infer(model, group.size) if group.rank == 0 else None))[0]
-    return Plan.parse(data, source=f"inferred for {type(model).__name__}")
-
-
-def _infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
-    """Infer a plan for `model` and log it."""
-    from ..plan_search.suggestion import suggest  # rarely needed
-
-    size = max(2, size)
-    suggestion = suggest(model.config, size=size, cls=type(model))
-    logger.warning(
-        "inferred; one forward of a small model ran with each rank's widths, but it is not proven as `tp-transformers "
-        "suggest` does it; the plan for %s",
-        "\n  ".join(suggestion.report(size)),
-    )
-    return suggestion.data()
+    # The first rank makes it: random numbers may decide, and all ranks have to shard identically.
+    made = group.together(lambda: planners()[tp_plan].make(model, group.size) if group.rank == 0 else None)
+    return Plan.parse(group.gather(made)[0], source=f'tp_plan="{tp_plan}" for {type(model).__name__}')

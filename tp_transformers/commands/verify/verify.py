@@ -25,8 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...anatomy.classes import model_class, own_class, read_config
 from ...checkpoint.quantization.find import take_quantization
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
-from ...loading.choose_plan import NamedPlan, auto_plan, read_plan
-from ...plan_search.suggestion import suggest
+from ...loading.choose_plan import NamedPlan, auto_plan, planners, read_plan
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
 from ...plans.fractions import check_layers_are_sharded
@@ -124,7 +123,7 @@ def verify(
     cls = own or model_class(config)
     small = shrink(config, own, sizes=of_kernels(max(sizes)) if bits else NARROW)
     true, model = meta_model(cls, config), meta_model(cls, small)
-    chosen = _choose(plan, config, true, max(2, *sizes))
+    chosen = _choose(plan, true, max(2, *sizes))
     chosen = chosen if shares is None else replace(chosen, shares=tuple(shares))
     chosen = replace(chosen, invariant=True) if bits else chosen
     is_ours = not chosen.declared or config.model_type in available_plans()
@@ -138,11 +137,11 @@ def verify(
     return [verdicts[size] for size in sizes]
 
 
-def _choose(plan: PlanLike | None, config: PretrainedConfig, model: PreTrainedModel, size: int) -> Plan:
-    """The plan of a load of `model` with `tp_plan=plan`; "infer" infers one for `size` ranks."""
+def _choose(plan: PlanLike | None, model: PreTrainedModel, size: int) -> Plan:
+    """The plan of a load of `model` with `tp_plan=plan`; a planner makes one for `size` ranks."""
     given = read_plan("auto" if plan is None else plan)
-    if given == "infer":
-        return suggest(config, size=size, cls=type(model)).plan
+    if isinstance(given, str) and given != "auto":
+        return Plan.parse(planners()[given].make(model, size), source=f'tp_plan="{given}"')
     if isinstance(given, NamedPlan):
         return given.plan(model, quietly=True)
     return given if isinstance(given, Plan) else auto_plan(model, quietly=True)

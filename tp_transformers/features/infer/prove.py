@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from ...commands.verify.verify import Verdict, verify
 from ...errors import TensorParallelError
-from ...plan_search.suggestion import Suggestion
-from ..verify.verify import Verdict, verify
+from .suggestion import Suggestion
 
 TRIES = 4
 """Number of tries, each with one block less, after a plan is found wrong; then everything is replicated."""

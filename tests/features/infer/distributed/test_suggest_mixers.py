@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from tests.distributed.commands.test_suggest import compare_observed, observe
+from tests.features.infer.distributed.test_suggest import compare_observed, observe
 from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.models import load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS
-from tp_transformers.plan_search.suggestion import suggest
+from tp_transformers.features.infer.suggestion import suggest
 from tp_transformers.small_models import model as probe
 
 pytestmark = pytest.mark.distributed

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..anatomy.linears import CONVOLUTIONS, features, holds_experts, stacked_experts
-from ..anatomy.names import fold_lists
-from ..anatomy.norms import is_norm, is_norm_of_one_tensor
-from ..torch_api import tree_map_only
+from ...anatomy.linears import CONVOLUTIONS, features, holds_experts, stacked_experts
+from ...anatomy.names import fold_lists
+from ...anatomy.norms import is_norm, is_norm_of_one_tensor
+from ...torch_api import tree_map_only
 
 TINY = 1e-6
 """Epsilon of the RMS norm that replaces a norm."""

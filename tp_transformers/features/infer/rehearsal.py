@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..anatomy.linears import features, has_inputs_first
-from ..anatomy.norms import is_norm
-from ..errors import error_text, shorten
-from ..plans.attention_heads import count_heads
-from ..plans.bind import Resolution
-from ..slices.layout import Layout
-from ..small_models.trace import Trace, traced
-from ..strategies.shards.slicing import take
+from ...anatomy.linears import features, has_inputs_first
+from ...anatomy.norms import is_norm
+from ...errors import error_text, shorten
+from ...plans.attention_heads import count_heads
+from ...plans.bind import Resolution
+from ...slices.layout import Layout
+from ...small_models.trace import Trace, traced
+from ...strategies.shards.slicing import take
 
 TOLERANCE = 1e-3
 """Maximum relative error of a rank's features in fp32 against the unsharded model."""

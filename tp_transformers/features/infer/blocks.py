@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.linears import features, input_width, output_width, stacked_experts
-from ..anatomy.names import fold_lists
-from ..strategies import STRATEGIES
-from ..strategies.base import EXPERT_UNIT
+from ...anatomy.linears import features, input_width, output_width, stacked_experts
+from ...anatomy.names import fold_lists
+from ...strategies import STRATEGIES
+from ...strategies.base import EXPERT_UNIT
 from .attention import Roles, attention_roles, feature_order
 from .block import KINDS, Block, Refused
 from .mixers import mixer_block

@@ -7,11 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+from ...commands.verify.command import summary
 from ...errors import UsageError, describe
-from ..verify.command import summary
 
 if TYPE_CHECKING:
-    from ..verify.verify import Verdict
+    from ...commands.verify.verify import Verdict
 
 SUMMARY = "write a plan for an architecture that has none: inferred from a small model of it, and proven"
 EXAMPLE = "tp-transformers suggest Salesforce/codegen-350M-mono codegen.yaml"
@@ -31,10 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from ...anatomy.classes import own_class, read_config
-    from ...plan_search.suggestion import suggest
     from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
     from .prove import prove
+    from .suggestion import suggest
 
     out, size = arguments.out, arguments.tp_size
     if size < 2:

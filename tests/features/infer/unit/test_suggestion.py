@@ -17,7 +17,7 @@ from tests.support.unplanned import DBRX_RUNS, unplanned
 from tp_transformers import PlanError
 from tp_transformers.anatomy.classes import own_class
 from tp_transformers.anatomy.names import is_inside
-from tp_transformers.plan_search.suggestion import suggest
+from tp_transformers.features.infer.suggestion import suggest
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.fractions import largest_fraction

@@ -15,19 +15,22 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..anatomy.classes import generating_class
-from ..anatomy.names import base_prefix, fold_layers, fold_lists, inner
-from ..errors import PlanError
-from ..plans.attention_heads import AttentionHeads
-from ..plans.bind import Resolution, resolve
-from ..plans.fractions import shares
-from ..plans.rules import Plan
-from ..small_models import model as probe
-from ..small_models.config import meta_model, shrink, supported
+from ...anatomy.classes import generating_class
+from ...anatomy.names import base_prefix, fold_layers, fold_lists, inner
+from ...errors import PlanError
+from ...logs import get_logger
+from ...plans.attention_heads import AttentionHeads
+from ...plans.bind import Resolution, resolve
+from ...plans.fractions import shares
+from ...plans.rules import Plan
+from ...small_models import model as probe
+from ...small_models.config import meta_model, shrink, supported
 from .block import Block
 from .blocks import find_blocks
 from .reach import Flow, flow_of
 from .rehearsal import misfit
+
+logger = get_logger(__name__)
 
 WIDTH = 120
 
@@ -189,6 +192,18 @@ def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedMode
         _replicate_rejected(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size
     )
     return _rehearse(suggestion, small, run, size)
+
+
+def infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
+    """Infer a plan for `model`, log it, and return it in the form of the YAML files."""
+    size = max(2, size)
+    suggestion = suggest(model.config, size=size, cls=type(model))
+    logger.warning(
+        "inferred; one forward of a small model ran with each rank's widths, but it is not proven as `tp-transformers "
+        "suggest` does it; the plan for %s",
+        "\n  ".join(suggestion.report(size)),
+    )
+    return suggestion.data()
 
 
 def _rehearse(suggestion: Suggestion, small: PreTrainedModel, run: Run, size: int) -> Suggestion:
