@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import tp_transformers
-from tp_transformers.commands.verify.differences import relative
+from tp_transformers.features.verify.differences import relative
 
 from . import rank
 

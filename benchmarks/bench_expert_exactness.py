@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
 import tp_transformers
-from tp_transformers.commands.verify.differences import relative
+from tp_transformers.features.verify.differences import relative
 
 from . import machine, processes
 from .report import save, shown_machine

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import tp_transformers
-from tp_transformers.commands.verify.differences import relative
+from tp_transformers.features.verify.differences import relative
 
 from . import rank
 from .adapters import batch

@@ -1,5 +1,5 @@
 """Verify a plan against the unsharded model: `from tp_transformers.verify import verify`."""
 
-from .commands.verify.verify import Verdict, verify
+from .features.verify.verify import Verdict, verify
 
 __all__ = ["Verdict", "verify"]

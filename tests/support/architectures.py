@@ -44,7 +44,6 @@ from tests.support.models import (
     save_as_loaded,
     save_reference,
 )
-from tp_transformers.small_models.model import computing_in, convert
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""
@@ -174,6 +173,7 @@ Observe = Callable[[Any], dict[str, Any]]
 
 def in_float64(observe: Observe) -> Observe:
     """`observe`, of the model in float64; the gradients that it leaves are added."""
+    from tp_transformers.features.verify.small_models.model import computing_in, convert
 
     @wraps(observe)
     def observed(model: Any) -> dict[str, Any]:

@@ -32,7 +32,6 @@ ORDER = (
     "anatomy",
     "strategies",
     "plans",
-    "small_models",
     "checkpoint",
     "model",
     "training",

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from tp_transformers.anatomy.classes import generating_class
-from tp_transformers.small_models import model as probe
-from tp_transformers.small_models.config import shrink
-from tp_transformers.small_models.widths import levels_of
+from tp_transformers.features.verify.small_models import model as probe
+from tp_transformers.features.verify.small_models.config import shrink
+from tp_transformers.features.verify.small_models.widths import levels_of
 
 RATE = 16_000
 TEXT = {

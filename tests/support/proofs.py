@@ -42,13 +42,13 @@ from tests.support.pool import Pool, WorkerError
 from tp_transformers import TensorParallelError
 from tp_transformers.anatomy.classes import inner_models, model_class
 from tp_transformers.anatomy.names import fold_layers
-from tp_transformers.commands.verify.rank import run_rank
+from tp_transformers.features.verify.rank import run_rank
+from tp_transformers.features.verify.small_models.config import meta_model
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
 from tp_transformers.plans.yaml_file import read_plan_file
-from tp_transformers.small_models.config import meta_model
 from tp_transformers.verify import verify
 
 FILE = Path(__file__).parents[1] / "data" / "proofs.json"

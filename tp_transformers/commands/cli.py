@@ -25,13 +25,11 @@ from .plan import command as plan
 from .run import command as run
 from .run.errors import REFUSED
 from .shard import command as shard
-from .verify import command as verify
 
 COMMANDS: dict[str, Any] = {
     "plan": plan,
     "plans": plans,
     "env": env,
-    "verify": verify,
     "shard": shard,
     "run": run,
     **{name: module for feature in features().values() for name, module in feature.commands().items()},

@@ -20,8 +20,8 @@ from tests.support.invariance import MODELS, auto_class, has_bits, observe, prom
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
+from tp_transformers.features.verify.small_models.model import on_threads
 from tp_transformers.plans.bind import resolve
-from tp_transformers.small_models.model import on_threads
 from tp_transformers.strategies import STRATEGIES, RowwiseParallel
 
 pytestmark = pytest.mark.distributed

@@ -15,7 +15,7 @@ from tests.support.invariance import has_bits, prompts, save, train
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
-from tp_transformers.small_models.model import on_threads
+from tp_transformers.features.verify.small_models.model import on_threads
 
 pytestmark = pytest.mark.distributed
 

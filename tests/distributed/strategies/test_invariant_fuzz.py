@@ -16,7 +16,7 @@ from tests.support.fuzz import fuzz_cases, kept
 from tests.support.invariance import auto_class, has_bits
 from tests.support.models import load
 from tests.support.pool import Pool
-from tp_transformers.small_models.model import on_threads
+from tp_transformers.features.verify.small_models.model import on_threads
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.commands.test_verify import changed, in_pool  # noqa: F401 - a fixture
+from tests.features.verify.distributed.test_verify import changed, in_pool  # noqa: F401 - a fixture
 from tests.support.adapters import shake
 from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative

@@ -18,7 +18,7 @@ from tests.support.architectures import GRADIENT_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load
 from tests.support.pool import Pool
-from tp_transformers.small_models import model as probe
+from tp_transformers.features.verify.small_models import model as probe
 
 pytestmark = pytest.mark.distributed
 

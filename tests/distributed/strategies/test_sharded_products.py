@@ -15,7 +15,7 @@ from tests.support.comparisons import read_folder
 from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, save_as_loaded, save_reference
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers.small_models.model import computing_in
+from tp_transformers.features.verify.small_models.model import computing_in
 
 pytestmark = pytest.mark.distributed
 

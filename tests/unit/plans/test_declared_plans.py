@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tp_transformers import PlanError
+from tp_transformers.features.verify.small_models.config import shrink
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
-from tp_transformers.small_models.config import shrink
 
 LAYERS = 4
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
-from ...commands.verify.command import summary
 from ...errors import UsageError, describe
+from ..verify.command import summary
 
 if TYPE_CHECKING:
-    from ...commands.verify.verify import Verdict
+    from ..verify.verify import Verdict
 
 SUMMARY = "write a plan for an architecture that has none: inferred from a small model of it, and proven"
 EXAMPLE = "tp-transformers suggest Salesforce/codegen-350M-mono codegen.yaml"

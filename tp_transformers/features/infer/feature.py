@@ -20,6 +20,8 @@ ADVICE = (
 class Infer(Feature):
     """A plan for an architecture without one, from a small model of it."""
 
+    requires = ("verify",)
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command
 

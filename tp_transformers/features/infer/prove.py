@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ...commands.verify.verify import Verdict, verify
 from ...errors import TensorParallelError
+from ..verify.verify import Verdict, verify
 from .suggestion import Suggestion
 
 TRIES = 4

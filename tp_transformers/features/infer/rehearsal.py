@@ -20,8 +20,8 @@ from ...errors import error_text, shorten
 from ...plans.attention_heads import count_heads
 from ...plans.bind import Resolution
 from ...slices.layout import Layout
-from ...small_models.trace import Trace, traced
 from ...strategies.shards.slicing import take
+from ..verify.small_models.trace import Trace, traced
 
 TOLERANCE = 1e-3
 """Maximum relative error of a rank's features in fp32 against the unsharded model."""

@@ -23,8 +23,8 @@ from ...plans.attention_heads import AttentionHeads
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import shares
 from ...plans.rules import Plan
-from ...small_models import model as probe
-from ...small_models.config import meta_model, shrink, supported
+from ..verify.small_models import model as probe
+from ..verify.small_models.config import meta_model, shrink, supported
 from .block import Block
 from .blocks import find_blocks
 from .reach import Flow, flow_of

@@ -16,7 +16,7 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
 from tp_transformers.features.infer.suggestion import suggest
-from tp_transformers.small_models import model as probe
+from tp_transformers.features.verify.small_models import model as probe
 
 pytestmark = pytest.mark.distributed
 

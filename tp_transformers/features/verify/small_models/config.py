@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..anatomy.classes import generating_class, without_memory
-from ..anatomy.layers import kind
-from ..errors import TensorParallelError, UnsupportedError, describe
+from ....anatomy.classes import generating_class, without_memory
+from ....anatomy.layers import kind
+from ....errors import TensorParallelError, UnsupportedError, describe
 from .widths import (
     NARROW,
     Level,

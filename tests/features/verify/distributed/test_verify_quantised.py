@@ -11,7 +11,7 @@ from transformers import GptOssConfig, LlamaConfig, Qwen3Config
 
 from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
-from tp_transformers.commands.verify import rank
+from tp_transformers.features.verify import rank
 from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..anatomy.norms import is_of_norm_or_bias
-from ..marks import untyped
+from ....anatomy.norms import is_of_norm_or_bias
+from ....marks import untyped
 from .inputs import ORDINARY_IDS, Medium, Prompts, about, candidates, media
 from .trace import Trace, traced
 

@@ -18,9 +18,9 @@ from ...plans.bind import Resolution
 from ...plans.checks.sums import summing_blocks
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, apportion
-from ...small_models.trace import Call, Trace
 from ...strategies import TensorParallelLayer, take
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
+from .small_models.trace import Call, Trace
 
 # For models that cannot compute in fp64: fp32 sums depend on their order. The tests of architectures use the same.
 OUTPUT_TOLERANCE = 1e-4

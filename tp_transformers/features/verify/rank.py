@@ -1,4 +1,4 @@
-"""Rank of a verification: `torchrun -m tp_transformers.commands.verify.rank FOLDER REPORTS DEADLINE`."""
+"""Rank of a verification: `torchrun -m tp_transformers.features.verify.rank FOLDER REPORTS DEADLINE`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from ...errors import error_text
 from ...loading.hook import enable
 from ...ranks.group import TP_AXIS
-from ...small_models import model as probe
 from ...strategies import STRATEGIES, full_tensor
 from .differences import gradient_errors
+from .small_models import model as probe
 
 
 def run_rank(folder: Path, reports: Path, deadline: float) -> int:

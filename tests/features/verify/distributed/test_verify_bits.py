@@ -16,8 +16,8 @@ from torch.distributed.tensor import Replicate
 from transformers import LlamaConfig
 
 from tests.support.pool import Pool
-from tp_transformers.commands.verify import rank as rank_module
-from tp_transformers.commands.verify.command import summary
+from tp_transformers.features.verify import rank as rank_module
+from tp_transformers.features.verify.command import summary
 from tp_transformers.strategies import STRATEGIES, RowwiseParallel, TensorParallelLayer
 from tp_transformers.strategies.invariant.linear import InvariantColwiseParallel
 from tp_transformers.verify import verify

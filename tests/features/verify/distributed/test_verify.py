@@ -26,11 +26,11 @@ from tests.support.commands import main
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
-from tp_transformers.commands.verify import rank as rank_module
-from tp_transformers.commands.verify import verify
+from tp_transformers.features.verify import rank as rank_module
+from tp_transformers.features.verify import verify
+from tp_transformers.features.verify.small_models.config import meta_model
 from tp_transformers.plans import Plan
 from tp_transformers.ranks.collectives import reduce_from_region
-from tp_transformers.small_models.config import meta_model
 from tp_transformers.strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
 from tp_transformers.strategies.loss.head import LossParallel
 from tp_transformers.verify import Verdict

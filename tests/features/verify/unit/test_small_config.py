@@ -14,12 +14,12 @@ from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import MIXERS
 from tp_transformers.anatomy.classes import generating_class, known_class
+from tp_transformers.features.verify.small_models import model as probe
+from tp_transformers.features.verify.small_models.config import LIMIT, shrink, supported
+from tp_transformers.features.verify.small_models.widths import of_kernels
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.catalogue import available_plans
-from tp_transformers.small_models import model as probe
-from tp_transformers.small_models.config import LIMIT, shrink, supported
-from tp_transformers.small_models.widths import of_kernels
 
 COUNTS = {
     *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_heads", "n_head", "encoder_attention_heads"),

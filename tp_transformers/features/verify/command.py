@@ -7,9 +7,9 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from ...commands.own_plan import add_plan
+from ...commands.shares import add_shares, count_ranks, parse_shares
 from ...errors import UsageError
-from ..own_plan import add_plan
-from ..shares import add_shares, count_ranks, parse_shares
 
 if TYPE_CHECKING:
     from .verify import Verdict

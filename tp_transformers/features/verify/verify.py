@@ -31,13 +31,13 @@ from ...plans.catalogue import available_plans
 from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
 from ...ranks.launch import torchrun
-from ...small_models import model as probe
-from ...small_models.config import meta_model, one_line, shrink, supported
-from ...small_models.inputs import untried
-from ...small_models.widths import NARROW, of_kernels
 from ...strategies import STRATEGIES
 from ...strategies.registry import BUILT_IN
 from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative
+from .small_models import model as probe
+from .small_models.config import meta_model, one_line, shrink, supported
+from .small_models.inputs import untried
+from .small_models.widths import NARROW, of_kernels
 
 PlanLike = str | Path | dict[str, Any] | Plan
 
@@ -171,7 +171,7 @@ def _bind_small(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
 def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int:
     """Start the ranks with torchrun."""
     deadline = time.time() + 0.9 * timeout  # earlier for the ranks, so that they can report where they hang
-    program = ["-m", "tp_transformers.commands.verify.rank", str(folder), str(reports), str(deadline)]
+    program = ["-m", "tp_transformers.features.verify.rank", str(folder), str(reports), str(deadline)]
     with (reports / "output").open("wb") as output:
         try:
             return torchrun(program, ranks=size, timeout=timeout, output=output)
