@@ -51,19 +51,14 @@ class Feature:
 
 @cache
 def features() -> Mapping[str, Feature]:
-    """All features by the names of their folders, those that a feature requires before the feature."""
-    names = sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]))
-    found = {name: _feature(name) for name in names}
+    """All features by the names of their folders, those that a feature requires before the feature.
+
+    A feature without those that it requires is left out.
+    """
+    left = {name: _feature(name) for name in sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]))}
     ordered: dict[str, Feature] = {}
-
-    def add(name: str) -> None:
-        if name not in ordered:
-            for required in found[name].requires:
-                add(required)
-            ordered[name] = found[name]
-
-    for name in names:
-        add(name)
+    while ready := [name for name, feature in left.items() if ordered.keys() >= set(feature.requires)]:
+        ordered |= {name: left.pop(name) for name in ready}
     return ordered
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14888
+CORE = 14887
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42263
+PACKAGE = 42262
 """Lines of the package, likewise."""
 FROM_CORE = 131
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

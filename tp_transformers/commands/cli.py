@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import TensorParallelError
-from ..seams import features
+from ..seams import FOLDER, features
 from . import env, own_plan, plans
 from .plan import command as plan
 from .run import command as run
@@ -66,6 +66,10 @@ def _torch_version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     main_parser = parser()
+    for word in (sys.argv[1:] if argv is None else argv)[:1]:
+        if word not in COMMANDS and not word.startswith("-"):
+            choices = f"invalid choice: {word!r} (choose from {', '.join(COMMANDS)})"
+            main_parser.error(f"argument COMMAND: {choices}; no folder of {FOLDER} adds it")
     arguments, unknown = main_parser.parse_known_args(argv)
     if unknown and not hasattr(arguments, "options"):
         main_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
