@@ -8,6 +8,7 @@ from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
     from ..model.optimizers.groups import parameter_groups
+    from ..strategies.shards.full_parameters import full_parameters
     from .expert_load import ExpertLoad
     from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 else:
@@ -16,8 +17,9 @@ else:
         {
             "expert_load": "ExpertLoad",
             "optimizer_state": "load_optimizer_state_dict optimizer_state_dict",
+            ".strategies.shards.full_parameters": "full_parameters",
             ".model.optimizers.groups": "parameter_groups",
         },
     )
 
-__all__ = ["ExpertLoad", "load_optimizer_state_dict", "optimizer_state_dict", "parameter_groups"]
+__all__ = ["ExpertLoad", "full_parameters", "load_optimizer_state_dict", "optimizer_state_dict", "parameter_groups"]

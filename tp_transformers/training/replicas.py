@@ -17,7 +17,6 @@ from ..errors import UnsupportedError
 from ..ranks import direct
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import SHARD, local_tensor
-from ..strategies.parameters.sharded import has_changed
 from ..strategies.shards.replicas import ReplicatedSlice, replicated_slices
 
 CHUNK = 1 << 20
@@ -79,8 +78,6 @@ def check_replicas(
         for name, full in gathered.items():
             param, value = values[name]
             local_tensor(value).copy_(full[slice(*SHARD.of(param).rows)])
-        for param, _ in values.values():
-            has_changed(param)
     largest: dict[str, float] = {}
     for differences in group.gather(local_differences):
         for name, difference in differences.items():

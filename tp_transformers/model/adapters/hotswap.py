@@ -35,7 +35,7 @@ def _on_full_adapters(model: Any, names: Collection[str] | None = None) -> Itera
     if group is None or group.device_mesh is None:
         yield
         return
-    with full_adapters(model, group, names), group.agree():
+    with full_adapters(model, group, names):
         yield
 
 

@@ -27,11 +27,10 @@ from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import MeshError
 from ...marks import untyped
 from ...patches import Patch
-from ...ranks import direct
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
-from ...strategies import SHARD, STRATEGY, batch_sharded, full_tensor, local_tensor
-from ...strategies.parameters.sharded import has_changed
+from ...strategies import SHARD, STRATEGY, batch_sharded
+from ...strategies.shards.full_parameters import full_parameters
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
 from .prompts import get_prompt, set_up_prompts
@@ -151,7 +150,7 @@ def _create_and_replace(
     reads_weight = OF_WEIGHTS.fullmatch(init) is not None or getattr(config, "use_dora", False)
     if reads_weight:
         check_not_packed(base, f"use_dora or init_lora_weights={init!r}")
-    with _full_weight(base) if reads_weight else _full_shapes(base):
+    with full_parameters(base, parameters=[base.weight]) if reads_weight else _full_shapes(base):
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
 
 
@@ -189,23 +188,6 @@ def _full_shapes(base: nn.Module) -> Iterator[None]:
         yield
     finally:
         base._parameters.update(real)
-
-
-@contextmanager
-def _full_weight(base: nn.Module) -> Iterator[None]:
-    """Give `base` its full weight in the block, then this rank's shard of rank 0's changed weight. Collective."""
-    param = base._parameters["weight"]
-    shard = SHARD.of(param)
-    assert param is not None
-    full = base._parameters["weight"] = nn.Parameter(full_tensor(param).detach(), requires_grad=False)
-    try:
-        yield
-        changed = full.data.contiguous()
-        direct.broadcast(changed, shard.group.process_group, 0)
-        local_tensor(param).copy_(shard.own(changed))
-        has_changed(param)
-    finally:
-        base._parameters["weight"] = param
 
 
 def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:

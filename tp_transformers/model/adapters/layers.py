@@ -15,7 +15,6 @@ from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
-from ...strategies.parameters.sharded import has_changed
 from ...strategies.signature import FEATURES
 
 PeftLayer: Any = object
@@ -167,7 +166,6 @@ def local_weights(layer: Any) -> Iterator[None]:
                     continue
                 if owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
                     local_tensor(param).copy_(owner._parameters[name])  # peft put another tensor in its place
-                has_changed(param)
     finally:
         for owner, params in saved:
             owner._parameters.update(params)

@@ -23,11 +23,10 @@ from ...strategies import (
     ParamShard,
     ReplicateParallel,
     TensorParallelLayer,
-    full_tensor,
     local_tensor,
-    shard_of,
     take,
 )
+from ...strategies.shards.full_parameters import full_parameters
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from ..state_dict import keep_state, split_module
 from .kinds import adapted_class
@@ -278,52 +277,31 @@ def check_no_copies(model: Any) -> None:
 
 @contextmanager
 def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None) -> Iterator[None]:
-    """Give LoRA layers PEFT's own class and full adapters in the block; then shard their matrices again. Collective.
-
-    Parameters that keep their shape stay the same objects. New ones take rank 0's values.
+    """Give LoRA layers PEFT's own class and full adapters in the block; see `full_parameters`. Collective.
 
     Args:
         names: the adapters to gather; None for all.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLora)]
-    saved = [entry for layer in layers for entry in _parameters(layer, names)]
-    full_params = [nn.Parameter(full_tensor(param), requires_grad=param.requires_grad) for _, _, param in saved]
     try:
-        for (owner, name, _), full in zip(saved, full_params, strict=True):
-            owner._parameters[name] = full
-        for layer in layers:
-            untyped(layer).__class__ = layer.peft_class
-        yield
+        with full_parameters(model, parameters=[param for layer in layers for param in _parameters(layer, names)]):
+            for layer in layers:
+                untyped(layer).__class__ = layer.peft_class
+            yield
     finally:
         for layer in layers:
             untyped(layer).__class__ = adapted_class(untyped(type(layer)))
-        for owner, name, param in saved:
-            value = owner._parameters.get(name)
-            if value is not None:
-                owner._parameters[name] = _shard_again(value, param)
     for name, module in list(model.named_modules()):
         adapters: Any = untyped(module).r if hasattr(module, "lora_embedding_A") else ()
         for adapter in adapters:
             split_adapter(name, module, adapter, group)
 
 
-def _parameters(layer: Any, adapters: Collection[str] | None) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """(module, name in it, parameter) of the given adapters of a LoRA layer; None for all."""
+def _parameters(layer: Any, adapters: Collection[str] | None) -> Iterator[nn.Parameter]:
+    """The parameters of the given adapters of a LoRA layer; None for all."""
     modules = [*layer.lora_A.items(), *layer.lora_B.items(), *layer.lora_magnitude_vector.items()]
     modules += [(None, owner) for owner in (layer.lora_embedding_A, layer.lora_embedding_B)]
     for adapter, module in modules:
-        for name, param in module._parameters.items():
-            if param is not None and (adapters is None or (adapter or name) in adapters):
-                yield module, name, param
-
-
-def _shard_again(value: nn.Parameter, param: nn.Parameter) -> nn.Parameter:
-    """`param` with this rank's shard of `value`; a new parameter if the LoRA rank has changed."""
-    shard = shard_of(param)
-    assert shard is not None
-    if value.shape != shard.shape:
-        shard = dataclasses.replace(shard, shape=value.shape)
-        return shard.wrap(shard.own(value.detach()).clone(), requires_grad=value.requires_grad)
-    local_tensor(param).copy_(shard.own(value.detach()))
-    param.requires_grad_(value.requires_grad)
-    return param
+        for name, param in module.named_parameters():
+            if adapters is None or (adapter or name) in adapters:
+                yield param

@@ -14,7 +14,6 @@ from torch import Tensor
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...strategies import ParamShard, local_tensor, take
-from ...strategies.parameters.sharded import has_changed
 from .layers import parameter_as
 from .shard import keep_shards_of, split_parameter
 
@@ -68,7 +67,6 @@ class AdaptedTokens(_Layer):
         weight = local_tensor(param)
         with torch.no_grad():
             weight.copy_(self._put(weight, adapter, rows))
-        has_changed(param)
 
     def _put(self, weight: Tensor, adapter: str, rows: Tensor) -> Tensor:
         """`weight: (rows/size, features)` or `(rows, features/size)` with full rows of the adapter's tokens."""
