@@ -104,7 +104,7 @@ PRIVATE: dict[str, Private] = {
     "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),
     "torch.Tensor._post_accumulate_grad_hooks": Private("hooks that see the gradient of one copy", "training", _RAISES),
     "torch.Tensor._version": Private("values that have changed since", "strategies"),
-    "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model strategies"),
+    "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model"),
     "torch.amp.GradScaler._unscale_grads_": Private("replaced", "model", "GradScaler refuses shards"),
     "torch.autograd.Function._register_hook_dict": Private("a hook without a handle", "ranks"),
     "torch.autograd.forward_ad._current_level": Private("forward-mode differentiation is refused", "ranks"),
@@ -273,6 +273,11 @@ GLOBAL_HOOKS = (
     _take("torch.nn.modules.module._global_backward_hooks", {}),
 )
 """The global hooks on all modules, by handle id."""
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A key that is equal for all ordinary tensors with the same values in memory, even if they are empty."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 def untraced(function: F) -> F:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +22,7 @@ from tests.support.comparisons import (
 )
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
-from tp_transformers import full_tensor
+from tp_transformers import TensorParallelError, full_tensor
 
 pytestmark = pytest.mark.distributed
 
@@ -32,17 +31,20 @@ TOLERANCE = 1e-4
 """fp32 sums in another order."""
 
 
-def two_halves(w: Tensor) -> None:
-    first, second = w.data[: len(w) // 2], w.data[len(w) // 2 :]
-    first.fill_(1.0)
-    second.fill_(2.0)
-    first.add_(3.0)
+def halves(w: Tensor) -> None:
+    w.data[: len(w) // 2].fill_(1.0)
 
 
-def rows_by_number(w: Tensor) -> None:
-    rows = {index: w.data[index] for index in range(4)}
-    for index, row in rows.items():
-        row.mul_(index)
+def row(w: Tensor) -> None:
+    w[0].zero_()
+
+
+def flat(w: Tensor) -> None:
+    w.detach().view(-1)[3] = 0
+
+
+def transposed(w: Tensor) -> None:
+    w.detach().T.add_(1)
 
 
 def lists(w: Tensor) -> None:
@@ -58,13 +60,15 @@ def activation(w: Tensor) -> None:
 
 
 def initial_values(w: Tensor) -> None:
-    torch.manual_seed(3)
     nn.init.normal_(w.data[-3:], std=0.02)
+
+
+def initial_ones(w: Tensor) -> None:
     nn.init.eye_(w.data[:4])
 
 
 def by_value(w: Tensor) -> None:
-    w.detach().apply_(lambda value: value + 1)
+    w.detach()[0].apply_(lambda value: value + 1)
 
 
 def in_inference(w: Tensor) -> None:
@@ -72,31 +76,86 @@ def in_inference(w: Tensor) -> None:
         w.data[2].zero_()
 
 
-def after_a_step(w: Tensor) -> None:
-    row, transposed = w.detach()[5], w.detach().T
-    w.grad = torch.ones_like(w)
-    torch.optim.SGD([w], lr=1.0).step()
-    row.mul_(0.5)
-    with torch.no_grad():
-        w.add_(2.0)
-    w.data[0] = (transposed @ torch.ones(len(w)))[: w.shape[1]]
+def activation_in_inference(w: Tensor) -> None:
+    with torch.inference_mode():
+        nn.functional.relu(w.detach()[1], inplace=True)
 
 
-CHANGES: tuple[Callable[[Tensor], None], ...] = (
-    two_halves,
-    rows_by_number,
+WRITES: tuple[Callable[[Tensor], None], ...] = (
+    halves,
+    row,
+    flat,
+    transposed,
     lists,
     into_a_view,
     activation,
     initial_values,
+    initial_ones,
     by_value,
     in_inference,
-    after_a_step,
+    activation_in_inference,
 )
 
 
+def refused(folder: str) -> dict[str, bool]:
+    """Run on every rank: whether each write to a view raises, names `full_parameters`, and leaves the parameter."""
+    model, found = load(folder), {}
+    for name in NAMES:
+        param = model.get_parameter(name)
+        before = full_tensor(param)
+        for write in WRITES:
+            with pytest.raises(TensorParallelError, match=r"a write to a gathered copy.*full_parameters\(model\)"):
+                write(param)
+            found[f"{write.__name__} {name}"] = torch.equal(full_tensor(param), before)
+        array = param.detach().numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            np.multiply(array, 2, out=array)
+        view = param.detach().T
+        torch.save(view, buffer := io.BytesIO())
+        buffer.seek(0)
+        copies = (copy.deepcopy(view), torch.load(buffer))
+        found[f"copies {name}"] = all(type(each) is Tensor and torch.equal(each, before.T) for each in copies)
+    return found
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+def test_writes_to_views_are_refused(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    for found in pool.run(2, refused, cases(*heads).folder):
+        assert all(found.values()), [name for name, is_right in found.items() if not is_right]
+
+
+def by_index(w: Tensor) -> None:
+    w.data[0] = 1
+    w.data[-2:, 3] = w.data[-2:, 3] + 2
+
+
+def rows(w: Tensor) -> None:
+    w.index_add_(0, torch.tensor([2, 4]), torch.ones(2, w.shape[1]))
+    w.index_fill_(1, torch.tensor([0]), 0.5)
+
+
+def values(w: Tensor) -> None:
+    w.detach().apply_(lambda value: value + 1)
+
+
+def whole(w: Tensor) -> None:
+    w.mul_(2).clamp_(-1, 1)
+    w.copy_(torch.arange(w.numel()).view(w.shape) + w)
+
+
+def inits(w: Tensor) -> None:
+    torch.manual_seed(3)
+    for init in (nn.init.normal_, nn.init.orthogonal_, nn.init.trunc_normal_, nn.init.xavier_uniform_):
+        init(w)
+    nn.init.sparse_(w, 0.5)
+
+
+CHANGES: tuple[Callable[[Tensor], None], ...] = (by_index, rows, values, whole, inits)
+
+
+@torch.no_grad()
 def changed(folder: str) -> dict[str, bool]:
-    """Run on every rank: whether each change of a view leaves the parameter as that of the full tensor."""
+    """Run on every rank: whether each change of the parameter itself leaves it as that of the full tensor."""
     model, found = load(folder), {}
     for name in NAMES:
         param = model.get_parameter(name)
@@ -105,48 +164,13 @@ def changed(folder: str) -> dict[str, bool]:
             change(full)
             change(param)
             found[f"{change.__name__} {name}"] = torch.allclose(full_tensor(param), full, rtol=1e-5, atol=1e-5)
-        array = param.detach().numpy()
-        with pytest.raises(ValueError, match="read-only"):
-            np.multiply(array, 2, out=array)
     return found
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
-def test_changes_of_views_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+def test_changes_of_parameters_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for found in pool.run(2, changed, cases(*heads).folder):
         assert all(found.values()), [name for name, is_right in found.items() if not is_right]
-
-
-def kept(folder: str) -> dict[str, float]:
-    """Run on every rank: rows that are read while rank 0 alone keeps another, and views from before a merge."""
-    found, views = {}, []
-    with torch.no_grad():
-        for model in load_both(folder):
-            weight = model.lm_head.weight
-            if dist.get_rank() == 0:
-                views.append(weight[5])
-            else:
-                weight[5]
-            views.append(weight[7].clone())
-            merged = get_peft_model(model, LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
-            layer = model.model.layers[0].self_attn.k_proj
-            view = layer.weight.detach().T
-            torch.manual_seed(0)
-            for factor in ("lora_A", "lora_B"):
-                full = nn.Parameter(torch.randn(full_tensor(getattr(layer, factor)["default"].weight).shape))
-                getattr(layer, factor)["default"].weight.copy_(full)
-            merged.merge_adapter()
-            views += [view + 0, layer.weight.detach().T + 0]
-    ours, alone = views[: len(views) // 2], views[len(views) // 2 :]
-    for at, (own, expected) in enumerate(zip(ours[-3:], alone[-3:], strict=True)):
-        found[f"view {at}"] = relative(own, expected)
-    return found
-
-
-def test_views_that_some_ranks_have_kept(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, kept, cases(9, 3).folder):
-        assert len(found) == 3
-        assert max(found.values()) < TOLERANCE, found
 
 
 def read_twice(folder: str) -> float:

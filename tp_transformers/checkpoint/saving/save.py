@@ -28,9 +28,9 @@ from ...anatomy.names import tied_parameters
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
-from ...strategies import shard_of, unsharded_like
-from ...strategies.parameters.sharded import memory_of
+from ...strategies import local_tensor, shard_of, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
+from ...torch_api import memory_of
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
 from ..quantization.format import Format
@@ -157,7 +157,8 @@ def _given_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> dic
     dropped = {*(model._keys_to_ignore_on_save or ())}
     for target, source in tied_parameters(model).items():
         if target in state_dict and source in state_dict:
-            dropped |= {target} if memory_of(state_dict[target]) == memory_of(state_dict[source]) else set()
+            memories = [memory_of(local_tensor(state_dict[name])) for name in (target, source)]
+            dropped |= {target} if memories[0] == memories[1] else set()
     return given_state({name: value for name, value in state_dict.items() if name not in dropped}, GROUP.of(model))
 
 

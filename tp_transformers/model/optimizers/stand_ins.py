@@ -17,7 +17,7 @@ from ...marks import Mark
 from ...ranks import direct
 from ...ranks.random_state import random_state, set_random_state
 from ...strategies import ParamShard, finish_gradient, local_tensor, shard_of
-from ...strategies.parameters.sharded import has_changed, is_sharded, know, laid_out
+from ...strategies.parameters.sharded import is_sharded, know, laid_out
 from ...strategies.parameters.tensors import HAS_LOCAL
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
@@ -59,8 +59,6 @@ class StandIn:
 
     def give(self) -> None:
         """Write the new values to the parameter and its gradient; no collective."""
-        if is_sharded(self.param):
-            has_changed(self.param)
         for target, source in ((self.param, self.tensor), (self.param.grad, self.tensor.grad)):
             if target is not None and source is not None:
                 local, own = local_tensor(target), self._own(source.detach())

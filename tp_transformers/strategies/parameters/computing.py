@@ -12,20 +12,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...errors import UnsupportedError
-from ...marks import untyped
+from ...errors import TensorParallelError, UnsupportedError
 from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only
 from .attributes import ATTRIBUTES
 from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_elementwise, is_in_place, name_of
 from .sharded import (
-    WATCHERS,
     empty_full,
     full_values,
-    has_changed,
     is_sharded,
     know,
     local_values,
-    memory_of,
     own_values,
     version_of,
     write,
@@ -114,7 +110,6 @@ def _elementwise(func: Any, like: Any, target: Any, args: Any, kwargs: Any) -> A
     with as_torch():
         result = func(*args, **kwargs)
     if target is not None:
-        has_changed(target)
         if isinstance(target, DTensor):
             torch.autograd.graph.increment_version(target)
         return target
@@ -166,132 +161,93 @@ def _fill(func: Any, tensor: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
-    """Gather full tensors on all ranks and compute; write tensors that the function changed back to their shards."""
-    sources: dict[int, tuple[Source, int]] = {}
+    """Gather full tensors on all ranks and compute; a parameter that the function changes takes this rank's shard."""
+    gathered: dict[int, tuple[Any, Tensor, int]] = {}
 
     def gather(leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-        if id(leaf) not in sources:
-            source = _gathered(leaf)
-            sources[id(leaf)] = source, version_of(source.full)
-        return sources[id(leaf)][0].full
+        if id(leaf) not in gathered:
+            full = full_values(leaf)
+            gathered[id(leaf)] = leaf, full, version_of(full)
+        return gathered[id(leaf)][1]
 
+    name, first = name_of(func), args[0] if args else None
     full_args = tree_map(gather, (args, kwargs))
     with as_torch():
         result = func(*full_args[0], **full_args[1])
-    is_unversioned = is_in_place(name_of(func)) and (name_of(func) in _UNVERSIONED or torch.is_inference_mode_enabled())
-    for key, (source, version) in sources.items():
-        full, is_target = source.full, is_unversioned and key == id(args[0])
-        if version_of(full) == version and not is_target:
+    is_unversioned = is_in_place(name) and (name in _UNVERSIONED or torch.is_inference_mode_enabled())
+    for shard, full, version in gathered.values():
+        if version_of(full) == version and not (is_unversioned and shard is first):
             continue
-        if full.shape != source.shard.tp_shard.shape:
+        if full.shape != shard.tp_shard.shape:
             raise UnsupportedError(
-                f"{name_of(func)} on a tensor-parallel parameter",
+                f"{name} on a tensor-parallel parameter",
                 got=f"another shape, {tuple(full.shape)}",
-                expected=f"that of the parameter, {tuple(source.shard.tp_shard.shape)}",
+                expected=f"that of the parameter, {tuple(shard.tp_shard.shape)}",
                 fix="Make a tensor of that shape with tp_transformers.full_tensor(param).",
             )
-        source.write()
-        result = source.shard if result is full else result
-    return _views(result, [source for source, _ in sources.values()])
+        with torch.no_grad():
+            write(shard, full)
+        result = shard if result is full else result
+    return _without_writes(result, [full for _, full, _ in gathered.values()])
 
 
-def _gathered(shard: Any) -> Source:
-    """Gather the full tensor that views of `shard` share, or a new one that passes gradients back.
-
-    Other ranks may have dropped their views, so that it is gathered on every call.
-    """
-    if not (shard.requires_grad and torch.is_grad_enabled()):
-        for source in WATCHERS:
-            is_usable = source.full.is_inference() == torch.is_inference_mode_enabled()
-            if is_usable and source.memory == memory_of(shard):
-                source.refresh()
-                return source  # type: ignore[no-any-return]
-    return Source(shard, full_values(shard))
-
-
-class Gathered(Tensor):
-    """A view of a full tensor that was gathered from shards.
-
-    An in-place change is written to the shards. If the shards have changed, the view is gathered again before its use.
-    """
-
-    tp_source: Source
+class GatheredView(Tensor):
+    """A view of a full tensor that was gathered from shards; a write to the view raises TensorParallelError."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute as torch does; after an in-place change, write each rank's shard."""
+        """Compute as torch does."""
         kwargs, name = kwargs or {}, name_of(func)
-        if _shards_in(args, kwargs):
+        leaves = tree_leaves((args, kwargs))
+        if any(is_sharded(leaf) for leaf in leaves):
             return compute(func, args, kwargs)
-        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Gathered)]
-        sources = list(dict.fromkeys(view.tp_source for view in views))
-        if name not in READS and name not in SHAPES:
-            for source in sources:
-                if source.is_stale:
-                    source.refresh()
-        meshes = [leaf.device_mesh for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
-        if meshes:
-            args, kwargs = tree_map_only(Gathered, partial(_replicated, mesh=meshes[0]), (args, kwargs))
+        views = [leaf for leaf in leaves if isinstance(leaf, GatheredView)]
+        is_written = (is_in_place(name) and name not in READS) or kwargs.get("inplace")
+        targets = (args[:1] or kwargs.get("tensor")) if is_written else None
+        if any(isinstance(leaf, GatheredView) for leaf in tree_leaves((targets, kwargs.get("out")))):
+            raise _read_only(name)
+        if name in ("__deepcopy__", "__reduce_ex__"):
+            return func(args[0].as_subclass(Tensor), *args[1:])
+        mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
+        if mesh is not None:
+            args, kwargs = tree_map_only(GatheredView, partial(_replicated, mesh=mesh), (args, kwargs))
         with as_torch():
             before = [version_of(view) for view in views]
             result = func(*args, **kwargs)
-            changed = [view for view, version in zip(views, before, strict=True) if version_of(view) != version]
-            if views and (views[0].is_inference() or name in _UNVERSIONED) and is_in_place(name):
-                changed = views[:1]
-        for source in dict.fromkeys(view.tp_source for view in changed):
-            source.write()
-        return _views(result, sources)
+            if before != [version_of(view) for view in views]:
+                raise _read_only(name)
+        return _without_writes(result, views)
+
+
+def _read_only(name: str) -> TensorParallelError:
+    """The error for a write to a view. torch's parametrizations would ignore a NotImplementedError."""
+    return TensorParallelError(
+        f"{name} on a part of a tensor-parallel parameter",
+        got="a write to a gathered copy, which the shards would not see",
+        expected="a change of the parameter itself, such as param.mul_(2) or param.copy_(full)",
+        fix="Write inside of `with tp_transformers.training.full_parameters(model):`.",
+    )
 
 
 def _replicated(full: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(full.as_subclass(Tensor), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-class Source:
-    """A gathered full tensor and its shard on this rank."""
-
-    def __init__(self, shard: Any, full: Tensor) -> None:
-        self.shard, self.full, self.is_stale = shard, full, False
-        self.memory = memory_of(shard)
-
-    def refresh(self) -> None:
-        """Gather the shards again (on all ranks), into the same memory if they have changed.
-
-        Otherwise it stays, since a backward may need it.
-        """
-        with torch.no_grad(), as_torch():
-            full = full_values(self.shard)
-            if self.is_stale or not torch.equal(full, self.full):
-                with torch.inference_mode(self.full.is_inference()):
-                    self.full.copy_(full)
-        self.is_stale = False
-
-    def write(self) -> None:
-        """Copy this rank's slice of the full tensor to the shard."""
-        with torch.no_grad():
-            write(self.shard, self.full)
-        self.is_stale = False
-
-
-def _views(result: Any, sources: Sequence[Source]) -> Any:
-    """Return `result` with views of full tensors as `Gathered`, and NumPy arrays read-only."""
-    with as_torch():
-        by_storage = {source.full.untyped_storage().data_ptr(): source for source in sources}
+def _without_writes(result: Any, gathered: Sequence[Tensor]) -> Any:
+    """Return `result` with views of `gathered` tensors as `GatheredView`, and NumPy arrays read-only."""
 
     def mark(leaf: Any) -> Any:
-        if type(leaf) is Tensor and not leaf.requires_grad:
-            source = by_storage.get(leaf.untyped_storage().data_ptr())
-            if source is not None:
-                WATCHERS.add(source)
-                untyped(leaf).__class__ = Gathered
-                untyped(leaf).tp_source = source
-        elif isinstance(leaf, np.ndarray):
+        if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.untyped_storage().data_ptr() in storages:
+            return leaf.as_subclass(GatheredView)
+        if isinstance(leaf, np.ndarray):
             leaf.flags.writeable = False
         return leaf
 
-    return tree_map(mark, result)
+    with as_torch():
+        storages = {full.untyped_storage().data_ptr() for full in gathered}
+        return tree_map(mark, result)
 
 
 def _keeps_shape(tensor: Any, args: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -160,33 +159,14 @@ def empty_full(tensor: Any) -> Tensor:
         return torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.tp_shard.shape)
 
 
-WATCHERS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Gathered full tensors that have views: `memory` is the key of their shard's memory, `is_stale` if that changed."""
-
-
-def memory_of(tensor: Any) -> tuple[Any, ...]:
-    """Return a key that is equal for all tensors on this rank that share the shard's memory, even if it is empty."""
-    local = local_values(tensor)
-    return local.untyped_storage()._cdata, local.storage_offset(), local.numel()
-
-
 def version_of(tensor: Tensor) -> int:
     """The version of a tensor, which counts changes in place; one that was made in inference mode has none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def has_changed(tensor: Any) -> None:
-    """Mark views of the full tensor as stale. All ranks do so at the same point of the program."""
-    if WATCHERS:
-        memory = memory_of(tensor)
-        for gathered in WATCHERS:
-            gathered.is_stale |= gathered.memory == memory
-
-
 def write(tensor: Any, full: Tensor) -> None:
     """Copy this rank's slice of `full` into `tensor`."""
     local = tensor.tp_shard.own(full)
-    has_changed(tensor)
     with as_torch():
         if isinstance(tensor, DTensor):
             tensor._local_tensor.copy_(local.detach())

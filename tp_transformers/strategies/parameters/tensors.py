@@ -4,7 +4,7 @@
     p.mul_(2), p + full, p.grad    elementwise: each rank computes on its shard and its slice of `full`
     p.normal_(), randn_like(p)     every rank draws the full tensor and keeps its shard
     p.norm(), svd(p), h @ p.T      all ranks gather the full tensor and compute the same; backward: own slice
-    p[2].zero_(), p.view(-1)       a view of the full tensor; an in-place change is written to the shards
+    p[2], p.view(-1)               a view of a gathered copy; a write to the view raises an error
 
 The forward of a sharded module uses local tensors and runs none of this. `computing` has the rules.
 """
@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from ...marks import untyped
 from ...patches import Patch, Undo, nothing, replace, replace_all
-from ...torch_api import TracingContext, as_torch, tree_leaves
+from ...torch_api import TracingContext, as_torch, memory_of, tree_leaves
 from .computing import compute, is_for_dtensor
-from .sharded import Shard, Sharded, as_shard, assign, full_values, is_sharded, know, memory_of, traced_values
+from .sharded import Shard, Sharded, as_shard, assign, full_values, is_sharded, know, local_values, traced_values
 
 
 def _is_traced() -> bool:
@@ -133,7 +133,9 @@ def _find_duplicates(original: Any, state: Any, **options: Any) -> Any:
     """Find names of one tensor in a state of shards by the memory of the shards, which need not fill a storage."""
     if any(isinstance(value, HAS_LOCAL) for value in state.values()):
         tensors: dict[Any, Tensor] = {}
-        state = {name: tensors.setdefault(memory_of(value), torch.empty(1)) for name, value in state.items()}
+        state = {
+            name: tensors.setdefault(memory_of(local_values(value)), torch.empty(1)) for name, value in state.items()
+        }
     return original(state, **options)
 
 
