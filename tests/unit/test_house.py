@@ -8,7 +8,7 @@ from tests.support.house import House
 
 CORE = 14895
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42329
+PACKAGE = 42402
 """Lines of the package, likewise."""
 FROM_CORE = 131
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

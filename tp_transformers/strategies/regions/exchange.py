@@ -60,8 +60,8 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
         untraced: Forwarder = torch.compiler.disable(forward)
         return untraced
 
-    def has_own_tokens(self, mesh: DeviceMesh) -> bool:
-        """True if ranks have different tokens; returns the same on all ranks."""
+    def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
+        """True if ranks have different tokens in `states`; returns the same on all ranks."""
         raise NotImplementedError
 
     def check(self, module: nn.Module) -> None:
@@ -74,7 +74,7 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         notes = forward_of(module).notes
-        if not self.has_own_tokens(mesh):
+        if not self.has_own_tokens(to_local(inputs[:1])[0], mesh):
             notes["route"] = None
             return super().before(module, inputs, mesh)
         states, ids, weights, *others = to_local(inputs)
@@ -102,8 +102,8 @@ class SequenceExpertsParallel(ExchangeExpertsParallel):
 
     signature = Signature(SEQUENCE, SEQUENCE, inside=(LOCAL, PARTIAL))
 
-    def has_own_tokens(self, mesh: DeviceMesh) -> bool:
-        return exchange_shards(self.name, mesh.get_group())
+    def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
+        return exchange_shards(self.name, states, mesh)
 
 
 class BatchExpertsParallel(ExchangeExpertsParallel):
@@ -111,7 +111,7 @@ class BatchExpertsParallel(ExchangeExpertsParallel):
 
     signature = Signature(BATCH, BATCH, inside=(LOCAL, PARTIAL))
 
-    def has_own_tokens(self, mesh: DeviceMesh) -> bool:
+    def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
         return exchange_samples(mesh.get_group())
 
     def dispatch(

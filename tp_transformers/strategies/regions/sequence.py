@@ -10,7 +10,7 @@ sharded along features compute on the full sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ...errors import UnsupportedError
 from ...ranks.collectives import Group, gather_from_region, scatter_to_region
+from ...ranks.group import agreed
 from ...slices.layout import apportioned, chunked
-from ..base import TensorParallelLayer
+from ...torch_api import top_saved_tensors_hooks
+from ..base import STRATEGY, TensorParallelLayer
 from ..forward.attach import Forward, forward_of
 from ..forward.communication import as_sharded
+from ..shards.shard import ParamShard
 from ..signature import PARTIAL, REPLICATED, SEQUENCE, Signature
 from .hooks import gather_around_hooks, warn_of_global_hooks
 from .regather import remember
@@ -49,6 +53,14 @@ class _Sharding:
         """True if this sequence is the input of the module `name`, which runs now."""
         return self.backward == in_backward() and (self.backward < 0 or name.startswith(self.scope))
 
+    def is_all(self, x: Tensor, mesh: DeviceMesh) -> bool:
+        """True if `x`, of any shape (..., features), has all tokens: a hook calls modules with what it has seen."""
+        if self.widths is None or self.full is None or torch.compiler.is_compiling():
+            return self.widths is None
+        count, every = x.shape[:-1].numel(), self.full.shape[:-1].numel()
+        counts = all_lengths(count, mesh) if sum(self.widths) in self.widths else (count,)  # one rank may hold all
+        return all(each == every for each in counts)
+
 
 _current: dict[str, _Sharding] = {}
 """{group name: sequence of the current forward}. Not weak keys by group: torch before 2.12 cannot compile them."""
@@ -56,11 +68,49 @@ _in_model: dict[str, bool] = {}
 """{group name: True while the base model runs, whose hidden states are gathered after the last norm}."""
 
 
-class SequenceParallel(TensorParallelLayer):
+class _SequenceMember(TensorParallelLayer):
+    """A strategy of a module in a base model with a sharded sequence."""
+
+    ends_with_base = False
+    """True if the sequence ends with the base model: a module that is called by itself then takes a full sequence."""
+    is_reentrant = False
+    """True if the module was called by itself as re-entrant checkpointing calls it."""
+
+    def is_alone(self, x: Tensor, mesh: DeviceMesh) -> bool:
+        """True if the module is called by itself, with a full sequence `x`, outside of a forward of its base model.
+
+        Raises UnsupportedError in the recomputation of such a call, if the backward uses its results.
+        """
+        if in_backward() >= 0:
+            if self.is_reentrant and torch.is_grad_enabled() and _sharding_of(self.name, mesh) is None:
+                raise self.not_recomputed()
+            return False
+        if not self.ends_with_base or _in_model[mesh.get_group().group_name]:
+            return False
+        if not torch.compiler.is_compiling():
+            self.is_reentrant |= x.requires_grad and not torch.is_grad_enabled()
+        return True
+
+    def not_recomputed(self) -> UnsupportedError:
+        """Make the error for a module that is called by itself with gradient checkpointing: a recomputation could not
+        tell a full sequence from a shard.
+        """
+        return agreed(
+            UnsupportedError(
+                f"gradient checkpointing of {self.name}",
+                got="a module that is called by itself, in a model with tp_sequence_parallel",
+                expected="a call of the base model",
+                fix="Call the base model, call the module without checkpointing, or load without tp_sequence_parallel.",
+            )
+        )
+
+
+class SequenceParallel(_SequenceMember):
     """Apply a replicated module to this rank's shard of the sequence (Korthikanti et al. 2022).
 
     Gradients of parameters are partial sums over this rank's tokens (backward: all-reduce). A DTensor input is
-    redistributed to `Shard(sequence_dim)`; a plain tensor is this rank's shard already.
+    redistributed to `Shard(sequence_dim)`; a plain tensor is this rank's shard already. With `tp_sequence_parallel`, a
+    module that is called by itself takes the full sequence, and gradients are not summed.
 
         [x / y] ── n ── [n(x) / n(y)]
     """
@@ -79,12 +129,18 @@ class SequenceParallel(TensorParallelLayer):
         )
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x, length = inputs[0], None
+        x, length, notes = inputs[0], None, forward_of(module).notes
         if isinstance(x, DTensor):
             length = x.shape[self.sequence_dim]
             x = x.redistribute(mesh, self.desired_input_layouts).to_local()  # type: ignore[arg-type]
-        forward_of(module).notes["sequence"] = (length, x)
+        elif self.ends_with_base:
+            notes["full"] = self.is_alone(x, mesh) or (in_backward() < 0 and widths_of(self.name, x, mesh) is None)
+        notes["sequence"] = (length, x)
         return (x, *inputs[1:])
+
+    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
+        """See `Communication.views_of`: none for a full sequence, since they sum gradients over the ranks."""
+        return () if forward_of(module).notes.get("full") else views
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         length, x = forward_of(module).notes["sequence"]
@@ -111,13 +167,11 @@ class SequenceParallelRep(SequenceParallel):
     signature = Signature(SEQUENCE, REPLICATED, gradient=PARTIAL)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        widths, group_name = widths_of(self.name, outputs, mesh), mesh.get_group().group_name
-        if not _in_model.get(group_name):  # a user has called layer by layer
-            _current.pop(group_name, None)
+        widths = widths_of(self.name, outputs, mesh)
         return outputs if widths is None else gather_from_region(outputs, widths, mesh.get_group(), dim=SEQUENCE_DIM)
 
 
-class SequenceScatterParallel(TensorParallelLayer):
+class SequenceScatterParallel(_SequenceMember):
     """Before the first sequence-parallel module: keep this rank's shard of the sequence (backward: all-gather).
 
     Shards differ by at most one token; if there are fewer tokens than ranks, some are empty. Outside training, a
@@ -131,6 +185,10 @@ class SequenceScatterParallel(TensorParallelLayer):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, *others = inputs
+        if self.is_alone(x, mesh):
+            if _is_checkpointed() or (module.training and getattr(module, "gradient_checkpointing", False)):
+                raise self.not_recomputed()
+            return inputs
         length = x.shape[SEQUENCE_DIM]
         # Re-entrant checkpointing runs training forwards without recording gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
@@ -139,11 +197,11 @@ class SequenceScatterParallel(TensorParallelLayer):
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE_DIM), *others)
 
 
-class SequenceBlock(RegionBlock):
+class SequenceBlock(RegionBlock, _SequenceMember):
     """A block that computes on the full sequence, between modules that compute on shards."""
 
     dim, what = SEQUENCE_DIM, "sequence"
-    remedy = "Sequence parallelism does not fit this model; load it without."
+    remedy = "Call the base model, or load without tp_sequence_parallel, if it does not fit this model."
 
     @property
     def around_replicated(self) -> SequenceReplicatedParallel:
@@ -156,19 +214,15 @@ class SequenceBlock(RegionBlock):
         Gradient checkpointing recomputes a layer in the backward, possibly after other forwards. Attention then finds
         the sequence length in its position arguments, and the other blocks of the layer use it.
         """
-        length, backward, sharding = (
-            _full_length(forward.given),
-            in_backward(),
-            _current.get(mesh.get_group().group_name),
-        )
-        is_under_way = backward < 0 and sharding is not None and sharding.backward < 0
-        if length is None or is_under_way or not torch.is_grad_enabled():
+        if self.is_alone(x, mesh):
+            if _is_checkpointed():
+                raise self.not_recomputed()
+            return None
+        length, backward = _full_length(forward.given), in_backward()
+        if length is None or backward < 0 or not torch.is_grad_enabled():
             return widths_of(self.name, x, mesh)
         widths = apportioned(length, self.ranks)
-        if backward >= 0:
-            _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
-        else:  # a layer that is trained by itself: its norms all-reduce gradients of shards
-            self.agreed = frozenset()
+        _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
         return widths
 
 
@@ -202,6 +256,9 @@ class SequenceStatesParallel(TensorParallelLayer):
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
         gather_around_hooks(module, self.name, widths_of, mesh)
         _in_model[mesh.get_group().group_name] = False  # before torch.compile guards it
+        for strategy in filter(None, map(STRATEGY.find, module.modules())):
+            if isinstance(strategy, _SequenceMember):
+                strategy.ends_with_base = True
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         _current.pop(mesh.get_group().group_name, None)
@@ -257,6 +314,12 @@ def _are_states(value: Any, last: Tensor) -> bool:
     )
 
 
+def _is_checkpointed() -> bool:
+    """True in a forward under gradient checkpointing that is not re-entrant."""
+    hooks = None if torch.compiler.is_compiling() else top_saved_tensors_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def _full_length(given: Mapping[str, Any]) -> int | None:
     """Return the length of the full sequence from position arguments of a module; None without them."""
     positions, rotations = given.get("position_ids"), given.get("position_embeddings")
@@ -265,14 +328,21 @@ def _full_length(given: Mapping[str, Any]) -> int | None:
     return rotations[0].shape[-2] if isinstance(rotations, tuple) else None
 
 
-def exchange_shards(name: str, group: Group) -> bool:
-    """True if the experts `name` exchange tokens, as their input is sharded; records the exchange."""
-    sharding = _current.get(group.group_name)
-    if sharding is None or not sharding.holds(name):
+def _sharding_of(name: str, mesh: DeviceMesh) -> _Sharding | None:
+    """Return the sharding of the sequence that module `name` computes on now; None if none is recorded."""
+    sharding = _current.get(mesh.get_group().group_name)
+    return sharding if sharding is not None and sharding.holds(name) else None
+
+
+def exchange_shards(name: str, states: Tensor, mesh: DeviceMesh) -> bool:
+    """True if the experts `name` exchange tokens, as their input `states` is sharded; records the exchange."""
+    sharding = _sharding_of(name, mesh)
+    if sharding is None:
         return in_backward() >= 0
-    if sharding.widths is not None:
-        sharding.exchanges.append(name)
-    return sharding.widths is not None
+    if sharding.is_all(states, mesh):
+        return False
+    sharding.exchanges.append(name)
+    return True
 
 
 def is_sequence_sharded(group: Group) -> bool:
@@ -280,18 +350,21 @@ def is_sequence_sharded(group: Group) -> bool:
 
     In training the sequence is always sharded, also when a backward recomputes it after another forward.
     """
-    sharding = _current.get(group.group_name)
+    sharding, backward = _current.get(group.group_name), in_backward()
+    if backward < 0 and not _in_model.get(group.group_name, True):  # a module that is called by itself
+        return False
     return torch.is_grad_enabled() or (
-        sharding is not None and sharding.backward == in_backward() and sharding.widths is not None
+        sharding is not None and sharding.backward == backward and sharding.widths is not None
     )
 
 
 def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:
-    """Return each rank's length of the sequence in the input `x` of module `name`; None if `x` is full.
+    """Return each rank's length of the sequence in the input `x` of module `name`; None if `x` is full, as it is for a
+    module that a hook calls with what it has seen.
 
     In a recomputation without a recorded sequence, the ranks exchange their lengths (one all-gather of a number).
     """
-    sharding = _current.get(mesh.get_group().group_name)
-    if sharding is not None and sharding.holds(name):
-        return sharding.widths
-    return all_lengths(x.shape[SEQUENCE_DIM], mesh) if in_backward() >= 0 else None
+    sharding = _sharding_of(name, mesh)
+    if sharding is None:
+        return all_lengths(x.shape[SEQUENCE_DIM], mesh) if in_backward() >= 0 else None
+    return None if sharding.is_all(x, mesh) else sharding.widths
