@@ -16,8 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tests.support.words import faults, is_indirect
-
 HERE = Path(__file__).parents[2]
 PACKAGE = "tp_transformers"
 LONG_FUNCTION = 70
@@ -40,7 +38,7 @@ class Checkout:
 
     def figures(self) -> Figures:
         """All figures; those of a forward and of a load need a run."""
-        return {**self.sizes(), **self.flags(), **self.forwards(), **self.words(), **self.uses(), **self.journeys()}
+        return {**self.sizes(), **self.flags(), **self.forwards(), **self.uses(), **self.journeys()}
 
     def sizes(self) -> Figures:
         """Lines of functions, of files, of the package and of the tests."""
@@ -83,11 +81,6 @@ class Checkout:
             found[f"{title} of a strategy"] = f"{len(of_base)}: {', '.join(sorted(of_base))}"
             found[f"{title} that subclasses add"] = f"{len(own)}: {', '.join(sorted(own))}"
         return found
-
-    def words(self) -> Figures:
-        """Sentences with what, whose or of which."""
-        found, count = faults(self.root / PACKAGE, is_indirect)
-        return {"sentences with what, whose, of which": f"{len(found)} of {count} ({len(found) / count:.1%})"}
 
     def uses(self) -> Figures:
         """Names of inner modules in the tests, errors that mypy is told to ignore, private names of torch."""

@@ -85,13 +85,11 @@ def test_the_readme_is_short() -> None:
 
 
 @each_page
-def test_lines_are_of_one_width_and_sentences_are_plain(page: Path) -> None:
+def test_lines_are_of_one_width(page: Path) -> None:
     # Docstrings, and errors of transformers.
-    text = re.sub(r"<!-- (public names|proofs) -->.*<!-- /\1 -->", "", prose(page), flags=re.DOTALL)
+    text = re.sub(r"<!-- (public names) -->.*<!-- /\1 -->", "", prose(page), flags=re.DOTALL)
     for line in text.splitlines():
         assert len(line) <= 120 or line.startswith(("|", "[")), line
-    begins = re.findall(r"(?:^|[.!?:] |\| |^- |^#+ )(?:What|Which|Whether|Of|Where)\b.{,40}", text, re.MULTILINE)
-    assert not begins
 
 
 @each_page
@@ -135,6 +133,6 @@ def test_every_error_is_named() -> None:
 def test_every_result_is_named() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     folder = ROOT / "benchmarks" / "results"
-    results = [path.name for path in folder.iterdir() if path.suffix in (".md", ".png", ".svg")]
+    results = [path.name for path in folder.iterdir() if path.suffix == ".md"]
     assert results
     assert all(f"results/{name}" in page for name in results)
