@@ -4,7 +4,7 @@ The pages of the project keep their paths, so that their links to each other hol
 public namespace gets a page. A link to a plan or an example leads to its page, a link to another file to the
 repository; a link to nothing is an error.
 
-    python docs/collect.py
+    python -m docs.collect
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import html
 import re
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 FOLDERS = ("docs", "model_plans", "tp_transformers", "examples", "benchmarks", "tests")
 EXAMPLES = "examples"
-PROOFS = "model_plans/PROOFS.md"
+PROOFS, PROOFS_DATA = "model_plans/PROOFS.md", "tests/data/proofs.json"
+"""The page of every model type, and the file of which the page is made."""
 BOOSTS = {
     "api/": 0.1,
     "benchmarks/": 0.1,
@@ -44,7 +46,7 @@ def main() -> None:
     named = set(_named(nav))
     tasks = set(_named([entry for entry in nav if not entry.keys() & set(REFERENCE)]))
     pages = {path: (ROOT / path).read_text(encoding="utf-8") for path in _files("*.md")}
-    pages |= {**plans(), **examples(), **reference()}
+    pages |= {**plans(), **examples(), **reference(), PROOFS: every_model_type()}
     folder = BUILD / "pages"
     written = set()
     for path, text in pages.items():
@@ -63,8 +65,7 @@ def main() -> None:
 
 def plans() -> dict[str, str]:
     """Page of each plan: its title, model types, text, and the rows of the proofs that name it."""
-    proofs = (ROOT / PROOFS).read_text(encoding="utf-8")
-    rows = [line for line in proofs.splitlines() if re.match(r"\| `[\w.-]+` \|", line)]
+    rows = [line for line in every_model_type().splitlines() if re.match(r"\| `[\w.-]+` \|", line)]
     head = "| `model_type` | plan | of 2, 3, 4 | output | gradient | replicated, and why not more |"
     pages = {}
     for path in sorted((ROOT / "model_plans").glob("*.yaml")):
@@ -87,6 +88,14 @@ def plans() -> dict[str, str]:
             ]
         )
     return pages
+
+
+@cache
+def every_model_type() -> str:
+    """Page of the proofs: a table for each kind of model."""
+    from tests.support.readme import proofs
+
+    return f"# Every model type\n\n{proofs()}\n"
 
 
 def examples() -> dict[str, str]:
@@ -152,6 +161,8 @@ def _link(link: re.Match[str], path: str, pages: set[str]) -> str:
     place = PurePosixPath(normpath(str(folder / target)))
     if place.suffix in (".png", ".svg"):  # a page may have its name
         return link[0]
+    if str(place) == PROOFS_DATA:
+        place = PurePosixPath(PROOFS)
     for page in (str(place), f"{place}/README.md", str(place.with_suffix(".md"))):
         if page in pages:
             return f"]({relpath(page, folder)}{anchor})"

@@ -1,8 +1,8 @@
 """The pages of the project, as tests know them: code blocks, links, and tables that are generated from the code.
 
 `python -m tests.support.readme` writes the generated parts into the pages, between the markers `<!-- NAME -->` and
-`<!-- /NAME -->`: the map of the package and the modules of each folder, the tables of architectures, of proofs, of
-public names and of measured numbers, and tables of contents.
+`<!-- /NAME -->`: the map of the package and the modules of each folder, the tables of architectures, of public
+names and of measured numbers, and tables of contents.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def architectures(page: Path) -> str:
     return "\n".join(rows)
 
 
-def proofs(page: Path) -> str:
+def proofs() -> str:
     """A count by kind of model, and a table a kind: what each rank holds, the errors, and what stays whole."""
     known = read()
     releases = sorted({proof.release for proof in known.values()})
@@ -324,7 +324,6 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "map": package_map,
     "modules": modules,
     "architectures": architectures,
-    "proofs": proofs,
     "public names": public_names,
     "quantised": quantised,
     "loading": loading,

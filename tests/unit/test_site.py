@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 import yaml
 
+from docs import collect
 from tests.support.readme import PAGES, ROOT, called, links
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder that docs/collect.py has written to."""
-    spec = importlib.util.spec_from_file_location("collect", ROOT / "docs" / "collect.py")
-    assert spec is not None
-    assert spec.loader is not None
-    collect = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(collect)
-    collect.BUILD = tmp_path_factory.mktemp("build")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(collect, "BUILD", tmp_path_factory.mktemp("build"))
     collect.main()
-    return collect.BUILD  # type: ignore[no-any-return]
+    yield collect.BUILD
+    patch.undo()
 
 
 def paths(nav: Any) -> Iterator[str]:
@@ -57,9 +55,17 @@ def test_links_to_pictures_stay(build: Path) -> None:
     def pictures(page: Path) -> list[str]:
         return [link for link in links(page) if link.endswith((".png", ".svg"))]
 
-    expected = pictures(ROOT / "benchmarks" / "README.md")
-    assert len(expected) > 10
-    assert pictures(build / "pages" / "benchmarks" / "README.md") == expected, "not the page of the same name"
+    expected = pictures(ROOT / "README.md")
+    assert expected
+    assert pictures(build / "pages" / "README.md") == expected
+    assert all((build / "pages" / path).is_file() for path in expected)
+
+
+def test_every_model_type_is_in_a_table(build: Path) -> None:
+    text = (build / "pages" / collect.PROOFS).read_text(encoding="utf-8")
+    types = json.loads((ROOT / collect.PROOFS_DATA).read_text(encoding="utf-8"))
+    assert all(f"`{name}`" in text for name in types)
+    assert "](PROOFS.md)" in (build / "pages" / "model_plans" / "README.md").read_text(encoding="utf-8")
 
 
 def test_pipes_in_code_of_tables_have_no_backslash(build: Path) -> None:
