@@ -57,7 +57,6 @@ fuzz: $(VENV)/ready
 
 # Loading against transformers' own tensor parallelism; BENCH="--cold --models phi3,gpt_oss" passes options.
 bench: $(VENV)/ready
-	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[bench]"
 	$(PY) -m benchmarks.bench_load $(BENCH)
 
 # All that only a GPU can prove: tests, sums, decoding, loading and training, into benchmarks/results/gpu.
@@ -88,8 +87,7 @@ coming: $(VENV)/ready
 	@grep -v '^#' .ci/constraints.txt | diff --side-by-side --suppress-common-lines --width 80 - \
 	  <($(PY) -m pip freeze --exclude-editable) || true
 
-# Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each. The same
-# folder is for `PYTHONPATH=.venv/optimizers .venv/bin/python -m benchmarks.bench_optimizers`.
+# Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each.
 optimizers: $(VENV)/optimizers
 	OPTIMIZERS=1 PYTHONPATH=$< $(PY) -m pytest -s tests/distributed/training/test_optimizers.py
 
@@ -106,11 +104,11 @@ $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 
 # The site of the pages, in build/site; a link or an anchor that leads nowhere fails.
 docs: $(VENV)/docs
-	$(PY) docs/collect.py
+	$(PY) -m docs.collect
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --config-file build/mkdocs.yml
 
 docs-serve: $(VENV)/docs
-	$(PY) docs/collect.py
+	$(PY) -m docs.collect
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve --config-file build/mkdocs.yml
 
 $(VENV)/docs: $(VENV)/ready

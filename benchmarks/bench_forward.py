@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, processes
-from .forward import MODELS, SCENARIOS, SIDES, WIDTHS, Job
+from .forward import MODELS, SCENARIOS, WIDTHS, Job
 from .report import save, shown_machine, shown_spread, slowest, spread
 
 RESULTS = Path(__file__).parent / "results"
@@ -57,8 +57,7 @@ def main() -> int:
     kinds += [arguments.widths] if arguments.widths != ("tiny" if arguments.fake else "real") else []
     path = arguments.results / "-".join(["forward", arguments.device, *kinds])
     save(path, result, text)
-    drawn = _draw(result, path.with_suffix(".png"))
-    print(f"{path}.json, .md" + (", .png" if drawn else "; no chart: it needs matplotlib (pip install '.[bench]')"))
+    print(f"{path}.json, .md")
     return 0
 
 
@@ -153,47 +152,6 @@ def table(result: dict[str, Any]) -> str:
 
 def _ratio(found: dict[str, Any] | None) -> str:
     return "-" if found is None else shown_spread(found)
-
-
-def _draw(result: dict[str, Any], path: Path) -> bool:
-    """Plot the forward's time, one panel per scenario, by number of ranks; several models by model, on the most ranks.
-
-    Returns False without matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    models = result["models"]
-    names = list(dict.fromkeys(name for of in models.values() for found in of.values() for name in found["scenarios"]))
-    ranks = max(next(iter(models.values())), key=int)
-    if len(models) > 1:
-        places, about = {model: sizes[ranks]["scenarios"] for model, sizes in models.items()}, f"{ranks} ranks"
-    else:
-        ((about, sizes),) = models.items()
-        places = {size: found["scenarios"] for size, found in sizes.items()}
-    figure = Figure(figsize=(max(3.2, 0.7 * len(places)) * len(names), 3.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        for side, (label, colour) in SIDES.items():
-            points = {
-                place: found[name]["seconds"][side]["median"] * 1e3
-                for place, found in places.items()
-                if side in found.get(name, {}).get("seconds", {})
-            }
-            line = "solid" if len(models) == 1 else "none"
-            if points:
-                axes.plot(list(points), list(points.values()), ls=line, marker="o", color=colour, label=label)
-        axes.set_title(name, fontsize=9)
-        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
-        axes.set_xlabel("ranks" if len(models) == 1 else "")
-        axes.tick_params(axis="x", labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("ms")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
-    figure.supxlabel(f"{about}, {result['machine']['cpu']}, {result['machine']['cores']} cores", fontsize=8)
-    figure.savefig(path, dpi=150)
-    return True
 
 
 def _parse() -> argparse.Namespace:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from . import machine, processes
-from .chart import draw
 from .checkpoints import LAYOUTS, ensure, files
 from .report import fractions, save, shards, summarise, table
 from .sides import Setting, Side, compared
@@ -51,8 +50,7 @@ def main() -> int:
     print(f"\n{text}")
     path = arguments.results / _name(arguments)
     save(path, result, text)
-    drawn = draw(result, path.with_suffix(".png"))
-    print(f"{path}.json, .md" + (", .png" if drawn else "; no chart: it needs matplotlib (pip install '.[bench]')"))
+    print(f"{path}.json, .md")
     return 0
 
 

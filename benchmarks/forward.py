@@ -20,13 +20,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache, logg
 
 import tp_transformers
 
-SIDES = {
-    "ours": ("tp_transformers", "#2f6fb7"),
-    "native": ("transformers", "#8a929b"),
-    "plain": ("one process a rank", "#d08a2e"),
-    "alone": ("one process, all cores", "#b5493a"),
-}
-"""Sides, with name and colour in the chart. The last one computes on the first rank only, while the others sleep."""
 SHARED = {"vocab_size": 8000, "max_position_embeddings": 2048, "pad_token_id": 0}
 WIDTHS: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},

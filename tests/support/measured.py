@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from pathlib import Path
-from typing import Any
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EXACTNESS = Path(__file__).parents[1] / "data" / "exactness.json"
 
 TITLES = {"llama": "Llama", "mixtral": "Mixtral", "phi3": "Phi-3", "qwen3": "Qwen3", "olmo2": "OLMo 2"}
 """Name of a benchmark's model -> its name on a page."""
 
 LOADING = {
-    "load": ("load", 1, " s", 2),
-    "first_forward": ("load and first forward", 1, " s", 2),
-    "anonymous": ("peak anonymous memory above the shard", 1e6, " MB", 0),
+    "load": "load",
+    "load and first forward": "load and first forward",
+    "peak anonymous memory above the shard, worst rank": "peak anonymous memory above the shard",
 }
-"""Measure of loading -> its title, the size of its unit, the unit, and decimals."""
+"""Measure of loading -> its title on a page."""
 
 SCENARIOS = {
     "prefill": "prefill of 512 tokens",
@@ -27,35 +28,41 @@ SCENARIOS = {
 }
 
 
-def result(name: str) -> Any:
-    """The numbers of `benchmarks/results/<name>.json`."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+def result(name: str) -> tuple[list[dict[str, str]], str]:
+    """The table of `benchmarks/results/<name>.md`, a dict of cells by column for each row, and the text below it."""
+    text = (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+    table, _, remarks = text.partition("\n\n")
+    columns, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    return [dict(zip(columns, row, strict=True)) for row in rows], remarks
 
 
 def loading(page: Path) -> str:
     """Times and memory of loading by both sides, and of pre-sharded files; ratios are transformers' by ours."""
-    mapped, presharded = result("load-cpu-2"), result("load-cpu-2-presharded-map")
+    (mapped, remarks), (presharded, other_remarks) = result("load-cpu-2"), result("load-cpu-2-presharded-map")
     rows = [
         "| checkpoint | measure | transformers | here | ratio | pre-sharded, `tp_map=True` | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for model, numbers in mapped["models"].items():
-        title = f"{TITLES[model]}, {numbers['checkpoint']['bytes'] / 1e9:.1f} GB"
-        for measure, (meaning, scale, unit, digits) in LOADING.items():
-            both, alone = numbers["measures"][measure], presharded["models"][model]["measures"][measure]
-            medians = [both["native"]["median"], both["ours"]["median"], alone["presharded"]["median"]]
-            native, ours, ready = (f"{median / scale:.{digits}f}{unit}" for median in medians)
-            ratio, ratio_ready = (f"{side['ratio']['median']:.3g}" for side in (both, alone))
-            rows.append(f"| {title} | {meaning} | {native} | {ours} | {ratio} | {ready} | {ratio_ready} |")
-            title = ""
-    releases = [each["machine"]["versions"]["transformers"] for each in (mapped, presharded)]
-    note = f"{mapped['setting']}, {mapped['pairs']} pairs; transformers {releases[0]}, pre-sharded {releases[1]}"
-    return "\n".join([*rows, "", f"Medians; {note}."])
+    seen = ""
+    for both, alone in zip(mapped, presharded, strict=True):
+        if both["measure"] in LOADING:
+            assert (both["checkpoint"], both["measure"]) == (alone["checkpoint"], alone["measure"])
+            model, size = both["checkpoint"].split(", ")
+            title = f"{TITLES[model]}, {size}" if model != seen else ""
+            native, ours, ratio = list(both.values())[2:]
+            ready, ratio_ready = list(alone.values())[3:]
+            ratios = [each.partition(" (")[0] for each in (ratio, ratio_ready)]
+            cells = [title, LOADING[both["measure"]], native, ours, ratios[0], ready, ratios[1]]
+            rows.append(f"| {' | '.join(cells)} |")
+            seen = model
+    setting = remarks.partition(" of fresh processes")[0].removeprefix("- ")
+    releases = [re.findall(r"transformers ([\d.]+)", each)[0] for each in (remarks, other_remarks)]
+    return "\n".join([*rows, "", f"Medians; {setting}; transformers {releases[0]}, pre-sharded {releases[1]}."])
 
 
 def exactness(page: Path) -> str:
     """Last loss and gradient norm of a short training by number of ranks, and the largest differences of all steps."""
-    found = result("exactness-cpu")
+    found = json.loads(EXACTNESS.read_text(encoding="utf-8"))
     setting, one = found["setting"], found["one"]
     rows = [
         f"| ranks | loss after {setting['steps']} steps | gradient norm | largest difference of a loss | of a norm |",
@@ -66,7 +73,7 @@ def exactness(page: Path) -> str:
         last = f"{run['losses'][-1]:.6f} | {run['norms'][-1]:.5f}"
         rows.append(f"| {ranks} | {last} | {run['loss']:.0g} | {run['norm']:.0g} |")
     tokens = f"{setting['batch']} x {setting['length']} tokens"
-    releases = ", ".join(f"{name} {found['machine']['versions'][name]}" for name in ("transformers", "torch"))
+    releases = ", ".join(f"{name} {found['versions'][name]}" for name in ("transformers", "torch"))
     first, exact = one["norms"][0], found["first_norm_fp64"]
     note = (
         f"Steps of {tokens}; differences are relative, of all steps; {releases}. Norms differ by the sums of squares "
@@ -79,9 +86,10 @@ def exactness(page: Path) -> str:
 def computing(page: Path) -> str:
     """Time of transformers' tensor parallelism, and of one process with all cores, by ours; real widths."""
     rows = ["| | " + " | ".join(SCENARIOS.values()) + " |", "| --- |" + " --- |" * len(SCENARIOS)]
-    for model, by_ranks in result("forward-cpu")["models"].items():
-        scenarios = by_ranks["2"]["scenarios"]
-        ratios = [scenarios[name]["ratios"] for name in SCENARIOS]
-        cells = [f"{ratio['native']['median']:.2f}, {ratio['alone']['median']:.2f}" for ratio in ratios]
-        rows.append(f"| {TITLES[model]} | " + " | ".join(cells) + " |")
+    measured, _ = result("forward-cpu")
+    for model, title in TITLES.items():
+        found = {row["scenario"]: row for row in measured if row["model"] == model}
+        sides = [(found[name]["transformers by here"], found[name]["one process, all cores"]) for name in SCENARIOS]
+        cells = [", ".join(side.partition(" (")[0] for side in each) for each in sides]
+        rows.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from benchmarks.corpus import Corpus, read_text
 from benchmarks.meters import read_log
 from benchmarks.processes import ROOT
 from benchmarks.train_llm import parse, train
@@ -110,3 +113,59 @@ def test_a_mistake_is_the_same_error_on_all_ranks(options: list[str], pool: Pool
         found = pool.run(2, run, [*options, *more.split(), "--out", str(tmp_path / "out")])
         assert all(text.startswith(f"UsageError: {error}") for text in found), found
     assert not (tmp_path / "out").exists()
+
+
+RECORD = ROOT / "tests" / "data" / "exactness.json"
+SETTING = {"steps": 5, "batch": 2, "length": 16}
+
+
+def first_norm(folder: Path) -> float:
+    """The norm in fp64 of the gradients of the first step, which one process computes in fp32.
+
+    A sum of 28 million squares in fp32, those of the gradient of the embedding, loses digits.
+    """
+    text = read_text(AutoTokenizer.from_pretrained(folder), ROOT / "tests" / "data" / "alice.txt")
+    batch = Corpus(text, SETTING["length"], 0).batch(0, SETTING["batch"])
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    plain(batch, labels=batch, use_cache=False).loss.backward()
+    return (
+        torch.stack([param.grad.double().norm() for param in plain.parameters() if param.grad is not None])
+        .norm()
+        .item()
+    )
+
+
+def test_losses_and_norms_by_ranks(smollm2: Path, pool: Pool, tmp_path: Path) -> None:
+    """The table of README.md. `RECORD=1` writes the numbers, from which `python -m tests.support.readme` makes it."""
+    sizes = [f"--{name}={value}" for name, value in {**SETTING, "warmup": 2}.items()]
+    options = ["--model", str(smollm2), "--text", str(ROOT / "tests" / "data" / "alice.txt"), *sizes]
+
+    def numbers(out: Path) -> dict[str, Any]:
+        lines = steps(out).values()
+        return {"losses": [line["loss"] for line in lines], "norms": [line["norm"] for line in lines]}
+
+    assert not run([*options, "--out", str(tmp_path / "one")])
+    one, ranks = numbers(tmp_path / "one"), {}
+    for size, more in ((2, ""), (3, ""), (4, ""), (3, "--invariant")):
+        out = tmp_path / f"{size}{more}"
+        assert not any(pool.run(size, run, [*options, *more.split(), "--out", str(out)]))
+        found = numbers(out)
+        worst = {
+            name: max(abs(ours - theirs) / theirs for ours, theirs in zip(found[key], one[key], strict=True))
+            for name, key in (("loss", "losses"), ("norm", "norms"))
+        }
+        assert max(worst.values()) <= 1e-4 * (not more), worst  # fp32 sums in another order, of few steps
+        ranks[f"{size}, `tp_invariant=True`" if more else str(size)] = found | worst
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    result = {
+        "versions": versions,
+        "setting": SETTING,
+        "first_norm_fp64": first_norm(smollm2),
+        "one": one,
+        "ranks": ranks,
+    }
+    if os.environ.get("RECORD"):
+        RECORD.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert recorded["ranks"].keys() == ranks.keys()
+    assert recorded["one"]["losses"] == pytest.approx(one["losses"], rel=1e-4)  # other machines, other sums

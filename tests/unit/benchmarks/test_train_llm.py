@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import trainee
 from benchmarks.corpus import Corpus, read_dataset
-from benchmarks.curves import compare, faults
 from benchmarks.meters import Log, Stopwatch, operations_per_token, peak_operations, read_log
 from benchmarks.train_llm import check, multiplied, parse
 from tp_transformers.errors import UsageError
@@ -126,31 +122,3 @@ def test_a_log_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     ]
     Log(path, {"tp": 1}, 1)
     assert read_log(path) == [{"run": {"tp": 1}}]
-
-
-@pytest.mark.parametrize(
-    ("loss", "weight", "wrong"),
-    [
-        (2.001, 8.00001, []),
-        (2.003, 8.0, ["the loss of step 2 differs by 1.5e-03"]),
-        (math.nan, 8.0, ["the loss of step 2 differs by nan"]),
-        (2.0, 8.0004, []),
-        (2.0, 6.0, ["the largest, differs by 2.5e-01", "the largest change, differs by 1.0e+00"]),
-        (2.0, 8.004, ["the largest, differs by 5.0e-04"]),
-        (2.0, math.nan, ["the largest, differs by nan", "the largest change, differs by nan"]),
-    ],
-)
-def test_runs_that_disagree_are_told(loss: float, weight: float, wrong: list[str], tmp_path: Path) -> None:
-    for name, losses, last in (("run", [3.0, loss], weight), ("reference", [3.0, 2.0], 8.0), ("initial", [], 6.0)):
-        folder = tmp_path / name if name == "initial" else tmp_path / name / "final"
-        folder.mkdir(parents=True)
-        save_file(
-            {"a": torch.tensor([1.0, last], dtype=torch.float64), "b": torch.ones(2)}, folder / "model.safetensors"
-        )
-        lines = [json.dumps({"step": step, "loss": each}) for step, each in enumerate(losses, 1)]
-        (tmp_path / name / "log.jsonl").write_text("\n".join(lines))
-    found = compare(tmp_path / "run", tmp_path / "reference", tmp_path / "initial")
-    told = faults({"modes": {"run": {"label": "run", **found}}})
-    assert len(told) == len(wrong)
-    for fault, words in zip(told, wrong, strict=True):
-        assert words in fault
