@@ -7,7 +7,7 @@ A method of `Feature` exists for what at least two features add, or the core its
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .loading.storage import Storage
 
 FOLDER = Path(__file__).with_name("features")
 
@@ -47,6 +49,10 @@ class Feature:
     def planners(self) -> Mapping[str, Planner]:
         """Values of `tp_plan`: name -> the way to make a plan."""
         return {}
+
+    def storages(self) -> Sequence[type[Storage]]:
+        """Storages of weights; a load asks them in this order."""
+        return ()
 
 
 @cache

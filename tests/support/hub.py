@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import bytes_read, load
 from tests.support.pool import Pool
-from tp_transformers.checkpoint.hub import fetch_plan as shares
-from tp_transformers.checkpoint.hub import tries as http
+from tp_transformers.features.hub_streaming import fetch_plan as shares
+from tp_transformers.features.hub_streaming import tries as http
 
 SMALL = {"DIRECT_BYTES": 4 << 10, "RANGE_BYTES": 16 << 10, "BLOCK_BYTES": 8 << 10}
 """Sizes by which tiny models take every path: several rounds, ranges of one's own, pieces."""

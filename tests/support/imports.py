@@ -45,6 +45,8 @@ ORDER = (
     "__main__",
 )
 """Packages and modules at the top level; each imports those before it. "" is `tp_transformers/__init__.py`."""
+SEAMS = "seams"
+"""The module whose imports for typing do not count: it names the types of what features add, and uses none."""
 
 
 class Imports:
@@ -114,8 +116,10 @@ class Imports:
         package = name.split(".") if name else []
         if path.name != "__init__.py":
             package = package[:-1]
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom):
+        tree = ast.parse(path.read_text())
+        typing = {id(node) for part in ast.walk(tree) if _is_for_typing(part) for node in ast.walk(part)}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or (name == SEAMS and id(node) in typing):
                 continue
             parts = (node.module or "").split(".")
             if node.level:
@@ -127,6 +131,10 @@ class Imports:
             for alias in node.names:
                 module = f"{base}.{alias.name}".strip(".")
                 yield module if module in self.files else base
+
+
+def _is_for_typing(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def top(name: str) -> str:

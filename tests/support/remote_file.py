@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from tests.support.hub_server import HubServer
-from tp_transformers.checkpoint.hub.remote_file import RemoteFile
-from tp_transformers.checkpoint.hub.tries import resolve
+from tp_transformers.features.hub_streaming.remote_file import RemoteFile
+from tp_transformers.features.hub_streaming.tries import resolve
 
 CONTENT = bytes(os.urandom(300_000))
 

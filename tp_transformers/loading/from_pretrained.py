@@ -18,12 +18,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from ..checkpoint.hub.hub import Weights, check_index, is_on_hub, open_weights, pin
-from ..checkpoint.hub.remote_file import RemoteFile
 from ..checkpoint.quantization.find import recognised, take_quantization
 from ..checkpoint.quantization.format import Quantization
-from ..checkpoint.reading.chunks import chunk_files
-from ..checkpoint.saving.manifest import VARIANT, Manifest, refuse_without_plan
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
 from ..model.failures import begin_watch, keep_watch
@@ -37,16 +33,16 @@ from ..ranks.network import warn_of_crossing
 from ..torch_api import check as check_torch
 from ..training.accelerate_saves import ACCELERATOR
 from ..training.trainer_patch import TRAINER
-from ..transformers_api import LoadStateDictConfig, extract_commit_hash
+from ..transformers_api import LoadStateDictConfig
 from .arriving import Arriving
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_one_rank, warn_of_size_alone
-from .gguf_file import read_gguf_config
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
 from .shares import resolve_shares
+from .storage import Asked, Storage, agreed, find_storage, kinds
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
 """Takes a model on the meta device, its plan, and the request of a load."""
@@ -59,20 +55,12 @@ class _Load:
     tp_plan: Plan | ChangedPlan | NamedPlan | str
     group: TensorParallelGroup
     options: Options
-    sharded: Manifest | None = None
-    """Manifest of a pre-sharded checkpoint; None for any other."""
-    chunks: list[str] = dataclasses.field(default_factory=list)
-    """Files with chunks of tensors; none for any other checkpoint."""
+    storage: Storage
+    """Where the weights lie."""
     folder: Path | None = None
     """The folder of a local checkpoint."""
-    stream: str | None = None
-    """Hub commit to stream weights from; None: do not stream."""
-    remote: dict[str, RemoteFile] = dataclasses.field(default_factory=dict)
-    """Files on the Hub, by the names that transformers passes on."""
     quantization: Quantization | None = None
     """Quantisation of the checkpoint; None if it is not quantised."""
-    gguf_file: str | None = None
-    """The GGUF file to load; None: safetensors files."""
     arriving: Arriving | None = None
     """Quantisation to apply to unquantised weights as they are loaded; None: none."""
     instead: Instead | None = None
@@ -87,21 +75,13 @@ class _Load:
         return LoadRequest(
             config=config,
             options=self.options,
-            files=[self.remote.get(file, file) for file in files],
-            shared=self.stream is not None,
+            files=self.storage.sources(files),
             state_dict=state_dict,
-            sharded=self.sharded,
+            storage=self.storage,
             quantization=self.quantization,
             recognised=recognised,
             arriving=self.arriving,
         )
-
-    def source(self, model: PreTrainedModel, files: Sequence[str]) -> Mapping[str, Any]:
-        """Name and commit of the checkpoint; a pre-sharded one names its own source."""
-        if self.sharded is not None:
-            return self.sharded.source
-        commit = self.stream or extract_commit_hash(next(iter(files), None), None)
-        return {"name": model.config.name_or_path or None, "commit_hash": commit}
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
@@ -132,11 +112,11 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
         arguments = {**kwargs, **parallelism.arguments, "device_mesh": mesh}
         return parallelism.load(partial(_load_tensor_parallel, original, cls, args, arguments), mesh)
     if kwargs.get("tp_plan") is None:
-        folder = _sharded_folder(args, kwargs)
         refuse_without_tp_plan(kwargs)
         warn_of_size_alone(kwargs.get("tp_size"))
-        if folder is not None and _current.get() is None:
-            refuse_without_plan(folder)
+        if _current.get() is None:
+            for kind in kinds():
+                kind.check_unplanned(Asked(cls, _name(args, kwargs), Options(), kwargs))
         return original(cls, *args, **kwargs)
     return _load_tensor_parallel(original, cls, args, kwargs)
 
@@ -171,7 +151,7 @@ def _load_tensor_parallel(
     check_torch()
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     options = Options.take(kwargs)
-    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    asked = Asked(cls, _name(args, kwargs), options, kwargs)
     # 1. Find the ranks.
     instead = _instead.get()
     group = join(device_mesh) if instead is None else TensorParallelGroup(None, 0, 1, torch.device("cpu"))
@@ -181,40 +161,28 @@ def _load_tensor_parallel(
         # 2. Reject arguments that contradict one another.
         _reject_meta()
         check_size(group, tp_size)
-        options.check(name, kwargs)
+        options.check(asked.name, kwargs)
         group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
         for argument in INSTEAD:
             kwargs.pop(argument, None)
-        folder = _sharded_folder(args, kwargs)
-        sharded = Manifest.find(folder) if folder is not None else None
-        current = _Load(read_plan(tp_plan), group, options, sharded, folder=folder, instead=instead)
-        current.chunks = chunk_files(folder) if folder is not None and kwargs.get("state_dict") is None else []
-        if sharded is not None:
-            kwargs["variant"] = VARIANT
-        # 3. All ranks ask for the same file, and from now on notice when another one fails.
-        gguf_file: str | None = kwargs.pop("gguf_file", None)
-        streamed = _streamed(name, options, kwargs) if gguf_file is None else None
-        asked = {"tp_watch": options.tp_watch is not False, "gguf_file": gguf_file, "tp_stream": streamed}
-        group.check_same({"the releases": _releases(), **asked})
+        storage = find_storage(asked)
+        current = _Load(read_plan(tp_plan), group, options, storage, asked.folder, instead=instead)
+        # 3. All ranks ask for the same weights, and from now on notice when another one fails.
+        watched = {"tp_watch": options.tp_watch is not False}
+        group.check_same({"the releases": _releases(), **watched, **agreed(storage)})
         if group.mesh is not None and group.mesh.ndim > 1:
             warn_of_crossing(group)
         watching = begin_watch(group, options.tp_watch)
         if watching is not None:
             stack.enter_context(watching)
-        # 4. Read the config of a GGUF file. To stream from the Hub, agree on one commit for all files.
-        if gguf_file is not None:
-            current.gguf_file = gguf_file
-            read_gguf_config(cls, name, gguf_file, kwargs, group)
-        if streamed is not None:
-            repository, revision, subfolder = streamed
-            current.stream = pin(group, repository, revision, token=kwargs.get("token"), subfolder=subfolder)
-            kwargs["revision"] = current.stream
+        # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
+        storage.prepare(asked, group)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
         token = _current.set(current)
         try:
             result = original(cls, *args, device_map={"": group.device}, **kwargs)
         except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
-            raise CheckpointError(f"checkpoint {name}: {error}") from error
+            raise CheckpointError(f"checkpoint {asked.name}: {error}") from error
         finally:
             _current.reset(token)
         model = result[0] if isinstance(result, tuple) else result
@@ -234,38 +202,12 @@ def _releases() -> str:
     return ", ".join(release(library).partition("+")[0] for library in ("torch", "transformers", "tp_transformers"))
 
 
-def _streamed(name: Any, options: Options, kwargs: Mapping[str, Any]) -> tuple[str, str | None, str] | None:
-    """(repository, revision, subfolder) of a checkpoint to stream from the Hub; None: do not stream."""
-    if not options.streams or not is_on_hub(name, local_files_only=bool(kwargs.get("local_files_only"))):
-        return None
-    return str(name), kwargs.get("revision"), kwargs.get("subfolder") or ""
-
-
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Paths of a checkpoint's files and the metadata of its index; one rank per node downloads, none if streaming."""
+    """Names of a checkpoint's files and the metadata of its index; one rank per node downloads them, if they lack."""
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(*args, **kwargs)
-    if current.chunks:
-        return current.chunks, None
-    arguments = inspect.signature(original).bind(*args, **kwargs).arguments | {"gguf_file": current.gguf_file}
-    download_kwargs = arguments.get("download_kwargs") or {}
-    if current.stream:
-        files, metadata = open_weights(current.group, Weights(arguments, download_kwargs))
-        current.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
-        return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
-
-    def resolve(first: bool) -> Any:
-        force = first and bool(download_kwargs.get("force_download"))
-        try:
-            return original(**{**arguments, "download_kwargs": {**download_kwargs, "force_download": force}})
-        except OSError as error:  # other ranks raise the same class, which has to be ours
-            raise CheckpointError(str(error)) from error
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # transformers, on a bad index
-            check_index(Weights(arguments, download_kwargs))
-            raise
-
-    return current.group.first_on_node(resolve)
+    return current.storage.files(original, inspect.signature(original).bind(*args, **kwargs).arguments, current.group)
 
 
 def find_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -283,8 +225,8 @@ def find_quantizer(original: Callable[..., Any], config: Any, quantization_confi
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(config, quantization_config, *args, **kw)
-    folder, is_gguf = current.folder or Path(config.name_or_path), current.gguf_file is not None
-    current.quantization = take_quantization(config, quantization_config, folder=folder, gguf=is_gguf)
+    folder, known = current.folder or Path(config.name_or_path), current.storage.quantization
+    current.quantization = take_quantization(config, quantization_config, folder=folder, known=known)
     if current.quantization is None and quantization_config is not None:
         current.arriving = Arriving.of(quantization_config, current.group.device)
     return original(config, None, *args, **kw)
@@ -315,13 +257,10 @@ def load_pretrained_model(
         request = dataclasses.replace(request, shares_because=reason)
         result = load(model, current.resolution, current.group, request)
     untyped(model).tp_report = result.report
-    untyped(model).tp_source = current.source(model, checkpoint_files or ())
+    untyped(model).tp_source = current.storage.origin(model.config.name_or_path, checkpoint_files or ())
     return result.as_loading_info(), None
 
 
-def _sharded_folder(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Path | None:
-    """The folder that may hold a pre-sharded checkpoint for a `from_pretrained`; None if there can be none."""
-    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    if name is None or kwargs.get("variant") not in (None, VARIANT):
-        return None
-    return Path(name, kwargs.get("subfolder") or "")
+def _name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first argument of a `from_pretrained`: the path or the name of a checkpoint."""
+    return args[0] if args else kwargs.get("pretrained_model_name_or_path")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoint.hub.fetch import fetch
 from ..checkpoint.quantization.format import Quantization, Tensors, refuse_other
-from ..checkpoint.reading.header import Checkpoint, check_files
+from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.reader import read
-from ..checkpoint.saving.manifest import Manifest
-from ..checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ..errors import UnsupportedError
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
@@ -24,6 +21,7 @@ from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
 from .arriving import Arriving
 from .options import Options
+from .storage import Storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,12 +35,10 @@ class LoadRequest:
     """transformers' own request: renamings and converters, dtypes to keep, the index, the name for messages."""
     options: Options
     files: Sequence[str | Source] | None = None
-    shared: bool = False
-    """True if files are on the Hub and ranks share the bytes that they fetch; the same on all ranks."""
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
-    sharded: Manifest | None = None
-    """Manifest of a pre-sharded checkpoint, in place of files; it is not converted, unless it is quantised."""
+    storage: Storage = field(default_factory=Storage)
+    """Where the weights lie; the same kind on all ranks."""
     quantization: Quantization | None = None
     """Quantisation of the weights; None if they are not quantised."""
     recognised: Callable[[Tensors, Collection[str]], Quantization | None] | None = None
@@ -57,7 +53,7 @@ class LoadRequest:
 
         Raises UnsupportedError if the caller wants another one.
         """
-        if self.recognised is None or self.quantization is not None or self.sharded is not None:
+        if self.recognised is None or self.quantization is not None or self.storage.has_own_names:
             return self
         given = {name: Resident(tensor) for name, tensor in (self.state_dict or {}).items()}
         found = self.recognised(given or checkpoint.tensors, model.state_dict().keys())
@@ -95,14 +91,9 @@ def open_together(request: LoadRequest, group: TensorParallelGroup) -> Iterator[
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
-    if request.sharded is not None:
-        return ShardedCheckpoint(request.sharded, rank=rank)
     if request.state_dict is not None:
         return Checkpoint(())
-    files = request.files or ()
-    names = [file.name if isinstance(file, Source) else file for file in files]
-    check_files(names, folder=str(request.config.pretrained_model_name_or_path))
-    return Checkpoint(files, weight_map=(request.config.sharded_metadata or {}).get("weight_map"))
+    return request.storage.open(request.files or (), request.config, rank=rank)
 
 
 def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParallelGroup) -> None:
@@ -142,10 +133,9 @@ def read_together(
     request: LoadRequest,
     progress: Callable[[int], object] = lambda nbytes: None,
 ) -> Statistics:
-    """Read local files, each rank by itself, then fetch bytes from the Hub, which ranks share. Collective."""
+    """Read local files, each rank by itself, then fetch remote bytes, which ranks share. Collective."""
     local = [entry for entry in reads if not entry.tensor.source.is_remote]
     statistics = group.together(lambda: read(local, threads=group.threads, progress=progress))
-    if request.shared:
-        remote = [entry for entry in reads if entry.tensor.source.is_remote]
-        fetch(remote, sources=checkpoint.sources, group=group, progress=progress)
+    remote = [entry for entry in reads if entry.tensor.source.is_remote]
+    request.storage.fetch(remote, checkpoint, group, progress)
     return statistics

@@ -48,9 +48,9 @@ def resolve_shares(
         everyone.append(asked)
     if len(set(everyone)) > 1:
         group.check_same({"tp_shares": asked})  # raises
-    saved = request.sharded.shares if request.sharded is not None else None
+    saved = request.storage.shares
     if asked is None and saved is not None and len(saved) == group.size:
-        asked, reason = saved, "as saved"
+        asked, reason = tuple(saved), "as saved"
     if not isinstance(asked, str) or group.size == 1:
         return replace(plan, shares=None if isinstance(asked, str) else asked), reason
     found, measured = _by_speed(model, group) if asked == "speed" else _by_memory(plan, model, group, request)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, identity, renamer
+from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, renamer
 from ..checkpoint.quantization.format import Locate, check_read, of_weights, stored_names
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
@@ -76,8 +76,8 @@ def _write_expressions(
         tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=request.stays_packed)
         named = form.named(model, tensors, shapes)
         tensors, entries = (tensors, entries) if named is None else named
-    # In a pre-sharded checkpoint, quantised tensors keep the names of the original checkpoint.
-    has_own_names = (request.sharded is not None or checkpoint.has_chunks) and request.quantization is None
+    # Quantised tensors keep the names of the original checkpoint.
+    has_own_names = request.storage.has_own_names and request.quantization is None
     conversion = convert(model, tensors, shapes, None if has_own_names else entries)
     check_read(tensors, conversion.unread, shapes.keys() - conversion.expressions.keys())
     if named is not None:  # a save writes the names of the model's class
@@ -87,10 +87,9 @@ def _write_expressions(
         conversion.beside = {
             name: tensor for name, tensor in stored.items() if name not in encoding and tensors.get(name) is not tensor
         }
-    if request.sharded is not None:
-        # Conversions of the load before the model was saved in shards; `save_pretrained` reverts them.
-        applied = [entry for entry in entries or () if identity(entry) in request.sharded.conversions]
-        untyped(model)._weight_conversions = applied
+    applied = request.storage.applied(entries or ())
+    if applied is not None:
+        untyped(model)._weight_conversions = list(applied)
     return conversion
 
 

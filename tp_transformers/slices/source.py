@@ -22,6 +22,8 @@ class Source(AbstractContextManager["Source"]):
     """Hash of the file's header, once read."""
     metadata: Mapping[str, Any] = {}
     """Metadata of the file, once read."""
+    etag: str | None = None
+    """Name of the content on the Hub, if known."""
     is_remote: bool = False
     """True if reads cross a network, so that ranks should fetch each byte once and share it."""
 
@@ -36,6 +38,11 @@ class Source(AbstractContextManager["Source"]):
         with self._lock:
             self.reads += 1
             self.bytes_read += nbytes
+
+    @property
+    def address(self) -> str:
+        """The path or the URL of the file."""
+        return self.name
 
     @abstractmethod
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:

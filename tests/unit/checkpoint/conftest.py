@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from tests.support.hub_server import HubServer
 from tests.support.remote_file import CONTENT
-from tp_transformers.checkpoint.hub import tries
 from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.features.hub_streaming import tries
 
 
 @pytest.fixture(scope="module")

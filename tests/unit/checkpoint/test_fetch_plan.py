@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_transformers.checkpoint.hub import fetch_plan as shares
-from tp_transformers.checkpoint.hub.fetch import _copy, _places
-from tp_transformers.checkpoint.hub.fetch_plan import Need, divide, split_request
 from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.features.hub_streaming import fetch_plan as shares
+from tp_transformers.features.hub_streaming.fetch import _copy, _places
+from tp_transformers.features.hub_streaming.fetch_plan import Need, divide, split_request
 from tp_transformers.slices.layout import apportion
 from tp_transformers.slices.source import Source
 from tp_transformers.slices.stored import Stored

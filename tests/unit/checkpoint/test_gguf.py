@@ -17,8 +17,8 @@ from tests.support.fuzz import fuzz_cases, kept
 from tests.support.gguf_files import random_blocks
 from tp_transformers import CheckpointError, UnsupportedError
 from tp_transformers.checkpoint.quantization.affine import Affine
-from tp_transformers.checkpoint.quantization.gguf import Gguf
-from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.features.gguf.blocks import Gguf
+from tp_transformers.features.gguf.storage import GgufCheckpoint
 from tp_transformers.slices.bundle import Bundle, Decoded
 
 COUNT = 300
@@ -62,7 +62,7 @@ def test_any_slice_is_that_of_the_decoded_tensor(path: Path) -> None:
     stored = gguf.GGUFReader(path).tensors
     expected = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in stored}
     rng = random.Random(0)
-    with Checkpoint([path]) as checkpoint:
+    with GgufCheckpoint([path]) as checkpoint:
         tensors = Gguf().dequantized(checkpoint.tensors)
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
@@ -77,7 +77,7 @@ def test_any_slice_is_that_of_the_decoded_tensor(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 def test_integers_and_scales_are_those_of_the_decoded_tensor(path: Path, kind: str) -> None:
-    with Checkpoint([path]) as checkpoint:
+    with GgufCheckpoint([path]) as checkpoint:
         bundle = Gguf().dequantized(checkpoint.tensors)[kind]
         assert isinstance(bundle, Bundle)
         values = torch.empty(ROWS, COLUMNS)
@@ -103,7 +103,7 @@ def test_a_type_that_the_package_does_not_know_is_refused(path: Path, tmp_path: 
     struct.pack_into("<I", content, place, 99)
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(UnsupportedError, match="tensor Q4_0: got blocks of type 99"):
-        Checkpoint([tmp_path / "model.gguf"])
+        GgufCheckpoint([tmp_path / "model.gguf"])
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
@@ -124,7 +124,7 @@ def test_a_mutated_file_is_refused_or_read_as_by_the_package(seed: int, tmp_path
         with kept(case):
             path.write_bytes(case.content)
             try:
-                with Checkpoint([path]) as checkpoint:
+                with GgufCheckpoint([path]) as checkpoint:
                     seen = {name: tensor.materialize() for name, tensor in checkpoint.tensors.items()}
             except (CheckpointError, UnsupportedError):
                 refused += 1
@@ -141,7 +141,7 @@ def test_a_mutated_file_is_refused_or_read_as_by_the_package(seed: int, tmp_path
 
 
 def test_the_sizes_of_blocks_are_those_of_the_package(path: Path) -> None:
-    with Checkpoint([path]) as checkpoint:
+    with GgufCheckpoint([path]) as checkpoint:
         for kind in KINDS:
             length, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
             assert tuple(checkpoint.tensors[kind].shape) == (ROWS, COLUMNS // length * nbytes)

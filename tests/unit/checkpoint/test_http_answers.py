@@ -14,10 +14,10 @@ from huggingface_hub import constants
 from tests.support.hub_server import HubServer
 from tests.support.remote_file import CONTENT, read, remote
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.hub import tries
-from tp_transformers.checkpoint.hub.hub import Weights, _inquire_all
-from tp_transformers.checkpoint.hub.tries import resolve, within
-from tp_transformers.checkpoint.hub.urls import followed, shown
+from tp_transformers.features.hub_streaming import tries
+from tp_transformers.features.hub_streaming.hub import Weights, _inquire_all
+from tp_transformers.features.hub_streaming.tries import resolve, within
+from tp_transformers.features.hub_streaming.urls import followed, shown
 
 
 def fails(server: HubServer, **changes: Any) -> str:

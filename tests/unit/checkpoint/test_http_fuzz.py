@@ -15,8 +15,8 @@ from tests.support.fuzz import fuzz_cases, kept
 from tests.support.hub_server import HubServer
 from tests.support.remote_file import CONTENT
 from tp_transformers import TensorParallelError
-from tp_transformers.checkpoint.hub import tries
-from tp_transformers.checkpoint.hub.hub import Weights, _inquire
+from tp_transformers.features.hub_streaming import tries
+from tp_transformers.features.hub_streaming.hub import Weights, _inquire
 
 COUNT = 60
 """Loads of the file."""

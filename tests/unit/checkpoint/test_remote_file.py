@@ -15,8 +15,8 @@ from tests.support import hub_server
 from tests.support.hub_server import HubServer, commit_of
 from tests.support.remote_file import CONTENT, read, remote
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.hub import tries
-from tp_transformers.checkpoint.hub.tries import resolve
+from tp_transformers.features.hub_streaming import tries
+from tp_transformers.features.hub_streaming.tries import resolve
 
 
 def test_what_a_hub_says(server: HubServer) -> None:

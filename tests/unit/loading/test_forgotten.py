@@ -46,7 +46,6 @@ def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:
 
 def test_a_size_without_a_plan_is_told_once(cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(tp_transformers.loading.from_pretrained, "_sharded_folder", lambda *_: None)
 
     def original(cls: type, *args: Any, **kwargs: Any) -> str:
         """In place of transformers', which starts a process group."""

@@ -12,7 +12,6 @@ from .bitsandbytes import BitsAndBytes
 from .compressed import Compressed
 from .float8 import Float8
 from .format import Format, Quantization, Tensors, refuse_other, unsupported
-from .gguf import Gguf
 from .gptq import Gptq
 from .modelopt import ModelOpt, settings_beside
 from .mxfp4 import Mxfp4
@@ -28,7 +27,7 @@ FORMATS: Mapping[str, type[Format]] = {
     "modelopt": ModelOpt,
     "mxfp4": Mxfp4,
 }
-"""Quantisation method in a config -> format; GGUF files have no such config."""
+"""Quantisation method in a config -> format."""
 
 REMEDIES: Mapping[str, str] = {
     "torchao": "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without "
@@ -38,17 +37,17 @@ REMEDIES: Mapping[str, str] = {
 
 
 def take_quantization(
-    config: Any, requested: Any, *, folder: Path | None = None, gguf: bool = False
+    config: Any, requested: Any, *, folder: Path | None = None, known: Quantization | None = None
 ) -> Quantization | None:
     """Remove the quantisation settings from a model's `config` and return them; None if there are none.
 
     `requested` is the caller's `quantization_config` argument of `from_pretrained`; `folder`: of a local checkpoint;
-    `gguf`: a GGUF file is loaded.
+    `known`: the quantisation of all files of a kind.
 
     Raises UnsupportedError on a format that is not in FORMATS, and if `requested` asks for anything but
     dequantisation of this format or quantisation with torchao.
     """
-    settings: dict[str, Any] = {"quant_method": "gguf"} if gguf else {}
+    settings: dict[str, Any] = dict(known.settings) if known is not None else {}
     sub_config = None
     for key in (None, *getattr(config, "sub_configs", ())):
         candidate: Any = config if key is None else getattr(config, key, None)
@@ -64,8 +63,8 @@ def take_quantization(
         raise refuse_other(_method(requested_settings))
     if not settings:
         return None
-    if gguf:
-        return Quantization(Gguf(), settings)
+    if known is not None:
+        return known
     if method not in FORMATS:
         titles = dict.fromkeys(kind.title for kind in FORMATS.values())
         raise unsupported(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))

@@ -7,19 +7,44 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...errors import CheckpointError
 from ...slices.composed import concat
 from ...slices.lazy import LazyTensor
 from ...slices.source import Source
+from .header import Checkpoint, read_header
 
 Chunk = tuple[tuple[int, ...], LazyTensor]
 """The offsets of a chunk in the full tensor, and the chunk."""
 
 _FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _FIX = "Copy the files of all ranks into the folder, or save the model again."
+
+
+class ChunkedCheckpoint(Checkpoint):
+    """Open files that hold chunks of tensors; a tensor is the lazy concatenation of its chunks."""
+
+    def __init__(self, files: Iterable[Any], **index: Any) -> None:
+        """Open `files` as `Checkpoint` does. Raises CheckpointError if a chunk is missing, too."""
+        self._chunks: dict[str, list[Chunk]] = {}
+        super().__init__(files, **index)
+        try:
+            self.tensors.update((name, joined_chunks(name, chunks)) for name, chunks in self._chunks.items())
+        except CheckpointError:
+            self.close()
+            raise
+
+    def read(self, source: Source) -> Mapping[str, LazyTensor]:
+        """The full tensors of a file: none, if it holds chunks."""
+        tensors, offsets = read_header(source), offsets_in(source)
+        if offsets is None:
+            return tensors
+        for name, tensor in tensors.items():
+            self._chunks.setdefault(name, []).append((offsets.get(name, ()), tensor))
+        return {}
 
 
 def chunk_files(folder: Path) -> list[str]:

@@ -19,8 +19,6 @@ from ...slices.lazy import LazyTensor
 from ...slices.source import Source
 from ...slices.stored import Stored
 from ...transformers_api import str_to_torch_dtype
-from .chunks import Chunk, joined_chunks, offsets_in
-from .gguf import read_gguf_header
 from .local_file import LocalFile
 
 DTYPES: dict[str, torch.dtype] = {**str_to_torch_dtype, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu}
@@ -45,28 +43,17 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """
         self.sources: list[Source] = []
         self.tensors: dict[str, LazyTensor] = {}
-        self.has_chunks = False
-        """True if files hold chunks of tensors, by the names of a model."""
         with ExitStack() as opened:
             homes: dict[str, str] = {}
-            chunks: dict[str, list[Chunk]] = {}
             for file in files:
                 source = file if isinstance(file, Source) else LocalFile(file)
                 opened.callback(source.close)
                 self.sources.append(source)
-                read = read_gguf_header if source.name.endswith(".gguf") else read_header
-                tensors = read(source)
-                offsets = offsets_in(source)
-                for name, tensor in tensors.items():
-                    if offsets is not None:
-                        chunks.setdefault(name, []).append((offsets.get(name, ()), tensor))
-                        continue
+                for name, tensor in self.read(source).items():
                     if name in homes:
                         raise CheckpointError(f"tensor {name} is in two files: {homes[name]} and {source.name}")
                     homes[name] = source.name
                     self.tensors[name] = tensor
-            self.tensors.update((name, joined_chunks(name, parts)) for name, parts in chunks.items())
-            self.has_chunks = bool(chunks)
             for name, home in (weight_map or {}).items():
                 if os.path.basename(homes.get(name, "")) != os.path.basename(home):
                     raise CheckpointError(
@@ -76,6 +63,10 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                         fix="Index and files are of different checkpoints; download it again.",
                     )
             opened.pop_all()
+
+    def read(self, source: Source) -> Mapping[str, LazyTensor]:
+        """The tensors in one file. Raises CheckpointError on a malformed header."""
+        return read_header(source)
 
     @property
     def bytes_read(self) -> int:
@@ -110,13 +101,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self.close()
 
 
-def check_files(paths: Collection[str], *, folder: str | os.PathLike[str]) -> None:
+def check_files(
+    paths: Collection[str], *, folder: str | os.PathLike[str], endings: Sequence[str] = (".safetensors",)
+) -> None:
     """Raise CheckpointError if there are no files, on other formats (`.bin`), and on paths outside a local `folder`."""
     subject = f"checkpoint {folder}"
     if not paths:
         raise CheckpointError(subject, got="no weight files", expected="safetensors files", fix="Add them.")
     for path in paths:
-        if not path.endswith((".safetensors", ".gguf")):
+        if not path.endswith(tuple(endings)):
             raise CheckpointError(
                 subject,
                 got=f"the file {os.path.basename(path)}",

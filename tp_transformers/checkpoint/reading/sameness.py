@@ -16,7 +16,6 @@ from pathlib import Path
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup, agreed, bind_thread
 from ...slices.source import Source
-from ..hub.remote_file import RemoteFile
 from .header import Checkpoint
 from .local_file import LocalFile
 
@@ -34,9 +33,8 @@ View = Mapping[str, object]
 def _view(source: Source) -> View:
     """Return this rank's view of an open file after its header was read; `copy` is None for a file on the Hub."""
     view = {"path": source.name, "size": source.size, "header": source.header_hash}
-    if isinstance(source, RemoteFile):
-        return {**view, "commit": _commit(source.url), "etag": source.etag, "copy": None}
-    assert isinstance(source, LocalFile)
+    if not isinstance(source, LocalFile):
+        return {**view, "commit": _commit(source.address), "etag": source.etag, "copy": None}
     blob = Path(os.path.realpath(source.name))  # in the Hub's cache, a link to a file named by its ETag
     etag = blob.name if blob.parent.name == "blobs" else None
     return {**view, "commit": _commit(source.name), "etag": etag, "copy": source.copy}

@@ -61,7 +61,6 @@ class ShardedCheckpoint(Checkpoint):
         """Build the expressions for reader `rank` (of any world size), which uses its own file first. Opens no file."""
         self.manifest = manifest
         self.sources: list[Source] = []
-        self.has_chunks = False
         self._files: list[LocalFile | None] = [None] * len(manifest.files)
         self._shards: dict[int, dict[str, Stored]] = {}
         covers: dict[Layout | None, tuple[ShardRange, ...]] = {None: ()}

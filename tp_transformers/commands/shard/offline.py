@@ -209,7 +209,7 @@ class _Value:
 
     def shards(self, size: int) -> Iterator[torch.Tensor]:
         """Yield the shard of each of `size` ranks, read one at a time."""
-        is_read_once = self.layout is None or self.request.shared
+        is_read_once = self.layout is None or self.request.storage.is_remote
         source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor
         for rank in range(size):
             if self.layout is None:

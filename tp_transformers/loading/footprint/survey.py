@@ -74,7 +74,7 @@ def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequ
     Raises CheckpointError if the load would reject the checkpoint.
     """
     policy = dtype_policy(request.config.dtype_plan)
-    is_stored = bool(request.files or request.state_dict or request.sharded)
+    is_stored = bool(request.files or request.state_dict)
     if not is_stored:
         packed = described_packed(model, request) if request.stays_packed else {}
         dtypes = {name: own for name in model.state_dict() if (own := policy(name))}

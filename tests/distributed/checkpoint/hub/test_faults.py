@@ -24,8 +24,8 @@ from tests.support.hub import fail, run, stream
 from tests.support.hub_server import HubServer
 from tests.support.pool import forget_meshes
 from tests.support.tiers import wide
-from tp_transformers.checkpoint.hub import fetch as exchange
-from tp_transformers.checkpoint.hub.remote_file import RemoteFile
+from tp_transformers.features.hub_streaming import fetch as exchange
+from tp_transformers.features.hub_streaming.remote_file import RemoteFile
 from tp_transformers.ranks import group as group_module
 from tp_transformers.ranks.watching.poller import POLLER
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...checkpoint.reading.jobs import Request, is_same_memory
+from ...checkpoint.reading.memory import copy
 from ...slices.stored import Stored, byte_view
-from ..reading.jobs import Request, is_same_memory
-from ..reading.memory import copy
 
 CONNECTIONS = 6
 """Concurrent requests per rank."""

@@ -20,11 +20,11 @@ from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers.utils import cached_file
 
+from ...checkpoint.reading.header import HEADER_LIMIT, check_files, read_header, read_index
+from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import get_state_dict_dtype
-from ..reading.header import HEADER_LIMIT, check_files, read_header, read_index
-from ..reading.local_file import LocalFile
 from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
 from .tries import ask_hub, hub_error, resolve
@@ -98,15 +98,6 @@ def pin(
         return str(commit_hash)
 
     return group.from_first(commit)
-
-
-def check_index(weights: Weights) -> None:
-    """Raise CheckpointError if the index of a checkpoint is on this machine but unreadable."""
-    name = weights.file or _variant("model.safetensors.index.json", weights.variant)
-    local = os.path.join(weights.repository, weights.path(name))
-    path = local if os.path.isfile(local) else weights.cached(name)
-    if path is not None:
-        read_index(path)
 
 
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:

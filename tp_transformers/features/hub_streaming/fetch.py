@@ -23,11 +23,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ...checkpoint.reading.jobs import Request
 from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.source import Source
 from ...slices.stored import Stored
 from ...torch_api import world
-from ..reading.jobs import Request
 from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, split_request
 
 _NOTHING: Bytes = np.empty(0, dtype=np.uint8)

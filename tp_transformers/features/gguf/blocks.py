@@ -1,7 +1,7 @@
 """GGUF (llama.cpp): blocks of 32 or 256 columns, each with its scales.
 
-[reading/gguf.py](../reading/gguf.py) reads the file, [conversion/gguf.py](../conversion/gguf.py) names its tensors. The
-package `gguf` decodes blocks, as transformers does.
+[header.py](header.py) reads the file, [names.py](names.py) names its tensors. The package `gguf` decodes
+blocks, as transformers does.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...checkpoint.quantization.affine import Affine
+from ...checkpoint.quantization.format import Format, Shapes, Tensors
 from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
-from ..conversion.gguf import model_tensors
-from ..reading.gguf import Blocks
-from .affine import Affine
-from .format import Format, Shapes, Tensors
+from .header import Blocks
+from .names import model_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

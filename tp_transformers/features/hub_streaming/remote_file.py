@@ -38,6 +38,7 @@ class RemoteFile(Source):
     The token is sent to the Hub only, not to hosts that it redirects to.
     """
 
+    etag: str
     is_remote = True
 
     def __init__(
@@ -64,6 +65,10 @@ class RemoteFile(Source):
         self._token = token
         self._answers = threading.Lock()
         self._closed = closed or threading.Event()
+
+    @property
+    def address(self) -> str:
+        return self.url
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `Source.read`; fetches one range, resuming at the byte where a response broke off."""

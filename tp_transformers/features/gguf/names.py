@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...checkpoint.quantization.affine import Affine
 from ...errors import UnsupportedError
 from ...slices.bundle import Bundle, Component, DimMap, StoredValues
 from ...slices.composed import concat
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import gguf_conversion, gguf_processor
-from ..quantization.affine import Affine
-from ..reading.gguf import ARCHITECTURE
+from .header import ARCHITECTURE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

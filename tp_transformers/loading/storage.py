@@ -1,0 +1,154 @@
+"""Storage of a load: where its weights lie. Here, safetensors files; features add other storages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from huggingface_hub import try_to_load_from_cache
+
+from ..checkpoint.quantization.format import Quantization
+from ..checkpoint.reading.header import Checkpoint, check_files, read_index
+from ..checkpoint.reading.jobs import Request
+from ..errors import CheckpointError
+from ..ranks.group import TensorParallelGroup
+from ..seams import features
+from ..slices.source import Source
+from ..transformers_api import LoadStateDictConfig, extract_commit_hash
+from .options import Options
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of a `from_pretrained` with a plan."""
+
+    cls: Any
+    """The class of the model, or an Auto class."""
+    name: Any
+    """The path or the name of the checkpoint; None if weights are given in memory."""
+    options: Options
+    arguments: dict[str, Any]
+    """All other arguments. A storage may change them before transformers reads them."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the checkpoint, if it is one on this machine."""
+        return None if self.name is None else Path(self.name, self.arguments.get("subfolder") or "")
+
+
+class Storage:
+    """Where the weights of one load lie, and how they are opened; this class: safetensors files, or none.
+
+    A subclass overrides what differs; its `find` decides whether a load is of its kind.
+    """
+
+    argument: ClassVar[str] = "the checkpoint"
+    """The argument of `from_pretrained` by which a load asks for it."""
+    agreed: object = None
+    """The value that has to be equal on all ranks."""
+    endings: Sequence[str] = (".safetensors",)
+    """Endings of the names of its files."""
+    checkpoint: ClassVar[type[Checkpoint]] = Checkpoint
+    """How its files are opened."""
+    is_remote = False
+    """True if reads cross a network."""
+    has_own_names = False
+    """True if tensors have the names and shapes of the model's parameters, so that nothing is converted."""
+    shares: Sequence[float] | None = None
+    """The share of each rank as the weights were saved; None: even, or not known."""
+    quantization: Quantization | None = None
+    """Quantisation of all such files; None: as the config says."""
+
+    @classmethod
+    def find(cls, asked: Asked) -> Storage | None:
+        """The storage of this kind that a load asks for; None if it asks for another."""
+        return cls()
+
+    @classmethod
+    def check_unplanned(cls, asked: Asked) -> None:
+        """Raise CheckpointError if a load without a plan would find files of this kind alone, which need one."""
+
+    def prepare(self, asked: Asked, group: TensorParallelGroup) -> None:
+        """Complete the arguments, before transformers reads the config. Collective."""
+
+    def files(
+        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
+    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+        """Names of the files, and the metadata of their index; one rank of each node downloads them. Collective.
+
+        Args:
+            original: transformers' function that finds the files.
+            arguments: all arguments that transformers calls `original` with.
+        """
+        download = arguments.get("download_kwargs") or {}
+
+        def find(first: bool) -> Any:
+            force = first and bool(download.get("force_download"))
+            try:
+                return original(**{**arguments, "download_kwargs": {**download, "force_download": force}})
+            except OSError as error:  # other ranks raise the same class, which has to be ours
+                raise CheckpointError(str(error)) from error
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # transformers, on a bad index
+                _check_index(arguments, download)
+                raise
+
+        files: tuple[Sequence[str] | None, Mapping[str, Any] | None] = group.first_on_node(find)
+        return files
+
+    def sources(self, files: Sequence[str]) -> Sequence[str | Source]:
+        """The files that `files` found, by their names: paths, or sources that are open already."""
+        return files
+
+    def open(self, files: Sequence[str | Source], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
+        """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
+        names = [file.name if isinstance(file, Source) else file for file in files]
+        check_files(names, folder=str(config.pretrained_model_name_or_path), endings=self.endings)
+        return self.checkpoint(files, weight_map=(config.sharded_metadata or {}).get("weight_map"))
+
+    def fetch(
+        self,
+        reads: Sequence[Request],
+        checkpoint: Checkpoint,
+        group: TensorParallelGroup,
+        progress: Callable[[int], object],
+    ) -> None:
+        """Read what no rank can read alone: tensors in remote sources. Collective."""
+
+    def applied(self, entries: Sequence[Any]) -> Sequence[Any] | None:
+        """Of transformers' conversions `entries`, those that the tensors have been through; None: those of the load."""
+        return None
+
+    def origin(self, name: str, files: Sequence[str]) -> Mapping[str, Any]:
+        """The name and the commit of the checkpoint, which a save writes down."""
+        return {"name": name or None, "commit_hash": extract_commit_hash(next(iter(files), None), None)}
+
+
+def kinds() -> list[type[Storage]]:
+    """The storages of all features."""
+    return [kind for feature in features().values() for kind in feature.storages()]
+
+
+def find_storage(asked: Asked) -> Storage:
+    """The storage that a load asks for."""
+    return next((found for kind in kinds() if (found := kind.find(asked)) is not None), Storage())
+
+
+def agreed(storage: Storage) -> Mapping[str, object]:
+    """The values that have to be equal on all ranks, by the arguments of all storages."""
+    return {**{kind.argument: None for kind in kinds()}, storage.argument: storage.agreed}
+
+
+def _check_index(arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the index of a checkpoint is on this machine, and cannot be read."""
+    name, variant = str(arguments["pretrained_model_name_or_path"]), arguments.get("variant")
+    file = "model.safetensors.index" + (f".{variant}.json" if variant else ".json")
+    path = os.path.join(download.get("subfolder") or "", arguments.get("transformers_explicit_filename") or file)
+    index: Any = os.path.join(name, path)
+    if not os.path.isfile(index):
+        found = {"cache_dir": download.get("cache_dir"), "revision": download.get("revision")}
+        index = None if os.path.isdir(name) else try_to_load_from_cache(name, path, **found)
+    if isinstance(index, str):
+        read_index(index)
