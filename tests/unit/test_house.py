@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14895
+CORE = 14983
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42402
+PACKAGE = 42780
 """Lines of the package, likewise."""
-FROM_CORE = 131
+FROM_CORE = 122
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 113
+BETWEEN_FEATURES = 112
 """Imports of one feature by another that does not require it, likewise."""
 
 

@@ -30,7 +30,7 @@ from tests.support.tiers import wide
 from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.commands.shard.offline import shard_checkpoint
 from tp_transformers.features.hub_streaming import fetch as exchange
-from tp_transformers.loading import request
+from tp_transformers.features.hub_streaming import storage
 from tp_transformers.loading.footprint.memory import plan_memory
 
 pytestmark = pytest.mark.distributed
@@ -120,7 +120,7 @@ def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
 
     bound = mock.Mock()
     with (
-        mock.patch.object(request, "fetch", fetch),
+        mock.patch.object(storage, "fetch", fetch),
         mock.patch.object(exchange, "bind_thread", bound),
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
     ):
