@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14983
+CORE = 14988
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42780
+PACKAGE = 42772
 """Lines of the package, likewise."""
 FROM_CORE = 122
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

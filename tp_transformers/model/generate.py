@@ -25,7 +25,7 @@ from ..errors import MeshError
 from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution
 from ..ranks import direct
-from ..ranks.group import TensorParallelGroup, agreed
+from ..ranks.group import TensorParallelGroup, agreed, differing
 from ..ranks.random_state import random_states, set_random_states
 from ..strategies import local_tensor, same_inputs
 from ..strategies.shards.replicas import sample, warn_of_drift
@@ -120,13 +120,22 @@ _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
 def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Share rank 0's random states, and guard the calls that only some ranks have."""
     group: TensorParallelGroup = model.tp_group
-    marks = {name: mark(value) for name, value in arguments.items() if name not in OWN and value is not None}
-    marks["generation_config"] = mark(arguments.get("generation_config") or getattr(model, "generation_config", None))
+    own = {name: value for name, value in arguments.items() if name not in OWN and value is not None}
+    own["generation_config"] = arguments.get("generation_config") or getattr(model, "generation_config", None)
+    prints = {name: fingerprint(value) for name, value in own.items()}
     streams, stops = (arguments.get(name) is not None for name in OWN)
     states = random_states(model.device) if group.rank == 0 else None
-    ranks = group.gather((marks, streams, stops, states, sample(model, group)))
+    ranks = group.gather((prints, streams, stops, states, sample(model, group)))
     warn_of_drift([rank[4] for rank in ranks], group.rank)
-    _check_marks([rank[0] for rank in ranks])
+    differs, names = differing([rank[0] for rank in ranks])
+    if names:
+        raise MeshError(
+            f"generate's {', '.join(sorted(names))}",
+            got=f"one on rank 0 and another on rank {differs}",
+            expected="the same on all ranks of a model",
+            fix="Give them all the same prompts and settings; ranks that get different prompts need a model "
+            'each: a device_mesh with a "dp" axis beside "tp".',
+        )
     if states is None:
         set_random_states(model.device, ranks[0][3])
     streams, stops = (any(rank[which] for rank in ranks) for which in (1, 2))
@@ -243,21 +252,7 @@ def _names(function: Any, count: int, keywords: Mapping[str, Any]) -> list[str]:
     return [names[at] if at < len(names) and names[at] not in keywords else f"argument {at + 1}" for at in range(count)]
 
 
-def _check_marks(ranks: Sequence[Mapping[str, str]]) -> None:
-    """Raise MeshError, on all ranks, if their marks differ."""
-    for rank, marks in enumerate(ranks):
-        names = sorted(name for name in marks.keys() | ranks[0].keys() if marks.get(name) != ranks[0].get(name))
-        if names:
-            raise MeshError(
-                f"generate's {', '.join(names)}",
-                got=f"one on rank 0 and another on rank {rank}",
-                expected="the same on all ranks of a model",
-                fix="Give them all the same prompts and settings; ranks that get different prompts need a model "
-                'each: a device_mesh with a "dp" axis beside "tp".',
-            )
-
-
-def mark(value: Any) -> str:
+def fingerprint(value: Any) -> str:
     """A short hash of `value`: of the contents of tensors and plain data, of the type of everything else."""
     return hashlib.blake2b(json.dumps(_plain_data(value), sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -275,7 +270,7 @@ def _plain_data(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain_data(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(mark, value))
+        return sorted(map(fingerprint, value))
     if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
         return [type(value).__name__, _plain_data(value.get_seq_length())]
     return type(value).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Any
 
@@ -11,12 +10,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError
-from ..ranks.collectives import all_gather_number
-from ..ranks.group import GROUP, TensorParallelGroup, agreed
+from ..ranks.group import GROUP, agreed, differing
 from ..ranks.random_state import random_state
 from ..ranks.watching.place import named_inputs
 from ..strategies import batch_sharded
-from .generate import mark
+from .generate import fingerprint
 
 SWITCH = "TP_TRANSFORMERS_DEBUG"
 """Environment variable; unless it is empty or 0, every loaded model is checked."""
@@ -26,9 +24,9 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
     """Raise MeshError on all ranks of the `tp` axis if the inputs of a forward of `model` differ between them.
 
     With different batches, ranks sum partial results of different inputs, and the loss may still go down. The check
-    compares a hash of the inputs before every forward, in one all-gather of 8 bytes per rank. In training it also
-    compares the random state, which dropouts on replicated activations draw from. It reads all inputs, also from the
-    GPU: use it for debugging.
+    compares a hash of each input before every forward, in one all-gather. In training it also compares the random
+    state, which dropouts on replicated activations draw from. It reads all inputs, also from the GPU: use it for
+    debugging.
 
     Returns:
         A handle; its `remove()` ends the check.
@@ -46,7 +44,17 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
         inputs = named_inputs(module, args, kwargs)
         if module.training:
             inputs["the random state"] = random_state(group.device)
-        _compare(group, {name: mark(value) for name, value in inputs.items()})
+        rank, names = differing(group.gather({name: fingerprint(value) for name, value in inputs.items()}))
+        if names:
+            raise agreed(
+                MeshError(
+                    "the inputs of the model",
+                    got=f"{', '.join(sorted(names))} on rank {rank} of the tp axis that differ from those on rank 0",
+                    expected="the same on all ranks that share the model",
+                    fix="Give the sampler the data-parallel rank, DistributedSampler(dataset, num_replicas=dp_size, "
+                    "rank=dp_rank), and seed all ranks of the tp axis identically.",
+                )
+            )
 
     handle: RemovableHandle = model.register_forward_pre_hook(check, with_kwargs=True)
     return handle
@@ -56,24 +64,3 @@ def check_if_enabled(model: PreTrainedModel) -> None:
     """Check the inputs of a loaded model if `SWITCH` is set."""
     if os.environ.get(SWITCH, "0") not in ("", "0") and not any(batch_sharded(model)):
         check_inputs(model)
-
-
-def _compare(group: TensorParallelGroup, digests: dict[str, str]) -> None:
-    if group.process_group is None:
-        return
-    total = hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=7)
-    totals = all_gather_number(int(total.hexdigest(), 16), group.process_group, group.device)
-    if len(set(totals)) == 1:
-        return
-    per_rank = group.gather(digests)
-    rank = next(rank for rank, peer in enumerate(per_rank) if peer != per_rank[0])
-    names = sorted({*per_rank[0], *per_rank[rank]})
-    different = [name for name in names if per_rank[0].get(name) != per_rank[rank].get(name)]
-    error = MeshError(
-        "the inputs of the model",
-        got=f"{', '.join(different)} on rank {rank} of the tp axis that differ from those on rank 0",
-        expected="the same on all ranks that share the model",
-        fix="Give the sampler the data-parallel rank, DistributedSampler(dataset, num_replicas=dp_size, "
-        "rank=dp_rank), and seed all ranks of the tp axis identically.",
-    )
-    raise agreed(error)

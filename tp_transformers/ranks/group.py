@@ -84,17 +84,15 @@ class TensorParallelGroup:
     def check_same(self, values: Mapping[str, Any]) -> None:
         """Raise MeshError on all ranks if a value differs between them. `values`: {subject of the error: value}."""
         everyone = self.gather(dict(values))
-        for subject in values:
-            differing = [rank for rank in range(self.size) if everyone[rank][subject] != everyone[0][subject]]
-            if not differing:
-                continue
-            first, other = (shown(everyone[rank][subject]) for rank in (0, differing[0]))
+        rank, subjects = differing(everyone)
+        if subjects:
+            first, other = (shown(everyone[each][subjects[0]]) for each in (0, rank))
             if first == other or "..." in first + other:  # too long to show
                 first, other = "one", "another"
             raise agreed(
                 MeshError(
-                    subject,
-                    got=f"{first} on rank 0 and {other} on rank {differing[0]}",
+                    subjects[0],
+                    got=f"{first} on rank 0 and {other} on rank {rank}",
                     expected="the same on all ranks",
                     fix="All ranks have to call from_pretrained with the same arguments, checkpoint and releases.",
                 )
@@ -251,6 +249,18 @@ def _lacks_memory(failure: BaseException) -> bool:
     """True for an error of an allocation, by Python, numpy or torch."""
     is_torch = type(failure) is RuntimeError and "DefaultCPUAllocator" in str(failure)
     return is_torch or isinstance(failure, MemoryError | torch.OutOfMemoryError)
+
+
+def differing(ranks: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
+    """The first rank with other values than rank 0, and the names of these values; (0, []) if all ranks have the same.
+
+    `ranks`: the values of each rank, by name.
+    """
+    for rank, values in enumerate(ranks):
+        names = [name for name in {**ranks[0], **values} if values.get(name) != ranks[0].get(name)]
+        if names:
+            return rank, names
+    return 0, []
 
 
 def bind_thread(device: torch.device) -> None:

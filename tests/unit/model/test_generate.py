@@ -37,11 +37,11 @@ IDS = torch.tensor([[3, 5, 7]])
         (1, True),
     ],
 )
-def test_marks_differ_exactly_where_values_do(one: Any, other: Any) -> None:
-    assert generation.mark(one) != generation.mark(other)
+def test_fingerprints_differ_exactly_where_values_do(one: Any, other: Any) -> None:
+    assert generation.fingerprint(one) != generation.fingerprint(other)
     for value in (one, other):
-        assert generation.mark(value) == generation.mark(value)
-    assert generation.mark(IDS) == generation.mark(IDS.clone().T.contiguous().T)
+        assert generation.fingerprint(value) == generation.fingerprint(value)
+    assert generation.fingerprint(IDS) == generation.fingerprint(IDS.clone().T.contiguous().T)
 
 
 def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
