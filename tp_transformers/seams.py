@@ -14,10 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from .errors import PlanError, shown
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .loading.storage import Storage
+    from .plans.rules import Plan
+    from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")
 
@@ -29,6 +33,40 @@ class Planner(NamedTuple):
     """(model on the meta device, number of ranks) -> plan, as in a YAML file. The first rank alone calls it."""
     advice: str
     """What the error of an architecture without a plan says of this way."""
+
+
+class PlanOption:
+    """An argument of `from_pretrained` that rewrites the rules of a plan."""
+
+    name: ClassVar[str]
+    """Name in plans and errors; the argument is `tp_` and the name."""
+    expected: ClassVar[str] = "True, False or None"
+    order: ClassVar[int]
+    """Options rewrite in this order: 0 rules of experts, 1 of what is between blocks, 2 of the head, 3 all."""
+    excludes: ClassVar[Sequence[str]] = ()
+    """Options that cannot be set beside this one."""
+    excludes_because: ClassVar[str] = ""
+
+    @property
+    def argument(self) -> str:
+        return f"tp_{self.name}"
+
+    def fits(self, value: Any) -> bool:
+        """True for a value that the argument may have."""
+        return value is None or isinstance(value, bool)
+
+    def check(self, value: Any) -> None:
+        """Raise PlanError for a value that the argument may not have."""
+        if not self.fits(value):
+            fix = f"Pass {self.argument}=True, or leave it out."
+            raise PlanError(self.argument, got=shown(value), expected=self.expected, fix=fix)
+
+    def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
+        """Rewrite the rules for `model`, on the meta device, on `size` ranks; `plan.options[name]` is the value.
+
+        Raises PlanError for a model or rules that do not fit.
+        """
+        raise NotImplementedError
 
 
 class Feature:
@@ -54,6 +92,14 @@ class Feature:
         """Storages of weights; a load asks them in this order."""
         return ()
 
+    def plan_options(self) -> Sequence[PlanOption]:
+        """Options of a load that rewrite its plan."""
+        return ()
+
+    def strategies(self) -> Mapping[str, TensorParallelLayer]:
+        """Strategies by the names that plans give them."""
+        return {}
+
 
 @cache
 def features() -> Mapping[str, Feature]:
@@ -71,3 +117,10 @@ def features() -> Mapping[str, Feature]:
 def _feature(name: str) -> Feature:
     feature: Feature = import_module(f".features.{name}.feature", __package__).FEATURE
     return feature
+
+
+@cache
+def plan_options() -> Sequence[PlanOption]:
+    """Plan options of all features, in the order in which they rewrite a plan."""
+    options = [option for feature in features().values() for option in feature.plan_options()]
+    return sorted(options, key=lambda option: option.order)

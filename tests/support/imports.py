@@ -45,8 +45,8 @@ ORDER = (
     "__main__",
 )
 """Packages and modules at the top level; each imports those before it. "" is `tp_transformers/__init__.py`."""
-SEAMS = "seams"
-"""The module whose imports for typing do not count: it names the types of what features add, and uses none."""
+NAMING = ("seams", "strategies")
+"""Modules whose imports for typing do not count: they name the types and the public names of what features add."""
 
 
 class Imports:
@@ -119,7 +119,7 @@ class Imports:
         tree = ast.parse(path.read_text())
         typing = {id(node) for part in ast.walk(tree) if _is_for_typing(part) for node in ast.walk(part)}
         for node in ast.walk(tree):
-            if not isinstance(node, ast.ImportFrom) or (name == SEAMS and id(node) in typing):
+            if not isinstance(node, ast.ImportFrom) or (name in NAMING and id(node) in typing):
                 continue
             parts = (node.module or "").split(".")
             if node.level:

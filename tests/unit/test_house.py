@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14988
+CORE = 15064
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 42772
+PACKAGE = 43077
 """Lines of the package, likewise."""
-FROM_CORE = 122
+FROM_CORE = 101
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 112
+BETWEEN_FEATURES = 103
 """Imports of one feature by another that does not require it, likewise."""
 
 

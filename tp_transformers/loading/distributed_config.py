@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, PlanError, UnsupportedError, shown
 from ..logs import get_logger
-from ..plans.parse import ALONE, EXPERTS
 from ..ranks.environment import local_device
 from ..ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ..ranks.mesh import join
@@ -111,7 +110,7 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     if config is None or kwargs.get("tp_plan") is not None:
         return None
     if not hasattr(config, "tp_size"):  # older releases of transformers: it is the only field
-        alone = Parallelism({"tp_plan": "auto", "tp_expert_parallel": ALONE}, 1)
+        alone = Parallelism({"tp_plan": "auto", "tp_expert_parallel": "alone"}, 1)
         return alone if getattr(config, "enable_expert_parallel", False) else None
     tp_plan, tp_size, ep_size = config.tp_plan, config.tp_size or 1, getattr(config, "ep_size", None) or 1
     if (tp_plan is None and tp_size == ep_size == 1) or getattr(config, "ep_implementation", "") == EXCHANGE:
@@ -151,10 +150,10 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     if getattr(config, "enable_sequence_parallel", False):
         arguments["tp_sequence_parallel"] = True
     if ep_size > 1:
-        arguments["tp_expert_parallel"] = ALONE if tp_plan == {} else True
+        arguments["tp_expert_parallel"] = "alone" if tp_plan == {} else True
     copies = sharded * replicas
     if ep_size > tp_size:  # ranks with batches of their own exchange tokens
-        arguments["tp_batch_sharded"] = EXPERTS
+        arguments["tp_batch_sharded"] = "experts"
         copies, tp_size = copies // ep_size, ep_size
     elif copies == 1:
         # A config with a plan takes the number of ranks from the launcher: one without a launcher is warned of.

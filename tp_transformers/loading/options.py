@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, PlanError, UnsupportedError, nearest, shown
-from ..plans.parse import ALONE, EXPERTS, is_names, is_shares
+from ..plans.parse import is_shares
 from ..plans.rules import Plan
+from ..seams import plan_options
 from ..text import is_path
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of this package: True, False, or None for the default. `tp_batch_sharded` may also be a word or names of
-    modules, `tp_shares` are numbers or a word, `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
+    """Options of this package: True, False, or None for the default. `tp_shares` are numbers or a word,
+    `tp_reduce_dtype` is a dtype, and `tp_watch` may be a number."""
 
     allow_replicated: bool | None = None
     """True: a plan that a transformers class declares may leave layers replicated. None: it may not."""
@@ -30,42 +31,27 @@ class Options:
     """True: the ranks of a node fill the page cache together. None: if it is cold."""
     tp_stream: bool | None = None
     """True: read weights from the Hub without a download. None: as TP_TRANSFORMERS_STREAM is set."""
-    tp_sequence_parallel: bool | None = None
-    """True: activations are split along the sequence between blocks."""
-    tp_loss_parallel: bool | None = None
-    """True: logits stay sharded if there are labels."""
-    tp_batch_sharded: bool | str | list[str] | tuple[str, ...] | None = None
-    """True: ranks have their own batches, which attention, MLPs and experts gather; or the modules that gather them.
-    "experts": experts exchange tokens, and all else is replicated."""
-    tp_expert_parallel: bool | str | None = None
-    """True: each rank holds complete experts. "alone": all else is replicated."""
-    tp_invariant: bool | None = None
-    """True: results have the bits of one process, on any number of ranks."""
     tp_shares: Sequence[float] | str | None = None
     """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set."""
     tp_reduce_dtype: torch.dtype | None = None
     """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
     tp_watch: bool | float | None = None
     """False: ranks do not watch one another. A number: seconds until a silent rank counts as lost. None: 10."""
+    of_plan: Mapping[str, Any] = field(default_factory=dict)
+    """Options of features that rewrite the plan: name without `tp_` -> value."""
 
     @classmethod
     def take(cls, kwargs: dict[str, Any]) -> Options:
         """Take the options out of the arguments of a `from_pretrained`; `check` checks their types."""
-        return cls(**{name: kwargs.pop(name) for name in OPTIONS if name in kwargs})
+        own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
+        taken = {option.name: kwargs.pop(option.argument, None) for option in plan_options()}
+        return cls(**own, of_plan={name: value for name, value in taken.items() if value is not None})
 
     def change(self, plan: Plan) -> Plan:
-        """The plan with the caller's options applied."""
-        sequence, loss, batch = self.tp_sequence_parallel, self.tp_loss_parallel, self.tp_batch_sharded
+        """The plan with the caller's options and shares."""
         shares = self.tp_shares
-        return replace(
-            plan,
-            sequence_parallel=plan.sequence_parallel if sequence is None else sequence,
-            loss_parallel=plan.loss_parallel if loss is None else loss,
-            invariant=plan.invariant if self.tp_invariant is None else self.tp_invariant,
-            expert_parallel=plan.expert_parallel if self.tp_expert_parallel is None else self.tp_expert_parallel,
-            batch_sharded=tuple(batch) if isinstance(batch, list) else plan.batch_sharded if batch is None else batch,
-            shares=plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares),
-        )
+        numbers = plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares)
+        return replace(plan.with_options(**self.of_plan), shares=numbers)
 
     @property
     def streams(self) -> bool:
@@ -82,7 +68,9 @@ class Options:
             UnsupportedError: an unsupported argument.
             CheckpointError: a folder that does not exist.
         """
-        for option in OPTIONS:
+        for added in plan_options():
+            added.check(self.of_plan.get(added.name))
+        for option in _OWN:
             value = getattr(self, option)
             fits, expected, example = value is None or isinstance(value, bool), "True, False or None", "True"
             if option == "tp_reduce_dtype":
@@ -94,11 +82,6 @@ class Options:
             elif option == "tp_shares":
                 fits = value is None or is_shares(value)
                 expected, example = 'a positive number for each rank, "memory" or "speed"', "[2, 1, 1] on three ranks"
-            elif option == "tp_expert_parallel":
-                fits, expected = fits or value == ALONE, f'True, "{ALONE}", False or None'
-            elif option == "tp_batch_sharded":
-                fits = fits or value == EXPERTS or is_names(value)
-                expected = f'{expected}, "{EXPERTS}", or a list of modules'
             if not fits:
                 fix = f"Pass {option}={example}, or leave it out."
                 raise PlanError(option, got=shown(value), expected=expected, fix=fix)
@@ -136,7 +119,9 @@ class Options:
 
 INSTEAD = ("device_map", "distributed_config")
 """Arguments of transformers that `tp_plan` replaces."""
-OPTIONS = tuple(option.name for option in fields(Options))
+_OWN = tuple(entry.name for entry in fields(Options) if entry.name != "of_plan")
+OPTIONS = (*_OWN, *(option.argument for option in plan_options()))
+"""All options, those of features included."""
 
 
 def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:

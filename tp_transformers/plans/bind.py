@@ -14,6 +14,7 @@ from ..anatomy.attention import config_around
 from ..anatomy.names import base_prefix, fold_layers, is_inside, tied_parameters
 from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
+from ..seams import plan_options
 from ..slices.layout import Layout
 from ..strategies import (
     STRATEGIES,
@@ -30,11 +31,6 @@ from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_expert
 from .checks.widths import misfits
 from .heads import split_attention
 from .mixers import MixerHeads, split_mixers
-from .rewrite.batch import shard_batch
-from .rewrite.experts import complete_experts
-from .rewrite.invariant import check_options, make_invariant
-from .rewrite.loss import shard_loss
-from .rewrite.sequence import shard_sequence
 from .rule import UNRULED, Rule
 from .rules import Plan
 
@@ -81,27 +77,30 @@ class Resolution:
 
 
 def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
-    """Bind `plan` to the modules of `model` for `size` ranks.
+    """Rewrite `plan` for its options, and bind it to the modules of `model` for `size` ranks.
 
     Args:
         model: a transformers model; only names and shapes are read, so it may be on the meta device.
         size: number of ranks.
 
     Raises:
-        PlanError: with every rule that does not fit.
+        PlanError: for two options that exclude each other, or with every rule that does not fit.
     """
-    check_options(plan)
-    plan = shard_batch(complete_experts(plan.completed(model), model), model)
-    if plan.sequence_parallel:
-        plan = shard_sequence(plan, model)
-    if plan.loss_parallel:
-        plan = shard_loss(plan, model)
-    if not plan.invariant:
-        return _Resolver(plan, model, size).resolve()
-    usual = _Resolver(replace(plan, invariant=False), model, size).resolve()
-    plan, notes = make_invariant(plan, model, usual.attention, size)
-    resolution = _Resolver(plan, model, size).resolve()
-    return replace(resolution, notes=(*resolution.notes, *notes))
+    options = [option for option in plan_options() if plan.options.get(option.name)]
+    for option in reversed(options):
+        excluded = " and ".join(name for name in option.excludes if plan.options.get(name))
+        if excluded:
+            got, fix = f"{option.name} and {excluded}", f"Leave out {excluded}: {option.excludes_because}."
+            raise PlanError(f"plan {plan.source}", got=got, expected="one of them", fix=fix)
+    plan = plan.completed(model)
+    for option in options:
+        plan = option.rewrite(plan, model, size)
+    return bind(replace(plan, options={}), model, size)
+
+
+def bind(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
+    """Bind the rules of `plan` as they are; see `resolve`."""
+    return _Resolver(plan, model, size).resolve()
 
 
 class _Resolver:
@@ -173,7 +172,7 @@ class _Resolver:
             layouts,
             mixers,
             tuple(uncovered),
-            notes if names else (),
+            (*(notes if names else ()), *self.plan.notes),
             rule_names,
             frozenset(replicated),
             self.plan,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import PlanError, describe, nearest, shorten, shown
+from ..seams import plan_options
 from ..strategies import TensorParallelLayer, as_strategy
 
 ATTENTION_ROLES = (
@@ -36,8 +37,6 @@ IMPLIED_GATHERED: Mapping[str, Any] = {role: "rowwise_rep" if role == "output" e
 DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
 
-EXPERTS, ALONE = "experts", "alone"
-"""Value of `batch_sharded` for the experts that exchange tokens, and of `expert_parallel` to replicate all but them."""
 LARGEST = sys.float_info.max
 """The largest share."""
 MEASURED = ("memory", "speed")
@@ -45,8 +44,6 @@ MEASURED = ("memory", "speed")
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths")
 SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers")
-ARGUMENTS = ("sequence_parallel", "loss_parallel", "invariant", "batch_sharded", "expert_parallel", "shares")
-"""Arguments of `from_pretrained`, without `tp_`, that are no sections of a plan."""
 
 MAX_NAME = 500
 """Maximum characters of a name."""
@@ -58,7 +55,7 @@ def check_sections(data: Any, source: str) -> list[str]:
         got = "nothing" if data is None else f"a {type(data).__name__}"
         expected, fix = f"a mapping of {', '.join(SECTIONS)}", "See model_plans/llama.yaml for one."
         raise PlanError(describe(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix))
-    arguments = [key for key in ARGUMENTS if key in data]
+    arguments = [key for key in ("shares", *(option.name for option in plan_options())) if key in data]
     unknown = [key for key in data if not (isinstance(key, str) and key in (*SECTIONS, *arguments))]
     hint = nearest(unknown[0], SECTIONS) if unknown and is_name(unknown[0]) else ""
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""

@@ -49,17 +49,10 @@ class Plan:
     mixers: tuple[Mixer, ...] = ()
     model_types: tuple[str, ...] = ()
     """Values of `config.model_type` that the plan supports; empty: any."""
-    sequence_parallel: bool = False
-    """True if activations between blocks are sharded along the sequence."""
-    loss_parallel: bool = False
-    """True if logits stay sharded along the vocabulary when the model is given labels."""
-    invariant: bool = False
-    """True if results have the same bits on any number of ranks."""
-    expert_parallel: bool | str = False
-    """True if each rank holds complete experts; "alone" if all else is replicated."""
-    batch_sharded: bool | str | tuple[str, ...] | None = None
-    """Full names of modules that gather the samples of all ranks, if ranks have different batches. True: all attention,
-    MLPs and experts. "experts": the experts that exchange tokens."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a load that rewrite the rules when the plan is bound: name without `tp_` -> value."""
+    notes: tuple[str, ...] = ()
+    """Notes for the user of options that rewrote the rules."""
     shares: tuple[float, ...] | str | None = None
     """The share of each rank in every split, "memory" or "speed" to find them at the load, or None for even splits."""
     inner_models: tuple[str, ...] = ()
@@ -127,6 +120,10 @@ class Plan:
             declared=base.declared,
             extends_declared=base.extends_declared,
         )
+
+    def with_options(self, **options: Any) -> Plan:
+        """The plan with options of a load, as `invariant=True`: the rules are rewritten when the plan is bound."""
+        return replace(self, options={**self.options, **options})
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, path: Path | None = None) -> Plan | None:

@@ -332,7 +332,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
     @property
     def is_built_in(self) -> bool:
         """True for a class of this package: its attributes describe all of its communication."""
-        return type(self).__module__.startswith(f"{__package__}.")
+        return type(self).__module__.partition(".")[0] == __name__.partition(".")[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(input={only(self.input_layouts)}, output={only(self.output_layouts)})"

@@ -1,26 +1,16 @@
-"""Names of strategies; a new one is a class in a file of this folder, and a line in `BUILT_IN`."""
+"""Names of strategies; a new one is a class in a file of this folder, and a line in `CORE`, or is of a feature."""
 
 from __future__ import annotations
 
-from collections import UserDict
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
 
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError
-from .alibi import AlibiParallel
+from ..seams import features
 from .base import TensorParallelLayer
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
-from .invariant.experts import InvariantExpertsParallel
-from .invariant.linear import (
-    InvariantColwiseParallel,
-    InvariantEmbedding,
-    InvariantPackedColwiseParallel,
-    InvariantPackedRowwiseParallel,
-    InvariantRowwiseParallel,
-)
-from .invariant.norms import InvariantNormParallel
-from .latent import MlaKvAProjParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import (
     AllReduceParallel,
@@ -30,26 +20,11 @@ from .local import (
     LocalPackedRowwiseParallel,
     LocalRowwiseParallel,
 )
-from .loss.head import LossColwiseParallel, LossParallel
-from .mixers.channelwise import ChannelwiseParallel
-from .mixers.gated_norm import GatedNormParallel
-from .mixers.inner import InnerRowwiseParallel
-from .regions.exchange import SequenceExpertsParallel
-from .regions.sequence import (
-    SequenceGatherParallel,
-    SequenceParallel,
-    SequenceParallelRep,
-    SequenceReplicatedParallel,
-    SequenceScatterParallel,
-    SequenceStatesParallel,
-)
 from .replicate import InnerReplicateParallel, ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
-from .sharded_moments import ShardedMomentsParallel
 from .sharded_norm import ShardedNormParallel
-from .sharded_products import ShardedProductsParallel
 from .styles import as_strategy, registered_by_user
 
-BUILT_IN: dict[str, TensorParallelLayer] = {
+CORE: dict[str, TensorParallelLayer] = {
     "colwise": ColwiseParallel(),
     "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
     "rowwise": RowwiseParallel(),
@@ -64,56 +39,41 @@ BUILT_IN: dict[str, TensorParallelLayer] = {
     "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
     "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
     "gather": GatherParallel(),
-    "colwise_loss": LossColwiseParallel(),
-    "loss_parallel": LossParallel(),
-    "sequence_scatter": SequenceScatterParallel(),
-    "sequence_parallel": SequenceParallel(),
-    "sequence_parallel_rep": SequenceParallelRep(),
-    "sequence_gather": SequenceGatherParallel(),
-    "sequence_whole": SequenceReplicatedParallel(),
-    "sequence_states": SequenceStatesParallel(),
     "sharded_norm": ShardedNormParallel(),
-    "sharded_moments": ShardedMomentsParallel(),
-    "sharded_products": ShardedProductsParallel(),
-    "channelwise": ChannelwiseParallel(use_dtensor=False),
-    "gated_norm": GatedNormParallel(use_dtensor=False),
-    "rowwise_inner": InnerRowwiseParallel(),
-    "alibi": AlibiParallel(),
     "replicate": ReplicateParallel(),
     "replicate_inner": InnerReplicateParallel(),
     "replicate_once": ReplicateOnceParallel(),
-    "invariant_colwise": InvariantColwiseParallel(),
-    "invariant_colwise_rep": InvariantColwiseParallel(output_layouts=Replicate()),
-    "invariant_packed_colwise": InvariantPackedColwiseParallel(),
-    "invariant_rowwise": InvariantRowwiseParallel(),
-    "invariant_rowwise_rep": InvariantRowwiseParallel(input_layouts=Replicate()),
-    "invariant_packed_rowwise": InvariantPackedRowwiseParallel(),
-    "invariant_embedding": InvariantEmbedding(),
-    "invariant_norm": InvariantNormParallel(),
-    "invariant_experts": InvariantExpertsParallel(),
     # Names in the plans that classes of transformers 5 declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
     "all_reduce": AllReduceParallel(),
     "moe_tp_experts": MoEExpertsParallel(),
-    "moe_all_to_all": SequenceExpertsParallel(),
     "ep_dispatch_experts": MoEExpertsParallel(),
     "ep_router": ReplicateParallel(),
     "grouped_gemm": IsolatedParallel(use_dtensor=True),
     "moe_identity_expert": IdentityExpertParallel(),
-    "mla_kv_a_proj": MlaKvAProjParallel(),
     "local_params": TensorParallelLayer(),
 }
 
 
-class ParallelInterface(UserDict[str, TensorParallelLayer]):
+@cache
+def built_in() -> Mapping[str, TensorParallelLayer]:
+    """The strategies of this package by name: those of the core, and of features."""
+    names = dict(CORE)
+    for feature in features().values():
+        names.update(feature.strategies())
+    return names
+
+
+@cache
+def _known() -> dict[str, TensorParallelLayer]:
+    """Built-in strategies, and those that users register."""
+    return dict(built_in())
+
+
+class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
     """Mapping of names to strategies: built-in ones and those of `register_strategy`; all instances share it."""
-
-    _names: ClassVar[dict[str, TensorParallelLayer]] = dict(BUILT_IN)
-
-    def __init__(self) -> None:
-        self.data = self._names
 
     @classmethod
     def register_strategy(cls, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
@@ -139,7 +99,19 @@ class ParallelInterface(UserDict[str, TensorParallelLayer]):
                 expected="a TensorParallelLayer class or instance, or a style of torch or of transformers",
                 fix="Inherit from tp_transformers.strategies.TensorParallelLayer.",
             )
-        super().__setitem__(name, instance)
+        _known()[name] = instance
+
+    def __getitem__(self, name: str) -> TensorParallelLayer:
+        return _known()[name]
+
+    def __delitem__(self, name: str) -> None:
+        del _known()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_known())
+
+    def __len__(self) -> int:
+        return len(_known())
 
 
 STRATEGIES = ParallelInterface()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType, gather_object, recursively_apply
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.quantization.packed import packed_weights, unpacked_only
@@ -24,8 +24,9 @@ from ..model.clip import clip_grad_norm_
 from ..model.optimizers.scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace, replace_all
+from ..ranks.collectives import gather_from_region
+from ..ranks.group import TensorParallelGroup
 from ..strategies import batch_sharded, shard_of
-from ..strategies.loss.head import gather_logits
 from . import trainer_checkpoints
 from .expert_load import EXPERT_LOAD
 
@@ -327,10 +328,22 @@ def _gather_for_metrics(accelerator: Any, tp_size: int, data: Any, use_gather_ob
 def _with_full_logits(model: nn.Module, args: Any, output: Any) -> Any:
     """Gather the logits of an output; in a tuple they follow the loss."""
     if isinstance(output, tuple):
-        return (output[0], gather_logits(model, output[1]), *output[2:])
+        return (output[0], _full(model, output[1]), *output[2:])
     if output.get("logits") is not None:
-        output["logits"] = gather_logits(model, output["logits"])
+        output["logits"] = _full(model, output["logits"])
     return output
+
+
+def _full(model: nn.Module, logits: Tensor) -> Tensor:
+    """Gather logits that the output embedding, or the adapter around it, has left sharded (backward: own slice)."""
+    strategies = [getattr(module, "tp_strategy", None) for module in model.get_output_embeddings().modules()]  # type: ignore[operator]
+    heads: list[Any] = [strategy for strategy in strategies if hasattr(strategy, "keeps_shard")]
+    for head in heads[:1]:
+        group = model.tp_group
+        assert isinstance(group, TensorParallelGroup)
+        if group.process_group is not None and logits.shape[-1] != head.output_split.length:
+            return gather_from_region(logits, head.output_split.widths, group.process_group)
+    return logits
 
 
 class _Parallelism(ParallelismConfig):

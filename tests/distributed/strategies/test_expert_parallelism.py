@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +150,6 @@ def test_experts_without_any_token(pool: Pool, tmp_path: Path, option: str) -> N
 
 def test_more_ranks_than_experts_are_refused() -> None:
     model = ARCHITECTURES["mixtral"].make(8, 4)
-    plan = replace(Plan.for_model(model), expert_parallel=True)
+    plan = Plan.for_model(model).with_options(expert_parallel=True)
     with pytest.raises(tp_transformers.PlanError, match="4 experts cannot be spread over 5 ranks"):
         resolve(plan, model, 5)

@@ -6,7 +6,6 @@ The reference is transformers without a plan, in one process with one thread, as
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +138,7 @@ def test_refusals(checkpoint: Any, name: str, options: dict[str, Any], reason: s
     plan = tp_transformers.plans.Plan.for_model(model)
     changed = {option.removeprefix("tp_"): value for option, value in options.items()}
     with pytest.raises(tp_transformers.PlanError, match=reason):
-        resolve(replace(plan, invariant=True, **changed), model, size)
+        resolve(plan.with_options(invariant=True, **changed), model, size)
 
 
 def test_the_usual_plan_has_other_bits(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
@@ -164,8 +163,8 @@ def test_own_strategies_have_to_keep_the_order(
     checkpoint: Any, monkeypatch: pytest.MonkeyPatch, own: type[Own], is_refused: bool
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(checkpoint("llama")))
-    plan = replace(tp_transformers.plans.Plan.for_model(model), invariant=True)
-    monkeypatch.setitem(STRATEGIES.data, "rowwise", own())
+    plan = tp_transformers.plans.Plan.for_model(model).with_options(invariant=True)
+    monkeypatch.setitem(STRATEGIES, "rowwise", own())
     if is_refused:
         with pytest.raises(tp_transformers.PlanError, match="down_proj: rowwise has no invariant form"):
             resolve(plan, model, 2)

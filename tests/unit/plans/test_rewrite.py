@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def llama(heads: int = 8, kv_heads: int = 4) -> PreTrainedModel:
 def rules_of(model: PreTrainedModel, plan: Plan | None = None, **options: Any) -> dict[str, str]:
     plan = plan or Plan.for_model(model)
     assert plan is not None
-    return resolve(replace(plan, **options), model, 2).plan.as_dict("model")
+    return resolve(plan.with_options(**options), model, 2).plan.as_dict("model")
 
 
 def test_llama_with_both_options() -> None:
@@ -90,7 +89,7 @@ def test_a_dict_is_rewritten_by_what_its_rules_do() -> None:
 
 
 def test_attention_with_fewer_heads_than_ranks_computes_the_whole() -> None:
-    plan = replace(Plan.for_model(llama(2, 1)), sequence_parallel=True)
+    plan = Plan.for_model(llama(2, 1)).with_options(sequence_parallel=True)
     strategies = resolve(plan, llama(2, 1), 3).module_strategies
     assert type(strategies["model.layers.0.self_attn"]).__name__ == "SequenceReplicatedParallel"
     assert type(strategies["model.layers.0.mlp"]).__name__ == "SequenceGatherParallel"
@@ -100,7 +99,7 @@ def test_attention_with_fewer_heads_than_ranks_computes_the_whole() -> None:
 def test_what_is_no_such_decoder_is_refused(name: str) -> None:
     model = ARCHITECTURES[name].make(*ARCHITECTURES[name].variants[0])
     with pytest.raises(PlanError, match="cannot be made sequence-parallel") as caught:
-        resolve(replace(Plan.for_model(model), sequence_parallel=True), model, 2)
+        resolve(Plan.for_model(model).with_options(sequence_parallel=True), model, 2)
     assert str(caught.value).count("\n") <= 2
 
 
@@ -239,7 +238,7 @@ def test_lists_choose_what_gathers_batches() -> None:
 
 
 def test_attention_with_fewer_heads_than_ranks_gathers_batches_whole() -> None:
-    strategies = resolve(replace(Plan.for_model(llama(2, 1)), batch_sharded=True), llama(2, 1), 3).module_strategies
+    strategies = resolve(Plan.for_model(llama(2, 1)).with_options(batch_sharded=True), llama(2, 1), 3).module_strategies
     assert type(strategies["model.layers.0.self_attn"]).__name__ == "BatchReplicated"
     assert type(strategies["model.layers.0.mlp"]).__name__ == "BatchGather"
 
@@ -294,7 +293,7 @@ def test_expert_parallel_plans_keep_experts_complete() -> None:
     assert {name: rule for name, rule in rules.items() if name not in parameters} == {
         name: rule for name, rule in usual.items() if name not in parameters
     }
-    layouts = resolve(replace(Plan.for_model(mixture()), expert_parallel=True), mixture(), 3).layouts
+    layouts = resolve(Plan.for_model(mixture()).with_options(expert_parallel=True), mixture(), 3).layouts
     for name in (name for name in layouts if ".mlp.experts." in name):
         assert layouts[name].dim == 0
         assert layouts[name].split.widths == (2, 1, 1)

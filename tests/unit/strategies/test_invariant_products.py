@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tp_transformers.features.invariant.products import BLOCK, in_blocks
 from tp_transformers.features.verify.small_models.model import on_threads
-from tp_transformers.strategies.invariant.products import BLOCK, in_blocks
 
 LENGTHS = (130, 200, 257, 1000, 1003)
 """None is a multiple of a block."""

@@ -32,7 +32,7 @@ from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
 from ...ranks.launch import torchrun
 from ...strategies import STRATEGIES
-from ...strategies.registry import BUILT_IN
+from ...strategies.registry import built_in
 from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative
 from .small_models import model as probe
 from .small_models.config import meta_model, one_line, shrink, supported
@@ -125,7 +125,7 @@ def verify(
     true, model = meta_model(cls, config), meta_model(cls, small)
     chosen = _choose(plan, true, max(2, *sizes))
     chosen = chosen if shares is None else replace(chosen, shares=tuple(shares))
-    chosen = replace(chosen, invariant=True) if bits else chosen
+    chosen = chosen.with_options(invariant=True) if bits else chosen
     is_ours = not chosen.declared or config.model_type in available_plans()
     declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
     notes = tuple(filter(None, (declared, in_floats)))
@@ -235,7 +235,7 @@ class _Proof:
                     if isinstance(error, TensorParallelError) or self.dtype is dtypes[-1]:
                         raise
         torch.save((*questions, self.gradients), folder / "questions.pt")
-        own = {name: strategy for name, strategy in STRATEGIES.items() if BUILT_IN.get(name) is not strategy}
+        own = {name: strategy for name, strategy in STRATEGIES.items() if built_in().get(name) is not strategy}
         with (folder / "request.pickle").open("wb") as file:
             pickle.dump(sys.path, file)  # first: needed to unpickle the other objects
             pickle.dump((request.cls, request.plan, own, request.grads, self.dtype, request.tolerance), file)

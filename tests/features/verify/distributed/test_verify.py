@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,13 @@ from tests.support.commands import main
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
+from tp_transformers.features.loss_parallel.head import LossParallel
 from tp_transformers.features.verify import rank as rank_module
 from tp_transformers.features.verify import verify
 from tp_transformers.features.verify.small_models.config import meta_model
 from tp_transformers.plans import Plan
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
-from tp_transformers.strategies.loss.head import LossParallel
 from tp_transformers.verify import Verdict
 
 pytestmark = pytest.mark.distributed
@@ -242,7 +241,7 @@ def test_the_first_parameter_whose_gradient_differs_is_named_with_its_rule(tmp_p
 @pytest.mark.usefixtures("in_pool", "own_strategies")
 def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    plan = replace(Plan.parse({"extends": "llama"}, source="mine"), sequence_parallel=True, loss_parallel=True)
+    plan = Plan.parse({"extends": "llama"}, source="mine").with_options(sequence_parallel=True, loss_parallel=True)
     (verdict,) = verify.verify(CONFIGS["llama"], plan=plan, grads=True)
     assert verdict.ok, verdict.faults
     assert verdict.loss is not None
@@ -252,7 +251,7 @@ def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_p
     assert [fault.partition(" (")[0] for fault in verdict.faults] == ["the loss differs"]
 
     rules = {"layers.*.self_attn.qkv_proj": PARTS}
-    plan = replace(Plan.parse({"extends": "phi3", "base_model": rules}, source="mine"), sequence_parallel=True)
+    plan = Plan.parse({"extends": "phi3", "base_model": rules}, source="mine").with_options(sequence_parallel=True)
     (verdict,) = verify.verify(CONFIGS["phi3"], plan=plan)
     assert verdict.faults[0].startswith("model.layers.0.self_attn.o_proj: its input is the first that differs")
     assert "its rule: model.layers.*.self_attn.o_proj: local_rowwise" in verdict.faults[0]

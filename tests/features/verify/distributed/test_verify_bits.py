@@ -6,7 +6,6 @@ import pickle
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch.distributed.tensor import Replicate
 from transformers import LlamaConfig
 
 from tests.support.pool import Pool
+from tp_transformers.features.invariant.linear import InvariantColwiseParallel
 from tp_transformers.features.verify import rank as rank_module
 from tp_transformers.features.verify.command import summary
 from tp_transformers.strategies import STRATEGIES, RowwiseParallel, TensorParallelLayer
-from tp_transformers.strategies.invariant.linear import InvariantColwiseParallel
 from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed
@@ -75,8 +74,8 @@ def rank(*arguments: Any) -> None:
     try:
         rank_module.run_rank(*arguments)
     finally:
-        STRATEGIES.data.clear()
-        STRATEGIES.data.update(before)
+        STRATEGIES.clear()
+        STRATEGIES.update(before)
 
 
 @pytest.fixture
@@ -84,8 +83,8 @@ def registered() -> Iterator[Callable[..., None]]:
     """A function that registers `Sums` or another strategy, until the test ends."""
     before = dict(STRATEGIES)
     yield lambda name, strategy=Sums: STRATEGIES.register_strategy(name, strategy)
-    STRATEGIES.data.clear()
-    STRATEGIES.data.update(before)
+    STRATEGIES.clear()
+    STRATEGIES.update(before)
 
 
 def test_an_invariant_plan_has_the_bits_of_one_process(launch: Launch) -> None:
@@ -134,7 +133,7 @@ def test_ranks_with_the_usual_plan_have_other_bits(launch: Launch) -> None:
             path, (cls, plan, *settings) = pickle.load(file), pickle.load(file)
         with request.open("wb") as file:
             pickle.dump(path, file)
-            pickle.dump((cls, replace(plan, invariant=False), *settings), file)
+            pickle.dump((cls, plan.with_options(invariant=False), *settings), file)
         return launch(folder, *arguments)
 
     (verdict,) = verify(LLAMA, grads=True, bits=True, launch=as_usual)

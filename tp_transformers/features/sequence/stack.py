@@ -1,31 +1,21 @@
-"""Base class for the options of a plan: it rewrites rules by the names that they match.
-
-`sequence.py`, `batch.py` and `invariant.py` have an option each; `loss.py` does not need it.
-"""
+"""Base class for rewriting a plan around its one stack of layers: blocks compute locally, and communicate around."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from inspect import signature
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ...anatomy.layers import stacks
 from ...anatomy.linears import features
-from ...anatomy.names import base_prefix, fold_layers, folded, is_inside
-from ...errors import PlanError, list_faults
+from ...anatomy.names import fold_layers, is_inside
+from ...plans.rewriter import Rewriter
+from ...plans.rule import Rule
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES
-from ..pattern import Pattern
-from ..rule import Rule
-from ..rules import Plan
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _LOCAL = {
     "colwise": "local_colwise",
@@ -39,57 +29,9 @@ _LOCAL_ALREADY = {*_LOCAL.values(), *_BETWEEN}
 """Strategies that do not change in such a block."""
 
 
-class Rewriter(ABC):
-    """State of one rewriting: the rules by the names that they match, and the faults."""
-
-    form: str
-    done: Mapping[str, object]
-    """Options of the plan once it is rewritten."""
-
-    def __init__(self, plan: Plan, model: PreTrainedModel) -> None:
-        self.plan, self.model, self.prefix = plan, model, base_prefix(model)
-        self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        self.names = [*self.modules, *dict(model.named_parameters(remove_duplicate=False))]
-        self.rules = {name: rule for rule in plan.rules for name in rule.match(self.names, self.prefix)}
-        self.faults: list[str] = []
-
-    def rewrite(self) -> Plan:
-        """Return the rewritten plan. Raises PlanError with all faults."""
-        counts = Counter(name for rule in self.plan.rules for name in rule.match(self.names, self.prefix))
-        done = replace(self.plan, **self.done)  # type: ignore[arg-type]
-        if any(rule.instance is None for rule in self.plan.rules) or any(count > 1 for count in counts.values()):
-            return done  # `resolve` reports these faults
-        self.rewrite_rules()
-        if self.faults:
-            title = f"plan {self.plan.source} cannot be made {self.form} for {type(self.model).__name__}"
-            raise PlanError(list_faults(title, self.faults))
-        matched = {id(rule) for rule in self.plan.rules if any(rule.match(self.names, self.prefix))}
-        unmatched = tuple(rule for rule in self.plan.rules if id(rule) not in matched)
-        return replace(done, rules=(*self._folded(), *unmatched))
-
-    @abstractmethod
-    def rewrite_rules(self) -> None:
-        """Change the rules; add faults where they cannot be changed."""
-
-    def set(self, name: str, strategy: str | TensorParallelLayer) -> None:
-        self.rules[name] = Rule(name, strategy)
-
-    def _folded(self) -> Iterator[Rule]:
-        """Yield the rules, with one rule for all layers if their rules are equal."""
-        plain = ((name, replace(rule, pattern="", in_base_model=False)) for name, rule in self.rules.items())
-        for pattern, groups in folded(plain).items():
-            names = {name for group in groups.values() for name in group}
-            if len(groups) == 1 and set(Pattern(pattern).match(self.names, "")) == names:
-                yield replace(next(iter(groups)), pattern=pattern)
-            else:
-                ordered = (name for name in self.rules if name in names)
-                yield from (replace(self.rules[name], pattern=name, in_base_model=False) for name in ordered)
-
-
 class StackRewriter(Rewriter):
-    """Base class for the options that shard activations between the layers of a model."""
+    """Base class for options that shard activations between the layers of a model."""
 
-    done: Mapping[str, object] = {"sequence_parallel": False, "batch_sharded": None}
     gather: str | TensorParallelLayer
     """Strategy around blocks that compute locally."""
     full: str | TensorParallelLayer

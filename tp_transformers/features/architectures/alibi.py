@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .base import TensorParallelLayer
+from ...strategies.base import TensorParallelLayer
 
 
 class AlibiParallel(TensorParallelLayer):

@@ -9,15 +9,13 @@ The rules of experts change, and all others if the plan says `alone`:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
-from ..parse import ALONE
-from ..rules import Plan
-from .engine import Rewriter
+from ...plans.rewriter import Rewriter
+from ...plans.rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,23 +25,22 @@ _AROUND = (_SUMS, _EXCHANGES, "ep_dispatch_experts")
 
 
 def complete_experts(plan: Plan, model: PreTrainedModel) -> Plan:
-    """Rewrite `plan` so that each rank holds complete experts; unchanged without `expert_parallel`.
+    """Rewrite `plan` so that each rank holds complete experts.
 
     Raises PlanError with all experts that no rank can hold complete, or if there are none.
     """
-    return _ExpertRewriter(plan, model).rewrite() if plan.expert_parallel else plan
+    return _ExpertRewriter(plan, model).rewrite()
 
 
 class _ExpertRewriter(Rewriter):
     """State of one `complete_experts`."""
 
     form = "expert-parallel"
-    done: Mapping[str, object] = {"expert_parallel": False}
 
     def rewrite_rules(self) -> None:
-        exchanges = self.plan.sequence_parallel or self.plan.batch_sharded not in (None, False)
+        exchanges = self.plan.options.get("sequence_parallel") or self.plan.options.get("batch_sharded")
         experts = [name for name, module in self.modules.items() if holds_experts(module)]
-        if self.plan.expert_parallel == ALONE:
+        if self.plan.options["expert_parallel"] == "alone":
             for rule in list(self.rules):
                 if not any(rule == name or is_inside(rule, name) for name in experts):
                     self.set(rule, "replicate")

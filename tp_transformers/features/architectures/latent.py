@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..ranks.collectives import copy_to_region
-from .base import TensorParallelLayer
-from .linear import LAST
-from .replicate import ReplicateParallel
-from .signature import LOCAL, REPLICATED, Signature
+from ...ranks.collectives import copy_to_region
+from ...strategies.base import TensorParallelLayer
+from ...strategies.linear import LAST
+from ...strategies.replicate import ReplicateParallel
+from ...strategies.signature import LOCAL, REPLICATED, Signature
 
 
 class MlaKvAProjParallel(TensorParallelLayer):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import Group, all_gather_uneven, apply_function, exchange_regions, gather_from_region
 from ...slices.layout import Ranks, Split, apportion, count_of
-from ..base import TensorParallelLayer
+from ...strategies.base import TensorParallelLayer
 
 BLOCK = 64
 """Columns of a block: a product of fewer columns, or of columns that begin elsewhere, may use another kernel. So what

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from ...ranks.collectives import gather_from_region
-from ...ranks.group import TensorParallelGroup
-from ..base import TensorParallelLayer
-from ..forward.attach import forward_of
-from ..linear import ColwiseParallel
-from ..replicate import ReplicateParallel
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import forward_of
+from ...strategies.linear import ColwiseParallel
+from ...strategies.replicate import ReplicateParallel
 from .cross_entropy import CausalLMLoss
 
 
@@ -65,16 +63,6 @@ class LossParallel(TensorParallelLayer):
         """See `TensorParallelLayer.interrupted`; a head that is called by itself returns unsharded logits."""
         for head in _heads(module):
             head.keeps_shard = False
-
-
-def gather_logits(model: nn.Module, logits: Tensor) -> Tensor:
-    """Gather the logits (backward: own slice) after loss parallelism computed the loss from shards."""
-    for head in _heads(model)[:1]:
-        group = model.tp_group
-        assert isinstance(group, TensorParallelGroup)
-        if group.process_group is not None and logits.shape[-1] != head.output_split.length:
-            return gather_from_region(logits, head.output_split.widths, group.process_group)
-    return logits
 
 
 def _heads(model: nn.Module) -> list[LossColwiseParallel]:

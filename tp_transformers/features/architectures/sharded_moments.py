@@ -11,14 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from ..ranks.collectives import Group, copy_to_region, reduce_from_region
-from ..slices.layout import apportioned
-from .base import TensorParallelLayer
-from .forward.attach import wrap_forward
-from .forward.short_forwards import Forwarder
-from .linear import LAST
-from .shards.shard import ParamShard
-from .signature import LOCAL, Signature
+from ...ranks.collectives import Group, copy_to_region, reduce_from_region
+from ...slices.layout import apportioned
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import wrap_forward
+from ...strategies.forward.short_forwards import Forwarder
+from ...strategies.linear import LAST
+from ...strategies.shards.shard import ParamShard
+from ...strategies.signature import LOCAL, Signature
 
 
 class ShardedMomentsParallel(TensorParallelLayer):

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, all_gather_uneven, apply_function, scatter_to_region
 from ...slices.layout import Split
-from ..base import TensorParallelLayer
-from ..forward.attach import forward_of
-from ..signature import LOCAL, REPLICATED, Signature
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import forward_of
+from ...strategies.signature import LOCAL, REPLICATED, Signature
 from .products import LAST, InBlocks, gather_features
 
 

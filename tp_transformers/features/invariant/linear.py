@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...slices.layout import Layout, Split, apportion
-from ..base import TensorParallelLayer
-from ..forward.attach import forward_of
-from ..forward.communication import ShortForward
-from ..linear import ColwiseParallel, RowwiseParallel, _WeightParallel
-from ..local import to_local
-from ..shards.shard import local_tensor
-from ..signature import FEATURES, REPLICATED, Signature
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import forward_of
+from ...strategies.forward.communication import ShortForward
+from ...strategies.linear import ColwiseParallel, RowwiseParallel, _WeightParallel
+from ...strategies.local import to_local
+from ...strategies.shards.shard import local_tensor
+from ...strategies.signature import FEATURES, REPLICATED, Signature
 from .products import InBlocks, gather_features, in_blocks, with_input_gradient
 
 

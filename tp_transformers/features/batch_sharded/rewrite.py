@@ -11,7 +11,7 @@ Only chosen modules stay sharded:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,31 +19,23 @@ from torch import nn
 
 from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
-from ...errors import PlanError, describe, hint_for
-from ...strategies import BATCH_SHARDED, BatchGather, BatchReplicated, BatchStates
-from ..parse import EXPERTS
-from ..pattern import Pattern
-from ..rule import Rule
-from ..rules import Plan
-from .engine import StackRewriter
+from ...errors import hint_for
+from ...plans.pattern import Pattern
+from ...plans.rule import Rule
+from ...plans.rules import Plan
+from ...strategies.regions.batch import BatchStates
+from ...strategies.regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchReplicated
+from ..sequence.stack import StackRewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def shard_batch(plan: Plan, model: PreTrainedModel) -> Plan:
-    """Rewrite `plan` so that its chosen modules gather the samples of all ranks; unchanged if it chooses none.
+    """Rewrite `plan` so that its chosen modules gather the samples of all ranks.
 
-    Raises PlanError with every module that cannot be rewritten, or if another option is set.
+    Raises PlanError with every module that cannot be rewritten.
     """
-    if not plan.batch_sharded:
-        return plan
-    conflicts = [option for option in ("sequence_parallel", "loss_parallel") if getattr(plan, option)]
-    if conflicts:
-        names = " and ".join(conflicts)
-        fix = f"Leave out {names}: norms and losses are of a rank's own samples already."
-        got = f"batch_sharded and {names}"
-        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
     return _BatchRewriter(plan, model).rewrite()
 
 
@@ -56,9 +48,11 @@ class _BatchRewriter(StackRewriter):
     unfit = f"no rules in it shard features and sum them, and its own is none of {', '.join(BATCH_SHARDED)}"
 
     def rewrite_around(self, stack: str) -> None:
-        blocks = [*self._chosen(), *(self._all(stack) if self.plan.batch_sharded is True else ())]
-        if self.plan.batch_sharded == EXPERTS:
-            blocks += self.all_exchanging()
+        chosen_by = self.plan.options["batch_sharded"]
+        if chosen_by == "experts":
+            blocks = self.all_exchanging()
+        else:
+            blocks = list(self._all(stack) if chosen_by is True else self._named(chosen_by))
         chosen = dict.fromkeys(module_name for name in blocks for module_name in self._gathering(name))
         inner = [name for name in chosen if any(is_inside(name, outer) for outer in chosen)]
         for name in inner:
@@ -77,14 +71,14 @@ class _BatchRewriter(StackRewriter):
         gathered = [name for name in mixtures if any(is_inside(name, outer) for outer in chosen)]
         self.rules[self.prefix] = Rule(self.prefix, BatchStates(mixes_routers=0 < len(gathered) < len(mixtures)))
         if not (chosen or self.faults):
-            if self.plan.batch_sharded == EXPERTS:
+            if chosen_by == "experts":
                 self.faults.append("it has no experts with a rule moe_all_to_all; expert_parallel gives them one")
             else:
                 self.faults.append("it has no attention, MLP or experts that rules shard")
 
-    def _chosen(self) -> Iterator[str]:
-        """Yield the modules that are chosen by name."""
-        for pattern in self.plan.batch_sharded if isinstance(self.plan.batch_sharded, tuple) else ():
+    def _named(self, patterns: Iterable[str]) -> Iterator[str]:
+        """Yield the modules that match `patterns`."""
+        for pattern in patterns:
             names = list(Pattern(pattern).match(self.modules, self.prefix))
             if not names:
                 known = {fold_layers(name) for name in self.modules if name}

@@ -23,8 +23,8 @@ from torch import nn
 from ...anatomy.linears import DROPOUTS
 from ...anatomy.names import fold_layers, is_inside
 from ...anatomy.norms import is_norm_of_tokens
-from ..rules import Plan
-from .engine import StackRewriter
+from ...plans.rules import Plan
+from .stack import StackRewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

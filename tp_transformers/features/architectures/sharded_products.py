@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from ..ranks.collectives import Group, copy_to_region, reduce_from_region
-from .base import TensorParallelLayer
-from .forward.attach import block_of, wrap_forward
-from .forward.short_forwards import Forwarder
-from .shards.shard import ParamShard
-from .signature import LOCAL, Signature
+from ...ranks.collectives import Group, copy_to_region, reduce_from_region
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import block_of, wrap_forward
+from ...strategies.forward.short_forwards import Forwarder
+from ...strategies.shards.shard import ParamShard
+from ...strategies.signature import LOCAL, Signature
 
 
 class ShardedProductsParallel(TensorParallelLayer):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, apply_function, reduce_from_region
-from ..experts import (
+from ...strategies.experts import (
     BATCHED,
     GROUPED,
     IsolatedParallel,
@@ -20,9 +20,9 @@ from ..experts import (
     may_select_rows,
     never_empty,
 )
-from ..forward.attach import forward_of
-from ..local import to_local
-from ..signature import PARTIAL, REPLICATED, Signature
+from ...strategies.forward.attach import forward_of
+from ...strategies.local import to_local
+from ...strategies.signature import PARTIAL, REPLICATED, Signature
 
 BY_EXPERT, BY_SLOT = "eager", (GROUPED, BATCHED)
 """Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing.

@@ -23,14 +23,14 @@ from torch import nn
 
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, is_inside
-from ...errors import PlanError, describe
+from ...plans.attention_heads import AttentionHeads
+from ...plans.bind import bind
+from ...plans.rewriter import Rewriter
+from ...plans.rule import Rule
+from ...plans.rules import Plan
 from ...strategies import TensorParallelLayer
-from ...strategies.invariant.norms import InvariantHeadNormParallel
-from ...strategies.registry import BUILT_IN
-from ..attention_heads import AttentionHeads
-from ..rule import Rule
-from ..rules import Plan
-from .engine import Rewriter
+from ...strategies.registry import built_in
+from .norms import InvariantHeadNormParallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,39 +61,21 @@ _OF_ALL_HEADS = {
 """The same in attention that computes with all heads on every rank."""
 
 
-def check_options(plan: Plan) -> None:
-    """Raise PlanError if an invariant `plan` has another option: all of them sum over the ranks."""
-    options = {"sequence_parallel": plan.sequence_parallel, "loss_parallel": plan.loss_parallel}
-    options |= {"batch_sharded": plan.batch_sharded not in (None, False)}
-    conflicts = " and ".join(name for name, is_set in options.items() if is_set)
-    if plan.invariant and conflicts:
-        fix = f"Leave out {conflicts}: the order of its sums depends on the number of ranks."
-        got = f"invariant and {conflicts}"
-        raise PlanError(describe(f"plan {plan.source}", got=got, expected="one of them", fix=fix))
-
-
-def make_invariant(
-    plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int
-) -> tuple[Plan, tuple[str, ...]]:
-    """Rewrite `plan` so that its results do not depend on the number of ranks; returns it, and notes for the user.
-
-    Args:
-        attention: the heads of each attention module, by `plan` as it is.
-        size: number of ranks.
+def make_invariant(plan: Plan, model: PreTrainedModel, size: int) -> Plan:
+    """Rewrite `plan` so that its results do not depend on the number of ranks, `size`, with notes for the user.
 
     Raises PlanError with every rule that has no invariant form.
     """
-    rewriter = _InvariantRewriter(plan, model, attention, size)
+    rewriter = _InvariantRewriter(plan, model, bind(plan, model, size).attention, size)
     names = ", ".join(sorted(set(map(fold_layers, rewriter.gathered))))
     note = f"{names}: its projections are sharded, and every rank computes all heads, so that no bits change"
-    return rewriter.rewrite(), (note,) if names else ()
+    return replace(rewriter.rewrite(), notes=(*plan.notes, *([note] if names else [])))
 
 
 class _InvariantRewriter(Rewriter):
     """State of one `make_invariant`."""
 
     form = "invariant"
-    done: Mapping[str, object] = {"invariant": False}
 
     def __init__(self, plan: Plan, model: PreTrainedModel, attention: Mapping[str, AttentionHeads], size: int) -> None:
         super().__init__(plan, model)
@@ -122,7 +104,7 @@ class _InvariantRewriter(Rewriter):
         given, instance, module = rule.strategy_name, rule.instance, self.modules.get(name)
         if instance is not None and instance.keeps_order:
             return instance
-        if instance is not BUILT_IN.get(given):
+        if instance is not built_in().get(given):
             return None
         if module is None and holds_experts(self.modules[name.rpartition(".")[0]]):
             return "local"

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from ...anatomy.names import base_prefix
 from ...errors import PlanError
+from ...plans.rule import Rule
+from ...plans.rules import Plan
 from ...transformers_api import ForCausalLMLoss
-from ..rule import Rule
-from ..rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,4 +43,4 @@ def shard_loss(plan: Plan, model: PreTrainedModel) -> Plan:
         )
     other_rules = [rule for rule in plan.rules if rule is not rules[0]]
     loss_rules = [replace(rules[0], strategy="colwise_loss"), Rule("", "loss_parallel")]
-    return replace(plan, rules=(*other_rules, *loss_rules), loss_parallel=False)
+    return replace(plan, rules=(*other_rules, *loss_rules))

@@ -1,0 +1,46 @@
+"""Batch sharding: ranks have batches of their own, which sharded modules gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...seams import Feature, PlanOption
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...plans.rules import Plan
+
+
+class BatchOption(PlanOption):
+    """True: attention, MLPs and experts gather the samples of all ranks; or a list of the modules that gather them."""
+
+    name = "batch_sharded"
+    expected = 'True, False or None, "experts", or a list of modules'
+    order = 1
+    excludes = ("sequence_parallel", "loss_parallel")
+    excludes_because = "norms and losses are of a rank's own samples already"
+
+    def fits(self, value: Any) -> bool:
+        """See `PlanOption.fits`."""
+        from ...plans.parse import is_names
+
+        return super().fits(value) or value == "experts" or is_names(value)
+
+    def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
+        from .rewrite import shard_batch
+
+        return shard_batch(plan, model)
+
+
+class BatchSharding(Feature):
+    """`tp_batch_sharded`."""
+
+    requires: ClassVar[tuple[str, ...]] = ("expert_parallel", "sequence")
+
+    def plan_options(self) -> Sequence[PlanOption]:
+        return (BatchOption(),)
+
+
+FEATURE = BatchSharding()

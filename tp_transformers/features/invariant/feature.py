@@ -1,0 +1,63 @@
+"""Invariant plans: results have the bits of one process, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...seams import Feature, PlanOption
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...plans.rules import Plan
+    from ...strategies import TensorParallelLayer
+
+
+class InvariantOption(PlanOption):
+    """True: results have the bits of one process, on any number of ranks."""
+
+    name = "invariant"
+    order = 3
+    excludes = ("sequence_parallel", "loss_parallel", "batch_sharded")
+    excludes_because = "the order of its sums depends on the number of ranks"
+
+    def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
+        from .rewrite import make_invariant
+
+        return make_invariant(plan, model, size)
+
+
+class Invariant(Feature):
+    """`tp_invariant`, and the strategies that take the place of others."""
+
+    def plan_options(self) -> Sequence[PlanOption]:
+        return (InvariantOption(),)
+
+    def strategies(self) -> Mapping[str, TensorParallelLayer]:
+        from torch.distributed.tensor import Replicate
+
+        from .experts import InvariantExpertsParallel
+        from .linear import (
+            InvariantColwiseParallel,
+            InvariantEmbedding,
+            InvariantPackedColwiseParallel,
+            InvariantPackedRowwiseParallel,
+            InvariantRowwiseParallel,
+        )
+        from .norms import InvariantNormParallel
+
+        return {
+            "invariant_colwise": InvariantColwiseParallel(),
+            "invariant_colwise_rep": InvariantColwiseParallel(output_layouts=Replicate()),
+            "invariant_packed_colwise": InvariantPackedColwiseParallel(),
+            "invariant_rowwise": InvariantRowwiseParallel(),
+            "invariant_rowwise_rep": InvariantRowwiseParallel(input_layouts=Replicate()),
+            "invariant_packed_rowwise": InvariantPackedRowwiseParallel(),
+            "invariant_embedding": InvariantEmbedding(),
+            "invariant_norm": InvariantNormParallel(),
+            "invariant_experts": InvariantExpertsParallel(),
+        }
+
+
+FEATURE = Invariant()

@@ -1,0 +1,41 @@
+"""Loss parallelism: the loss of logits that stay sharded along the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...seams import Feature, PlanOption
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...plans.rules import Plan
+    from ...strategies import TensorParallelLayer
+
+
+class LossOption(PlanOption):
+    """True: logits stay sharded if there are labels."""
+
+    name = "loss_parallel"
+    order = 2
+
+    def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
+        from .rewrite import shard_loss
+
+        return shard_loss(plan, model)
+
+
+class LossParallelism(Feature):
+    """`tp_loss_parallel`, its strategies, and `tp_transformers.strategies.vocab_parallel_cross_entropy`."""
+
+    def plan_options(self) -> Sequence[PlanOption]:
+        return (LossOption(),)
+
+    def strategies(self) -> Mapping[str, TensorParallelLayer]:
+        from .head import LossColwiseParallel, LossParallel
+
+        return {"colwise_loss": LossColwiseParallel(), "loss_parallel": LossParallel()}
+
+
+FEATURE = LossParallelism()

@@ -1,0 +1,29 @@
+"""Mixers other than attention: state spaces, delta nets, gated recurrences and short convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ...seams import Feature
+
+if TYPE_CHECKING:
+    from ...strategies import TensorParallelLayer
+
+
+class Mixers(Feature):
+    """The strategies of their modules."""
+
+    def strategies(self) -> Mapping[str, TensorParallelLayer]:
+        from ...strategies.mixers.channelwise import ChannelwiseParallel
+        from ...strategies.mixers.gated_norm import GatedNormParallel
+        from ...strategies.mixers.inner import InnerRowwiseParallel
+
+        return {
+            "channelwise": ChannelwiseParallel(use_dtensor=False),
+            "gated_norm": GatedNormParallel(use_dtensor=False),
+            "rowwise_inner": InnerRowwiseParallel(),
+        }
+
+
+FEATURE = Mixers()

@@ -1,0 +1,55 @@
+"""Sequence parallelism: between blocks, activations are sharded along the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...seams import Feature, PlanOption
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ...plans.rules import Plan
+    from ...strategies import TensorParallelLayer
+
+
+class SequenceOption(PlanOption):
+    """True: activations are sharded along the sequence between blocks."""
+
+    name = "sequence_parallel"
+    order = 1
+
+    def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
+        from .rewrite import shard_sequence
+
+        return shard_sequence(plan, model)
+
+
+class SequenceParallelism(Feature):
+    """`tp_sequence_parallel`, its strategies, and `tp_transformers.strategies.SequenceParallel`."""
+
+    def plan_options(self) -> Sequence[PlanOption]:
+        return (SequenceOption(),)
+
+    def strategies(self) -> Mapping[str, TensorParallelLayer]:
+        from ...strategies.regions.sequence import (
+            SequenceGatherParallel,
+            SequenceParallel,
+            SequenceParallelRep,
+            SequenceReplicatedParallel,
+            SequenceScatterParallel,
+            SequenceStatesParallel,
+        )
+
+        return {
+            "sequence_scatter": SequenceScatterParallel(),
+            "sequence_parallel": SequenceParallel(),
+            "sequence_parallel_rep": SequenceParallelRep(),
+            "sequence_gather": SequenceGatherParallel(),
+            "sequence_whole": SequenceReplicatedParallel(),
+            "sequence_states": SequenceStatesParallel(),
+        }
+
+
+FEATURE = SequenceParallelism()
