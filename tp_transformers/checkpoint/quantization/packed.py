@@ -195,19 +195,29 @@ def pack(
     shard: LazyTensor, dtype: torch.dtype, device: torch.device
 ) -> tuple[PackedWeight, list[tuple[Stored, torch.Tensor]]] | None:
     """Create a packed weight and the reads that fill it; None unless all of it is quantised."""
-    full = torch.empty(shard.shape, dtype=dtype, device=device)  # only for strides and offsets of views
+    full = torch.empty(shard.shape, dtype=dtype, device="meta")  # only for strides and offsets of views
+    buffers: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+
+    def held(view: torch.Tensor) -> torch.Tensor:
+        """A view of a meta tensor, in the memory on `device` that its storage stands for."""
+        key = (storage := view.untyped_storage())._cdata
+        if key not in buffers:
+            buffers[key] = storage, torch.zeros(storage.nbytes(), dtype=torch.uint8, device=device)
+        return buffers[key][1].view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+
     blocks, reads = [], []
     for source, view in shard.read_steps(full):
         if isinstance(source, Decoded):
             if all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in source.stored.values()):
                 return None  # rows of a GGUF in another order
+            source = replace(source, stored={name: held(tensor) for name, tensor in source.stored.items()})
             blocks.append(PackedBlock(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
         elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
         elif isinstance(source, Stored):
-            reads.append((source, view))
+            reads.append((source, held(view)))
         else:
-            source.fill(view)
+            source.fill(held(view))
     if not blocks or math.prod(shard.shape) == 0:
         return None
     return PackedWeight(shard.shape, dtype, device, blocks), reads
