@@ -24,7 +24,14 @@ from .lazy import LazyTensor, ReadStep
 from .stored import Selection, compose, lengths
 
 _TILE = 1 << 20
-"""Elements decoded at a time."""
+
+
+def at_a_time(device: torch.device) -> int:
+    """Elements decoded at a time: what a CPU's caches hold; on a GPU most matrices whole.
+
+    A GPU takes longer to start the kernels of a piece of a CPU's size than to compute them.
+    """
+    return _TILE if device.type == "cpu" else _TILE << 5
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class Decoded:
             for dim, (index, position) in enumerate(places):
                 one = one.at(dim, position)
                 into = into.narrow(dim, index, 1)
-            for row, values in one.tiles():
+            for row, values in one.tiles(at_a_time(into.device)):
                 _copy(values, into.narrow(-2, row, values.shape[-2]))
 
     def at(self, dim: int, position: int) -> Decoded:
@@ -233,13 +240,13 @@ class Decoded:
         dims[dim] = Aligned([(0, 1)], 1, 1)
         return replace(self, stored=self._narrow(self.stored, dim, (position, position + 1)), dims=dims)
 
-    def tiles(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decode a few rows at a time: (index of the first row in the slice, values of these rows of the slice).
+    def tiles(self, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decode about `numel` elements at a time: (index of the first row in the slice, values of these rows of it).
 
         All leading dims must have length 1; the values have them, too.
         """
         *_, rows, columns = self.dims
-        step = max(_TILE // columns.length // rows.unit, 1) * rows.unit
+        step = max(numel // columns.length // rows.unit, 1) * rows.unit
         for low in range(0, rows.length, step):
             tile = (low, min(low + step, rows.length))
             values = self.block(*tile)

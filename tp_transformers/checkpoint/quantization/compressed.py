@@ -31,6 +31,7 @@ from .format import (
     Locate,
     Tensors,
     bundle,
+    constant,
     inconsistent,
     multiply_blocks,
     packed,
@@ -336,7 +337,7 @@ def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Seq
     """Decode in float32, rounded to `dtype`: the bits of the library, which computes in `dtype`."""
     values = stored["values"]
     if scheme.micro is not None and scheme.bits == 4:
-        values = unpack_pairs(values, _PAIRS)
+        values = unpack_pairs(values, constant(_PAIRS, values.device))
     else:
         values = from_float8(values) if values.is_floating_point() else _integers(scheme, stored, shape).float()
     scales, zeros = (_micro_scales(stored), 0) if scheme.micro else _scales_and_zeros(scheme, stored, shape)

@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -274,9 +275,15 @@ def pair_table(values: torch.Tensor, *, high_first: bool = False) -> torch.Tenso
     return torch.stack((high, low) if high_first else (low, high), -1).view(torch.int64).flatten()
 
 
+@cache
+def constant(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A table of the package on a device, copied there once: the host waits for each copy to a GPU."""
+    return values.to(device)
+
+
 def unpack_pairs(pairs: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Look up the bytes (..., n) in a `pair_table`: (..., 2 n) float32."""
-    values = table.to(pairs.device).index_select(0, pairs.flatten().int()).view(torch.float32)
+    values = table.index_select(0, pairs.flatten().int()).view(torch.float32)
     return values.view(*pairs.shape[:-1], -1)
 
 

@@ -23,6 +23,7 @@ from .format import (
     Format,
     Tensors,
     bundle,
+    constant,
     inconsistent,
     multiply_blocks,
     pair_table,
@@ -82,5 +83,5 @@ class Mxfp4(Format):
 
 
 def _decode(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
-    powers = _HALVED_POWERS.to(stored["scales"].device)[stored["scales"].int()]
-    return multiply_blocks(unpack_pairs(stored["pairs"], _DOUBLED), powers, (_BLOCK,))
+    powers = constant(_HALVED_POWERS, stored["scales"].device)[stored["scales"].int()]
+    return multiply_blocks(unpack_pairs(stored["pairs"], constant(_DOUBLED, stored["pairs"].device)), powers, (_BLOCK,))

@@ -10,13 +10,11 @@ from functools import cached_property
 
 import torch
 
-from ...slices.bundle import Aligned, Decoded
+from ...slices.bundle import Aligned, Decoded, at_a_time
 from ...torch_api import has_bfloat16
 
 _TILE = 1 << 24
-"""Bytes of rows that are multiplied at a time."""
-_BLOCK = 1 << 20
-"""Elements that are decoded at a time."""
+"""Bytes of rows that are multiplied at a time on a CPU."""
 _FEW = 8
 """Tokens whose product does not make up for a conversion of decoded values to bfloat16."""
 
@@ -89,14 +87,14 @@ class Tiled(ABC):
 
         The next tile may overwrite the values.
         """
-        for rows in self._ranges(0, self.height, _TILE // x.itemsize):
+        for rows in self._ranges(0, self.height, max(_TILE // x.itemsize, at_a_time(x.device))):
             tile = scratch(self.width * len(rows), x).view(-1, self.width)
             self.fill(rows.start, tile)
             yield rows.start, tile
 
     def fill(self, first: int, values: torch.Tensor) -> None:
         """Decode as `decode`, with memory for a few rows."""
-        for rows in self._ranges(first, first + len(values), _BLOCK):
+        for rows in self._ranges(first, first + len(values), at_a_time(values.device)):
             self.decode(rows.start, values[rows.start - first : rows.stop - first])
 
     def _ranges(self, first: int, last: int, numel: int) -> Iterator[range]:
@@ -137,9 +135,9 @@ class StoredRows(Tiled):
         values.copy_(self.decoded.block(first, first + len(values)).flatten(0, -2))
 
     def tiles(self, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """See `Tiled.tiles`; values in fp32, the dtype of most decoders, are not copied."""
-        if x.dtype != torch.float32:
+        """See `Tiled.tiles`; values on a GPU, and in fp32, the dtype of most decoders, are not copied."""
+        if x.dtype != torch.float32 and x.device.type == "cpu":
             yield from super().tiles(x)
             return
-        for rows in self._ranges(0, self.height, _BLOCK):
+        for rows in self._ranges(0, self.height, at_a_time(x.device)):
             yield rows.start, self.decoded.block(rows.start, rows.stop).flatten(0, -2).to(x.dtype)

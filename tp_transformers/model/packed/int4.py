@@ -16,13 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from ...checkpoint.quantization.affine import Affine
-from ...slices.bundle import Decoded
+from ...slices.bundle import Decoded, at_a_time
 from .operator import IntegerOperator, without
 
 GROUPS = (256, 128, 64, 32)
 """Columns that may share a scale in the operators."""
-_TILE = 1 << 20
-"""Elements packed at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +48,7 @@ class Int4(IntegerOperator):
         height, width = _rounded(shape[0], units[0]), _rounded(shape[1], math.lcm(group, units[1]))
         integers = affine.integers(decoded.stored, shape)
         packed = torch.empty(height, width // 2, dtype=torch.uint8, device=device)
-        # On the meta device, which has no memory to save, the layout is made at once.
-        step = height if device.type == "meta" else max(_TILE // width // units[0], 1) * units[0]
+        step = max(at_a_time(device) // width // units[0], 1) * units[0]
         for low in range(0, height, step):
             tile = torch.zeros(min(step, height - low), width, dtype=torch.uint8, device=device)
             chunk = integers[low : low + step]
