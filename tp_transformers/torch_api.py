@@ -49,7 +49,6 @@ PRIVATE: dict[str, Private] = {
         "other hooks on saved tensors keep their tensors", "strategies model", _RAISES
     ),
     "torch._C._current_graph_task_id": Private("one for each backward", "ranks strategies", _RAISES),
-    "torch._C._dispatch_has_kernel_for_dispatch_key": Private("operators of a device", "model", _DECODED),
     "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "ranks", "torch.compiler.disable is called"),
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "ranks", "the same"),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Private("`untraced`", "ranks", "the same"),
@@ -259,8 +258,6 @@ int4_product = _take("torch.ops.aten._weight_int4pack_mm_for_cpu", None)
 pack_int4_for_gpu = _take("torch.ops.aten._convert_weight_to_int4pack", None)
 int4_product_of_gpu = _take("torch.ops.aten._weight_int4pack_mm", None)
 int8_product = _take("torch.ops.aten._weight_int8pack_mm", None)
-has_kernel = _take("torch._C._dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
-"""Return True if an operator has a kernel for a dispatch key, such as CUDA."""
 has_bfloat16 = _take("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
 """Return True if the processor multiplies bfloat16 (AVX-512 and later)."""
 tree_leaves = _take("torch.utils._pytree.tree_leaves")

@@ -1,4 +1,4 @@
-"""nf4 and fp4 in the layout of bitsandbytes' kernel for CPUs: by the package if it is installed, and by a stand-in."""
+"""nf4 and fp4 by bitsandbytes' kernels for CPUs, by the package if it is installed, and by stand-ins; GPUs by these."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from benchmarks.quantised import NF4
 from tests.unit.model.test_packed import check_product, packed, scales
 from tests.unit.slices.test_lazy import ranges
 from tp_transformers.checkpoint.quantization.bitsandbytes import BitsAndBytes
-from tp_transformers.model.packed import blocks4
-from tp_transformers.model.packed.blocks4 import Blocks4
+from tp_transformers.model.packed import blocks4, products
+from tp_transformers.model.packed.blocks4 import Blocks4, Blocks4Cuda
 from tp_transformers.model.packed.products import with_products
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
@@ -54,14 +54,40 @@ def dequantise(pairs: Tensor, scales: Tensor, block: int, kind: str, shape: list
     return values.view(shape).to(dtype)
 
 
+def multiply_one(x: Tensor, pairs: Tensor, shape: list[int], scales: Tensor, values: Tensor, block: int) -> Tensor:
+    """`bitsandbytes::gemv_4bit` for a GPU, which reads the addresses of all arguments by these dtypes."""
+    rows, columns = shape
+    assert x.shape == (1, columns)
+    assert x.dtype == torch.bfloat16
+    assert scales.dtype == values.dtype == torch.float32
+    assert pairs.dtype == torch.uint8
+    assert pairs.numel() * 2 == scales.numel() * block == rows * columns
+    scales = scales.flatten()  # the kernel reads it as such
+    assert all(each.is_contiguous() for each in (x, pairs, scales, values))
+    exact = dequantise(pairs.flatten(), scales, block, "nf4", shape, torch.float32)
+    return linear(x.float(), exact).bfloat16()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, product: Any) -> None:
+    operators = SimpleNamespace(gemv_4bit=product, dequantize_4bit=dequantise)
+    monkeypatch.setattr(blocks4, "_package", lambda: operators)
+    monkeypatch.setattr(blocks4, "_maps", lambda device: {"nf4": VALUES})
+    blocks4._is_exact.cache_clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU are handled as those of a GPU."""
+    stand_in(monkeypatch, multiply_one)
+    monkeypatch.setattr(products, "_OPERATORS", {"cpu": products._OPERATORS["cuda"]})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
 @pytest.fixture(params=["stand-in", "bitsandbytes"])
 def package(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "stand-in":
-        operators = SimpleNamespace(gemv_4bit=multiply, dequantize_4bit=dequantise)
-        monkeypatch.setattr(blocks4, "_package", lambda: operators)
-        monkeypatch.setattr(blocks4, "_maps", lambda: {"nf4": VALUES})
-        blocks4._is_exact.cache_clear()
-    elif not blocks4._maps():
+        stand_in(monkeypatch, multiply)
+    elif not blocks4._maps("cpu"):
         pytest.skip("bitsandbytes is not installed, or has no kernel for this processor")
     return str(request.param)
 
@@ -79,10 +105,7 @@ def weight(values: Tensor = VALUES, *, nested: bool = False, block: int = BLOCK)
     return BitsAndBytes.of({}).dequantized(tensors)["m.weight"]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@given(data=st.data())
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_products_of_any_slice(package: str, nested: bool, data: st.DataObject) -> None:
+def check_slices(kind: type, nested: bool, data: st.DataObject) -> None:
     torch.manual_seed(0)
     lazy = weight(nested=nested)
     for dim in data.draw(st.sets(st.integers(0, 1))):
@@ -90,8 +113,30 @@ def test_products_of_any_slice(package: str, nested: bool, data: st.DataObject) 
     if not lazy.numel():
         return
     for tokens in (1, 5, 70):
-        check_product(lazy, packed(lazy), Blocks4, torch.randn(tokens, lazy.shape[1]).bfloat16())
-    assert torch.equal(with_products(packed(lazy)).decoded(), lazy.materialize())
+        check_product(lazy, packed(lazy), kind, torch.randn(tokens, lazy.shape[1]).bfloat16())
+    held = with_products(packed(lazy))
+    assert torch.equal(held.decoded(), lazy.materialize())
+    if kind is Blocks4Cuda:
+        assert held.nbytes == packed(lazy).nbytes, "as in the file"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@given(data=st.data())
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_products_of_any_slice(package: str, nested: bool, data: st.DataObject) -> None:
+    check_slices(Blocks4, nested, data)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@given(data=st.data())
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_products_of_any_slice_on_a_gpu(gpu: None, nested: bool, data: st.DataObject) -> None:
+    check_slices(Blocks4Cuda, nested, data)
+
+
+def test_a_kernel_for_gpus_that_computes_something_else_is_not_used(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, lambda x, pairs, shape, *_: x.new_zeros(1, shape[0]))
+    assert with_products(packed(weight())).blocks[0].product is None
 
 
 def test_other_values_and_blocks_are_decoded(package: str) -> None:

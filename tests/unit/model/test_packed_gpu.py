@@ -14,12 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.unit.model.test_packed import FORMATS, check_product, packed
+from tests.unit.model.test_packed import FORMATS, check_product, mxfp4_experts, packed
 from tests.unit.slices.test_lazy import ranges
-from tp_transformers.model.packed import int4_cuda, products
+from tp_transformers.checkpoint.quantization import format as formats
+from tp_transformers.checkpoint.quantization.packed import pack
+from tp_transformers.model.packed import int4_cuda, int8, products
 from tp_transformers.model.packed.int4_cuda import Int4Cuda
+from tp_transformers.model.packed.int8 import Int8Gpu
 from tp_transformers.model.packed.products import with_products
+from tp_transformers.slices import bundle
 from tp_transformers.slices.lazy import LazyTensor
 
 
@@ -76,6 +81,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_OPERATORS", {"cpu": (Int4Cuda,)})
 
 
+@pytest.fixture
+def int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_OPERATORS", {"cpu": products._OPERATORS["cuda"][1:]})
+    monkeypatch.setattr(int8, "int8_product", lambda *_: pytest.fail("by torch's operator"))
+
+
 def sliced(name: str, data: st.DataObject) -> LazyTensor:
     torch.manual_seed(0)
     lazy = FORMATS[name][0]()
@@ -93,6 +104,75 @@ def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> Non
         return
     for tokens in (1, 5, 70):
         check_product(lazy, packed(lazy), Int4Cuda, torch.randn(tokens, lazy.shape[1]).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["int8", "int8 packed", "bitsandbytes"])
+@given(data=st.data())
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_int8_is_multiplied_as_bfloat16(int8_on_a_gpu: None, name: str, data: st.DataObject) -> None:
+    """torch's operator reads the weight several times as slowly as a product in bfloat16."""
+    lazy = sliced(name, data)
+    if not lazy.numel():
+        return
+    for tokens in (1, 5, 70):
+        check_product(lazy, packed(lazy), Int8Gpu, torch.randn(tokens, lazy.shape[1]).bfloat16())
+
+
+class Operators(TorchDispatchMode):
+    """The operators that are called, with the devices of their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor):
+            self.seen.append((func.__name__, args[0].device.type))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> int:
+        return sum(name == each for each, _ in self.seen)
+
+
+@pytest.mark.parametrize("name", ["gptq", "int8", "fp8 in blocks", "mxfp4"])
+def test_a_gpu_decodes_a_matrix_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Pieces of a CPU's size take longer to start than to compute; a table on the CPU would let the host wait."""
+    monkeypatch.setattr(bundle, "_TILE", 1 << 10)
+    lazy = mxfp4_experts() if name == "mxfp4" else FORMATS[name][0]()
+    made = pack(lazy, torch.bfloat16, torch.device("meta"))  # stands for a GPU
+    assert made is not None
+    weight = made[0].select(0).transposed if lazy.ndim == 3 else made[0]
+    formats.constant.cache_clear()
+    weight.linear(torch.empty(3, weight.shape[1], dtype=torch.bfloat16, device="meta"))  # copies tables, once
+    with Operators() as product:
+        weight.linear(torch.empty(3, weight.shape[1], dtype=torch.bfloat16, device="meta"))
+    assert product.count("mm.out") == 1
+    assert ("_to_copy.default", "cpu") not in product.seen
+    with Operators() as decoded:
+        weight.decoded()
+    assert decoded.count("copy_.default") == 1
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor that is made, of those that have memory, in elements."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not made.is_meta:
+            self.most = max(self.most, made.untyped_storage().nbytes())
+        return made
+
+
+@pytest.mark.parametrize("name", ["gptq", "int8", "fp8 in blocks"])
+def test_a_load_makes_no_dense_weight(name: str) -> None:
+    """Not even for a moment: on a GPU its memory would stay with the allocator."""
+    lazy = FORMATS[name][0]()
+    with Allocations() as made:
+        weight = packed(lazy)
+    assert 0 < made.most < lazy.numel() * 2
+    assert torch.equal(weight.decoded(), lazy.materialize().bfloat16())
 
 
 @pytest.mark.parametrize("lacks", ["pack_int4_for_gpu", "int4_product_of_gpu", "capability", "hip"])

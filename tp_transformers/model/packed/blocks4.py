@@ -1,16 +1,17 @@
-"""nf4 and fp4 of bitsandbytes, multiplied by the kernel of that package for CPUs, which takes bfloat16 inputs.
+"""nf4 and fp4 of bitsandbytes, multiplied by the kernels of that package, which take bfloat16 inputs.
 
-bitsandbytes::gemv_4bit(x (tokens, columns), packed, shape, scales (blocks, rows) bfloat16, map (16), block)
+on a CPU   bitsandbytes::gemv_4bit(x (tokens, columns), packed, shape, scales (blocks, rows) bfloat16, map (16), block)
+on a GPU   bitsandbytes::gemv_4bit(x (1, columns), pairs as stored, shape, scales (rows * blocks) float32, map, block)
 
-A block of 32 rows is stored as (columns / 2, 16, 2) bytes: byte (c, r, i) has column 2 c + i of row r in its low half,
-and of row 16 + r in the other. Source: `_convert_weight_packed_for_cpu` in bitsandbytes/functional.py.
+For a CPU, a block of 32 rows is stored as (columns / 2, 16, 2) bytes: byte (c, r, i) has column 2 c + i of row r in its
+low half, and of row 16 + r in the other. Source: `_convert_weight_packed_for_cpu` in bitsandbytes/functional.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 from torch.nn.functional import pad
 
 from ...checkpoint.quantization.bitsandbytes import Blocks
-from ...slices.bundle import Decoded
-from .operator import Operator, without
+from ...slices.bundle import Decoded, StoredValues
+from .operator import Operator, StoredRows, without
 
 _ROWS = 32
 _BLOCKS = (32, 64, 128, 256, 512, 1024)
@@ -42,18 +43,18 @@ class Blocks4(Operator):
 
     @classmethod
     def of(cls, decoded: Decoded) -> Blocks4 | None:
-        block = decoded.decode
-        if not isinstance(block, Blocks) or block.block not in _BLOCKS:
+        found = _kind_of(decoded, cls)
+        if found is None:
             return None
-        values = decoded.stored["map"]
-        kind = next((kind for kind, known in _maps().items() if values.is_meta or torch.equal(known, values)), None)
-        if kind is None or not _is_exact(kind):
-            return None
-        missing = -decoded.dims[0].length % _ROWS
-        pairs = pad(decoded.stored["values"], (0, 0, 0, missing))
-        scales = pad(block.scales(decoded.stored), (0, 0, 0, missing)).t().to(torch.bfloat16).contiguous()
-        rows, columns = decoded.dims
-        return cls(rows, columns, without(decoded.stored, cls.integers_key), pack(pairs), scales, block, kind)
+        (rows, columns), (block, kind) = decoded.dims, found
+        missing = (0, 0, 0, -rows.length % _ROWS)
+        pairs, scales = pad(decoded.stored["values"], missing), pad(block.scales(decoded.stored), missing)
+        return cls(rows, columns, without(decoded.stored, cls.integers_key), *cls.arranged(pairs, scales), block, kind)
+
+    @staticmethod
+    def arranged(pairs: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs and scales (rows, blocks) as the kernel takes them."""
+        return pack(pairs), scales.t().to(torch.bfloat16).contiguous()
 
     integers_key = "values"
 
@@ -82,6 +83,40 @@ class Blocks4(Operator):
         scales = pad(self.block.scales(kept), (0, 0, 0, last - first - len(kept["scales"]))).flatten()
         pairs, shape = unpack(self.packed[first:last]).flatten(), list(values.shape)
         values.copy_(_package().dequantize_4bit(pairs, scales, self.block.block, self.kind, shape, values.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks4Cuda(Operator, StoredRows):
+    """The same on a GPU, as it is stored: the package multiplies one token, and decodes for more."""
+
+    title = Blocks4.title
+    few = 1
+
+    values: torch.Tensor
+    """(rows, columns / 2) uint8, of `decoded`."""
+    block: Blocks
+
+    @classmethod
+    def of(cls, decoded: Decoded) -> Blocks4Cuda | None:
+        found = _kind_of(decoded, cls)
+        if found is None:
+            return None
+        (rows, columns), (block, kind) = decoded.dims, found
+        by_package = replace(decoded, decode=partial(_decode, block, kind))
+        kept = without(decoded.stored, cls.integers_key)
+        return cls(rows, columns, by_package, kept, decoded.stored[cls.integers_key], block)
+
+    @staticmethod
+    def arranged(pairs: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return pairs, scales
+
+    integers_key = Blocks4.integers_key
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return _multiply(x, self.values, self.block.scales(self.kept), self.kept["map"], self.block.block)
+
+    def stored(self) -> torch.Tensor:
+        return self.values
 
 
 def pack(pairs: torch.Tensor) -> torch.Tensor:
@@ -113,33 +148,55 @@ def _multiply(
     return product
 
 
+def _decode(block: Blocks, kind: str, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    scales = block.scales(stored).flatten()
+    decoded: torch.Tensor = _package().dequantize_4bit(
+        stored["values"].flatten(), scales, block.block, kind, list(shape), block.dtype
+    )
+    return decoded
+
+
+def _kind_of(decoded: Decoded, operator: type[Blocks4 | Blocks4Cuda]) -> tuple[Blocks, str] | None:
+    """The blocks and the package's name of their 16 values; None if it has no exact operators for these."""
+    block = decoded.decode
+    if not isinstance(block, Blocks) or block.block not in _BLOCKS:
+        return None
+    values = decoded.stored["map"]
+    device = torch.device("cpu") if values.is_meta else values.device
+    maps = _maps(device.type).items()
+    kind = next((kind for kind, known in maps if values.is_meta or torch.equal(known, values.cpu())), None)
+    return (block, kind) if kind is not None and _is_exact(kind, device, operator) else None
+
+
 @cache
-def _maps() -> Mapping[str, torch.Tensor]:
+def _maps(device: str) -> Mapping[str, torch.Tensor]:
     """Values of 4 bits, by the package's name of them; empty if it is not installed or has no kernel for this CPU."""
     if find_spec("bitsandbytes") is None:
         return {}
     try:
         from bitsandbytes.functional import get_4bit_type, has_avx512bf16  # type: ignore[import-not-found]
 
-        return {kind: get_4bit_type(kind, device="cpu") for kind in _KINDS} if has_avx512bf16() else {}
+        is_able = device != "cpu" or has_avx512bf16()
+        return {kind: get_4bit_type(kind, device="cpu") for kind in _KINDS} if is_able else {}
     except Exception:  # another release of the package, or one whose library cannot be loaded
         return {}
 
 
 @cache
-def _is_exact(kind: str) -> bool:
-    """True if the kernel computes what the layout says, on this machine and with this release of the package."""
+def _is_exact(kind: str, device: torch.device, operator: type[Blocks4 | Blocks4Cuda]) -> bool:
+    """True if the kernels compute what the layout says, on this device and with this release of the package."""
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randint(256, (2 * _ROWS, 48), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(1, 5, (3, len(pairs)), generator=generator).to(torch.bfloat16)
-    values = _maps()[kind]
-    weight = values[torch.stack((pairs >> 4, pairs & 0xF), -1).flatten(1).long()]
-    weight *= scales.float().t().repeat_interleave(32, 1)
-    x = torch.randint(-4, 5, (3, 96), generator=generator).to(torch.bfloat16)
+    scales = torch.randint(1, 5, (len(pairs), 3), generator=generator).float()
+    values = _maps(device.type)[kind]
+    weight = values[torch.stack((pairs >> 4, pairs & 0xF), -1).flatten(1).long()] * scales.repeat_interleave(32, 1)
+    x = torch.randint(-4, 5, (min(operator.few, 3), 96), generator=generator).to(torch.bfloat16)
     expected = x.float() @ weight.t()
+    x, pairs, scales, values = (each.to(device) for each in (x, pairs, scales, values))
     try:
-        error = (_multiply(x, pack(pairs), scales, values, 32).float() - expected).abs().max()
-        decoded = _package().dequantize_4bit(pairs.flatten(), scales.t().float().flatten(), 32, kind, [64, 96], x.dtype)
+        product = _multiply(x, *operator.arranged(pairs, scales), values, 32).float().cpu()
+        decoded = _package().dequantize_4bit(pairs.flatten(), scales.flatten(), 32, kind, [64, 96], x.dtype).cpu()
     except Exception:
         return False
-    return bool(error < 1e-2 * expected.abs().max()) and torch.equal(decoded, weight.to(x.dtype))
+    is_close = (product - expected).abs().max() < 1e-2 * expected.abs().max()
+    return bool(is_close) and torch.equal(decoded, weight.to(x.dtype))

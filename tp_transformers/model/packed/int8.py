@@ -1,6 +1,9 @@
 """Integers of 8 bits with one scale per row, multiplied by torch's operator, which takes bfloat16 inputs.
 
 aten::_weight_int8pack_mm(x (tokens, columns), weight (rows, columns) int8, scales (rows) bfloat16)
+
+On a GPU that operator computes each output in one thread, whose reads of the weight do not meet those of its neighbours
+(`aten/src/ATen/native/cuda/int8mm.cu`). There the integers are cast to bfloat16, which holds them exactly.
 """
 
 from __future__ import annotations
@@ -11,8 +14,8 @@ import torch
 from torch.nn.functional import pad
 
 from ...checkpoint.quantization.affine import Affine
-from ...slices.bundle import Decoded
-from ...torch_api import has_kernel, int8_product
+from ...slices.bundle import Decoded, at_a_time
+from ...torch_api import int8_product
 from .operator import IntegerOperator, without
 
 _UNIT = 32
@@ -39,7 +42,7 @@ class Int8(IntegerOperator):
         scales, zeros = affine.scales(decoded.stored, shape)
         is_unsigned = integers.dtype == torch.uint8
         has_zeros = isinstance(zeros, torch.Tensor) or zeros != (128 if is_unsigned else 0)
-        if not _has_operator(integers.device) or affine.bits != 8 or affine.group is not None or has_zeros:
+        if int8_product is None or affine.bits != 8 or affine.group is not None or has_zeros:
             return None
         values = (integers ^ 128).view(torch.int8) if is_unsigned else integers
         values = pad(values, (0, -shape[1] % _UNIT)).contiguous()
@@ -67,7 +70,13 @@ class Int8(IntegerOperator):
         return values.view(torch.uint8) ^ 128 if self.is_unsigned else values
 
 
-def _has_operator(device: torch.device) -> bool:
-    """True if this torch has the operator for `device`; GPUs have it since torch 2.9."""
-    key = "CPU" if device.type == "meta" else device.type.upper()
-    return int8_product is not None and has_kernel("aten::_weight_int8pack_mm", key)
+@dataclass(frozen=True, eq=False)
+class Int8Gpu(Int8):
+    """See the module: the integers cast, a matrix product, and the scales of its outputs."""
+
+    title = "int8 cast to bfloat16"
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """For any number of tokens."""
+        tiles = self.values.split(max(at_a_time(x.device) // self.width, 1))
+        return torch.cat([x @ tile.to(x.dtype).t() for tile in tiles], 1) * self.scales

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from ...checkpoint.quantization.affine import Affine
+from ...checkpoint.quantization.tiled import StoredRows as StoredRows
 from ...checkpoint.quantization.tiled import Tiled
 from ...slices.bundle import Decoded
 
@@ -23,6 +24,8 @@ class Operator(Tiled):
 
     title: ClassVar[str]
     """Name in the report of a load."""
+    few: ClassVar[int] = FEW
+    """Tokens up to which `multiply` is called."""
     kept: Mapping[str, torch.Tensor]
     """The stored tensors without the one that `stored` makes."""
 
@@ -57,7 +60,7 @@ class Operator(Tiled):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """See `Tiled.product`."""
-        return self.multiply(x) if len(x) <= FEW else super().product(x)
+        return self.multiply(x) if len(x) <= self.few else super().product(x)
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""

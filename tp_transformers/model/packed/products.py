@@ -1,8 +1,10 @@
 """The operator that multiplies a packed weight, chosen by its format, dtype and device.
 
 4 bits, groups of 32 to 256 columns     bfloat16 on a CPU or a GPU from NVIDIA      Int4
-8 bits, one scale per row               bfloat16 on a CPU or a GPU                  Int8
+8 bits, one scale per row               bfloat16 on a CPU                           Int8
+the same                                bfloat16 on a GPU                           Int8Gpu
 nf4 and fp4 of bitsandbytes             bfloat16 on a CPU                           Blocks4
+the same                                bfloat16 on a GPU from NVIDIA               Blocks4Cuda
 8-bit floats                            bfloat16 on a CPU                           Float8Cpu
 the same, activations quantised         bfloat16 on a GPU from NVIDIA               Float8Cuda
 all others                                                                          none: decoded, a few rows at a time
@@ -16,12 +18,12 @@ from dataclasses import replace
 import torch
 
 from ...checkpoint.quantization.packed import PackedBlock, PackedWeight
-from .blocks4 import Blocks4
+from .blocks4 import Blocks4, Blocks4Cuda
 from .float8 import Float8Cpu
 from .float8_cuda import Float8Cuda
 from .int4_cpu import Int4Cpu
 from .int4_cuda import Int4Cuda
-from .int8 import Int8
+from .int8 import Int8, Int8Gpu
 from .operator import Operator
 
 
@@ -38,7 +40,7 @@ def with_products(weight: PackedWeight) -> PackedWeight:
 
 _OPERATORS: Mapping[str, Sequence[type[Operator]]] = {
     "cpu": (Int4Cpu, Int8, Blocks4, Float8Cpu),
-    "cuda": (Int4Cuda, Int8, Float8Cuda),
+    "cuda": (Int4Cuda, Int8Gpu, Blocks4Cuda, Float8Cuda),
 }
 """Type of a device -> operators, the fastest first."""
 
