@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -47,7 +47,8 @@ class Parallelism:
     tp_size: int
     """Ranks that share the sharded modules."""
     copies: int = 1
-    mode: Literal["replicate", "shard"] = "replicate"
+    sharded: int = 1
+    """Ranks that divide the parameters of a copy among them, as FSDP2 does: `model.fsdp_size`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `fully_shard`."""
 
@@ -80,7 +81,7 @@ class Parallelism:
         Returns what `load` does. Raises its error on the ranks of all copies if it fails on those of one.
         """
         if mesh is None:
-            return load()
+            return self._marked(load())
         copies = TensorParallelGroup.of_mesh(mesh[_DP_AXIS], local_device(mesh.device_type))
         try:
             result = load()
@@ -95,7 +96,13 @@ class Parallelism:
         from ..training.data_parallel import data_parallel  # rarely needed
 
         model = result[0] if isinstance(result, tuple) else result
-        data_parallel(model, mesh, mode=self.mode, axis=_DP_AXIS, **self.options)
+        mode: Any = "shard" if self.sharded > 1 else "replicate"
+        data_parallel(model, mesh, mode=mode, axis=_DP_AXIS, **self.options)
+        return self._marked(result)
+
+    def _marked(self, result: Any) -> Any:
+        """The result of a load, whose model has the `fsdp_size` that transformers' own load gives it."""
+        (result[0] if isinstance(result, tuple) else result)._fsdp_size = self.sharded
         return result
 
 
@@ -158,7 +165,7 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     elif copies == 1:
         # A config with a plan takes the number of ranks from the launcher: one without a launcher is warned of.
         arguments["tp_size"] = None if tp_plan is not None and tp_size == 1 else tp_size
-    return Parallelism(arguments, tp_size, copies, "shard" if sharded > 1 else "replicate", _options(requested))
+    return Parallelism(arguments, tp_size, copies, sharded, _options(requested))
 
 
 def _expert_faults(config: Any, tp_size: int, ep_size: int) -> Iterator[str]:

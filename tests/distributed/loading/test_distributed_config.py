@@ -27,6 +27,7 @@ def logits(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Run on every rank."""
     model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
     shown = model.tp_plan["model.layers.*.mlp.gate_proj"]
+    assert getattr(model, "fsdp_size", 1) == 1
     return {"logits": logits_of(model), "size": model.tp_size, "gate": shown, "source": model.tp_resolution.plan.source}
 
 
@@ -49,6 +50,8 @@ def test_tensor_parallelism_alone_is_ours(pool: Pool, cases: Any) -> None:
 def gradients_on_mesh(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Run on every rank: gradients of the mean of the copies' losses, of a prompt each."""
     model = load(folder, tp_plan=None, distributed_config=DistributedConfig(tp_size=2, **fields)).train()
+    if hasattr(model, "fsdp_size"):  # not in older releases
+        assert model.fsdp_size == fields.get("fsdp_size", 1)
     own = PROMPTS[torch.distributed.get_rank() // 2 :][:1]
     model(own, labels=own).loss.backward()
     return full_gradients(model)
