@@ -25,10 +25,12 @@ from transformers.cli.serving.model_manager import ModelManager
 from ...anatomy.classes import read_config
 from ...commands.own_plan import add_plan, import_files
 from ...commands.run.errors import keep_errors
-from ...errors import MeshError, TensorParallelError, UsageError
+from ...errors import MeshError, RemoteRankError, TensorParallelError, UsageError
 from ...loading.hook import enable
+from ...model.failures import fail_together
 from ...patches import replace
 from ...ranks.launch import AGAIN, end_with_parent
+from ...ranks.watching.failure import FAILURE
 from ...ranks.watching.watch import BUSY
 from .batches import start_batches
 from .command import STOP, add_times
@@ -70,23 +72,22 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own
 
     def end_with_batches(server: Any) -> None:
         manager._generation_thread.join()
-        if manager.background_thread_status.fatal_error is not None:  # no request will be answered
-            server.config.timeout_graceful_shutdown = int(STOP)
         server.should_exit = True
 
     def run(original: Any, self: Any) -> None:
         threading.Thread(target=end_with_batches, args=(self,), daemon=True).start()
-        self.config.timeout_graceful_shutdown = int(drain + STOP)
         host, port = sockets[0].getsockname()[:2]
         line = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/chat/completions answers for model {name!r}"
         print(f"tp-transformers serve: {line}", file=sys.stderr, flush=True)
         original(self, sockets=sockets)
 
     async def shut_down(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        left = time_left(manager, drain)
         if count := len(self.server_state.tasks):
-            line = f"{count} request{'s' * (count > 1)} may take {drain:g} s more; new ones are refused"
+            line = f"{count} request{'s' * (count > 1)} may take {left or STOP:g} s more; new ones are refused"
             print(f"tp-transformers serve: {line}", file=sys.stderr, flush=True)
-        asyncio.get_running_loop().call_later(drain, end_requests)
+        self.config.timeout_graceful_shutdown = int(left + STOP)
+        asyncio.get_running_loop().call_later(left, end_requests)
         await original(self, *args, **kwargs)
 
     def hear(original: Any, self: Any, *args: Any) -> None:
@@ -109,7 +110,12 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own
             context.command.invoke(context)
     finally:
         manager.stop(timeout=STOP, hard_stop=True)  # this also ends the other ranks
-    raise_error(manager, silence)
+    raise_error(model, manager, silence)
+
+
+def time_left(manager: Any, drain: float) -> float:
+    """Seconds for requests once the server ends: `drain`, or 0 after an error of a batch, when none is answered."""
+    return drain if manager.background_thread_status.fatal_error is None else 0
 
 
 def follow(model: Any, context: Any, silence: float) -> None:
@@ -118,18 +124,24 @@ def follow(model: Any, context: Any, silence: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     manager, _ = start_batches(model, context.params, silence)
     manager._generation_thread.join()
-    raise_error(manager, silence)
+    raise_error(model, manager, silence)
 
 
-def raise_error(manager: Any, silence: float) -> None:
-    """Raise the error that ended the batches of this rank, if one did; that of gloo as MeshError."""
+def raise_error(model: Any, manager: Any, silence: float) -> None:
+    """Raise the error that ended the batches of this rank, if one did: MeshError if another rank is silent."""
     error = manager.background_thread_status.fatal_error
-    if error is not None and "Timed out" in str(error):
+    if error is None:
+        return
+    try:
+        with fail_together(model):
+            raise error
+    except RemoteRankError as remote:
+        failure = FAILURE.find(remote)
+        if failure is None or not failure.is_lost:
+            raise
         fix = "Give --watch more seconds where processes are paused or swapped out."
-        got, expected = "no answer of another rank", f"one within {silence:g} s"
+        got, expected = f"no sign of life of rank {failure.rank}", f"one within {silence:g} s"
         raise MeshError("a batch", got=got, expected=expected, fix=fix) from error
-    if error is not None:
-        raise error
 
 
 def main(arguments: Sequence[str]) -> None:
