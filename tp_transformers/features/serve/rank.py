@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
@@ -27,10 +27,9 @@ from ...commands.own_plan import add_plan, import_files
 from ...commands.run.errors import keep_errors
 from ...errors import MeshError, RemoteRankError, TensorParallelError, UsageError
 from ...loading.hook import enable
-from ...model.failures import fail_together
+from ...model.failures import WATCH
 from ...patches import replace
 from ...ranks.launch import AGAIN, end_with_parent
-from ...ranks.watching.failure import FAILURE
 from ...ranks.watching.watch import BUSY
 from .batches import start_batches
 from .command import STOP, add_times
@@ -129,19 +128,19 @@ def follow(model: Any, context: Any, silence: float) -> None:
 
 def raise_error(model: Any, manager: Any, silence: float) -> None:
     """Raise the error that ended the batches of this rank, if one did: MeshError if another rank is silent."""
-    error = manager.background_thread_status.fatal_error
+    error, watching = manager.background_thread_status.fatal_error, WATCH.find(model)
     if error is None:
         return
     try:
-        with fail_together(model):
+        with watching or nullcontext():
             raise error
     except RemoteRankError as remote:
-        failure = FAILURE.find(remote)
+        failure = watching.failure if watching is not None else None
         if failure is None or not failure.is_lost:
             raise
         fix = "Give --watch more seconds where processes are paused or swapped out."
         got, expected = f"no sign of life of rank {failure.rank}", f"one within {silence:g} s"
-        raise MeshError("a batch", got=got, expected=expected, fix=fix) from error
+        raise MeshError("a batch", got=got, expected=expected, fix=fix) from remote
 
 
 def main(arguments: Sequence[str]) -> None:
