@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -61,9 +62,26 @@ def limit_silence(store: Store, seconds: float | None) -> None:
 
 
 def connections(store: Store) -> dict[int, Ends]:
-    """The TCP connections of this process by file descriptor, without those to `store`."""
-    port = _port(store)
-    return {descriptor: ends for descriptor, _, ends in _all() if port not in (ends[0][1], ends[1][1])}
+    """The TCP connections of this process by file descriptor, without those to `store` and those of NCCL.
+
+    If NCCL's are shut before its abort, its peers end their processes.
+    """
+    port, polled = _port(store), _polled()
+    return {
+        descriptor: ends
+        for descriptor, _, ends in _all()
+        if port not in (ends[0][1], ends[1][1]) and (descriptor in polled or not polled)
+    }
+
+
+def _polled() -> set[int]:
+    """The descriptors that epoll watches: gloo's connections, not NCCL's. None if /proc has no list."""
+    found: set[int] = set()
+    for path in Path("/proc/self/fdinfo").glob("*"):
+        with suppress(OSError):  # it has been closed
+            lines = path.read_text().splitlines()
+            found.update(int(line.split()[1]) for line in lines if line.startswith("tfd:"))
+    return found
 
 
 def _to(store: Store) -> Iterator[tuple[int, socket.socket, Ends]]:
