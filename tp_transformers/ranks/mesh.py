@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -43,7 +46,7 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     if device.type == "cuda" and "cuda:nccl" in get_backend_config(group):  # which starts with the first collective
         store = PrefixStore(f"tp_transformers/{device_mesh.mesh.tolist()}", get_default_store())
         check_gpus(store, group.rank(), group.size(), device)
-    share(group)
+    _connect(group, device)
     mesh = device_mesh if user_mesh is None else user_mesh
     return TensorParallelGroup.of_mesh(device_mesh, device, mesh=mesh)
 
@@ -60,9 +63,21 @@ def restart(group: TensorParallelGroup, store: Store) -> None:
     root = getattr(group.device_mesh, "_get_root_mesh", lambda: None)()  # older torch finds groups by name alone
     registry = getattr(root, "_pg_registry", None)
     assert group.process_group is not None
-    share(group.process_group)
+    _connect(group.process_group, group.device)
     if registry is not None and group.process_group is not None:  # compiled forwards use it
         registry[group.process_group.group_name] = group.process_group
+
+
+def _connect(process_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Set up what collectives need that a rank may not reach which fails alone. Collective.
+
+    NCCL makes the communicator of a group that is not bound to a device in the first collective, and meanwhile cannot
+    be aborted.
+    """
+    share(process_group)
+    if process_group.size() > 1 and "cuda:nccl" in get_backend_config(process_group):
+        dist.all_reduce(torch.zeros(1, device=device), group=process_group)
+        torch.get_device_module(device.type).synchronize(device)
 
 
 def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
@@ -165,9 +180,22 @@ def _init(backend: str, store: Store, rank: int, size: int, device: torch.device
 
 def _stop_process_group() -> None:
     """Destroy the process group at exit: torch warns of a remaining group, and NCCL may hang on it."""
+    with suppress(Exception):
+        forget_graphs()
     if dist.is_initialized():
         dist.destroy_process_group()
     _await_gloo_threads()
+
+
+def forget_graphs() -> None:
+    """Drop all that torch.compile has compiled, if there is a GPU: CUDA graphs hold the communicators of NCCL.
+
+    A replay on an aborted communicator fails or hangs. And NCCL ends no communicator before the graphs that hold it:
+    its abort and its destruction wait for them (`commDestroySync` in `src/init.cc` of https://github.com/NVIDIA/nccl).
+    """
+    if torch.cuda.is_initialized() and "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+        gc.collect()
 
 
 def _await_gloo_threads(seconds: float = 5.0) -> None:

@@ -72,13 +72,13 @@ def test_a_mesh_of_the_user_is_checked_where_nccl_sums(
     monkeypatch.setattr(mesh, "_tp_axis", lambda given: given)
     monkeypatch.setattr(mesh, "local_device", lambda kind: torch.device("cuda", 0))
     monkeypatch.setattr(mesh, "bind_thread", lambda device: None)
-    monkeypatch.setattr(mesh, "share", lambda group: found.append("share"))
+    monkeypatch.setattr(mesh, "_connect", lambda group, device: found.append("connect"))
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: group.backend)
     monkeypatch.setattr(mesh, "get_default_store", dist.HashStore)
     monkeypatch.setattr(mesh, "check_gpus", lambda store, *own: found.append(own))
     monkeypatch.setattr(mesh.TensorParallelGroup, "of_mesh", lambda *_, **__: None)
     mesh.join(Mesh(backend=backend, device_type="cuda", mesh=torch.arange(2)))  # type: ignore[arg-type]
-    assert found == [(0, 2, torch.device("cuda", 0))] * is_checked + ["share"]
+    assert found == [(0, 2, torch.device("cuda", 0))] * is_checked + ["connect"]
 
 
 @pytest.mark.parametrize(("release", "binds"), [("2.8.0", False), ("2.9.1", False), ("2.10.0", True), ("2.13.0", True)])
@@ -98,7 +98,7 @@ def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(mesh, "share", lambda group: None)
+    monkeypatch.setattr(mesh, "_connect", lambda *own: None)
     group = SimpleNamespace(device=device, device_mesh=object(), process_group=object())
     mesh.restart(group, dist.HashStore())  # type: ignore[arg-type]
     assert started == [device if binds else None] * 2
