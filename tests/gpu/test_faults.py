@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.gpu.decoding import Decoder
+from benchmarks.gpu.device import device_of
 from tests.support.devices import DEVICE, IS_GPU, load_here
 from tests.support.models import PROMPTS
 from tests.support.pool import TIMEOUT, Pool, WorkerError
 from tests.support.tiers import wide
+from tp_transformers import MeshError, RemoteRankError, local_tensor, renew_process_group
 
 pytestmark = pytest.mark.distributed
 
@@ -49,6 +53,50 @@ FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    """New processes: after an error of a kernel, a process cannot use its GPU any more."""
+    pool = Pool(spawn=True)
+    yield pool
+    pool.close()
+
+
+def go_on(folder: str) -> dict[str, Any]:
+    """Run on every rank: rank 1 fails in a forward while others train on; what a new process group finds."""
+    model, prompts = load_here(folder), PROMPTS.to(DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        model(prompts, labels=prompts).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    decoder = Decoder(model, device_of(DEVICE), batch=2, prompt=5, room=32)
+    step = decoder.compiled() if IS_GPU else decoder.eager()
+    tokens, before = decoder.tokens(step, 6), [local_tensor(param).clone() for param in model.parameters()]
+    hook = model.model.layers[1].mlp.register_forward_hook(
+        lambda module, args, output: in_python(output) if model.tp_group.rank == 1 else None
+    )
+    with pytest.raises((ValueError, RemoteRankError)):
+        deque(iter(train, 0), 0)
+    hook.remove()
+    try:
+        renew_process_group(model)
+    except MeshError as refused:
+        return {"refused": str(refused)}
+    same = all(torch.equal(local_tensor(param), old) for param, old in zip(model.parameters(), before, strict=True))
+    return {"refused": "", "is_unchanged": same, "tokens": torch.equal(decoder.tokens(step, 6), tokens)}
+
+
+def test_ranks_go_on_with_unchanged_parameters_or_refuse(own_pool: Pool, cases: Any) -> None:
+    """By NCCL, what the host has enqueued behind an aborted collective runs, and graphs hold its communicator."""
+    found = own_pool.run(2, go_on, cases(9, 3).folder, timeout=LIMIT)
+    print(found)
+    assert found[0] == found[1]
+    assert found[0]["refused"] or found[0] == {"refused": "", "is_unchanged": True, "tokens": True}
+
+
 def fail(folder: str, name: str) -> float:
     """Run on every rank: rank 1 fails in a forward. Returns seconds if none raises."""
     model = load_here(folder)
@@ -59,14 +107,6 @@ def fail(folder: str, name: str) -> float:
     for _ in range(3):
         model(PROMPTS.to(DEVICE)).logits.sum().item()  # an error of a kernel comes with the next transfer
     return time.monotonic() - began
-
-
-@pytest.fixture
-def own_pool() -> Iterator[Pool]:
-    """New processes: after an error of a kernel, a process cannot use its GPU any more."""
-    pool = Pool(spawn=True)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("name", wide(FAULTS, 1))

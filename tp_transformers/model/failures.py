@@ -7,7 +7,7 @@ for user code around them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import wraps
 from typing import Any
@@ -16,21 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import MeshError, RemoteRankError, UnsupportedError
 from ..marks import Mark, untyped
-from ..patches import Patch, nothing, replace
+from ..patches import Patch, Undo, nothing, replace
 from ..plans.attention_heads import check_cache
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..ranks.mesh import restart
+from ..ranks.mesh import forget_graphs, restart
 from ..ranks.sockets import store_of_ranks
+from ..ranks.watching.device import Steps, check_unchanged
 from ..ranks.watching.failure import FAILURE
 from ..ranks.watching.poller import POLLER
 from ..ranks.watching.watch import LIMIT, Watch, watched, watches
 from ..strategies import batch_sharded
 from ..strategies.shards.shard import SHARD
-from ..torch_api import DYNAMO, compiled_class
+from ..torch_api import DYNAMO, compiled_class, untraced
 
 WATCH: Mark[Watch] = Mark("tp_watch")
 """The watch for failures of other ranks, on a model and on the models inside it."""
@@ -118,16 +120,42 @@ def _watched_step(original: Callable[..., Any], step: Callable[..., Any]) -> Any
 
     @wraps(hooked)
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        groups = {id(shard.group): shard.group for param in params if (shard := SHARD.find(param)) is not None}
-        process_groups = []
-        for group in groups.values():
-            with suppress(RuntimeError):  # the group has been destroyed
-                process_groups.append(group.process_group)
-        with watched(watch for process_group in process_groups for watch in watches(process_group)):
+        with watched(_watches_of(optimizer)):
             return hooked(optimizer, *args, **kwargs)
 
     return step_of
+
+
+def _watches_of(optimizer: Optimizer) -> Iterator[Watch]:
+    """The watches of the process groups over which an optimizer's parameters are sharded."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    groups = {id(shard.group): shard.group for param in params if (shard := SHARD.find(param)) is not None}
+    for group in groups.values():
+        with suppress(RuntimeError):  # the group has been destroyed
+            yield from watches(group.process_group)
+
+
+def _noted(note: Callable[[Steps], None]) -> Any:
+    @untraced
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        for watch in _watches_of(optimizer):
+            note(watch.steps)
+
+    return hook
+
+
+def _note_steps() -> Undo:
+    """Let every optimizer note its steps, also one of a class that had an instance before."""
+    begin, end = (
+        register_optimizer_step_pre_hook(_noted(Steps.begin)),
+        register_optimizer_step_post_hook(_noted(Steps.end)),
+    )
+
+    def undo() -> None:
+        begin.remove()
+        end.remove()
+
+    return undo
 
 
 def _compiled(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +178,7 @@ def _exit(original: Callable[..., Any], kind: Any, error: BaseException | None, 
 WATCHED_CALLS = (
     Patch("torch", "backwards", lambda: replace(torch.autograd, "backward", _backward), without=nothing),
     Patch("torch", "steps", lambda: replace(Optimizer, "profile_hook_step", _watched_step), without=nothing),
+    Patch("torch", "counts of steps", _note_steps),
     Patch(
         "torch",
         "calls of compiled models",
@@ -168,12 +197,13 @@ If torch lacks one of these, ranks notice such a failure while they wait in the 
 def renew_process_group(model: nn.Module) -> None:
     """Start a new process group after a rank failed and the old one ended; collective.
 
-    Loaded models work as before: parameters, optimizers and random states are unchanged. Do not use earlier caches or
-    recorded forwards; create other process groups again.
+    Loaded models work as before: parameters, optimizers and random states are unchanged. Do not use earlier gradients,
+    caches, recorded forwards or CUDA graphs; create other process groups again. On GPUs, torch.compile compiles again.
 
     Raises:
         RemoteRankError: a rank is lost.
-        MeshError: the group has not ended.
+        MeshError: the group has not ended; or the parameters are those of different steps, or of a step that was cut
+            off; or a GPU fails.
         UnsupportedError: the model does not use all ranks that were started.
     """
     group, watching = GROUP.of(model), WATCH.find(model)
@@ -194,6 +224,8 @@ def renew_process_group(model: nn.Module) -> None:
             expected="a model on one axis of all ranks",
             fix="Start all ranks again.",
         )
+    forget_graphs()
+    check_unchanged(group, watching.steps, watching.meeting)
     ended = [watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.failure == failure]
     restart(group, watching.meeting)
     # Ranks garbage-collect dropped models at different times: restart the watches that all ranks still have.

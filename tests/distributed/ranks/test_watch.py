@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,9 +24,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
-from tp_transformers import RemoteRankError, data_parallel, fail_together, renew_process_group
+from tp_transformers import MeshError, RemoteRankError, data_parallel, fail_together, renew_process_group
 from tp_transformers.model.failures import WATCHED_CALLS
 from tp_transformers.ranks.environment import this_process
+from tp_transformers.ranks.mesh import join
 from tp_transformers.ranks.watching import failure
 from tp_transformers.ranks.watching.poller import POLLER
 
@@ -129,12 +131,15 @@ def fail(folder: str, name: str, bad: int) -> dict[str, Any]:
         backward_of_another_model()
         with pytest.raises(RemoteRankError) as again:
             model(PROMPTS)
+        found = {"raised": f"{type(raised).__name__}: {raised}", "again": str(again.value), "seconds": seconds}
+        if name == "step":  # which the other ranks have made
+            with pytest.raises(MeshError) as refused:
+                renew_process_group(model)
+            return {**found, "refused": str(refused.value)}
         renew_process_group(model)
         model.zero_grad()
         return {
-            "raised": f"{type(raised).__name__}: {raised}",
-            "again": str(again.value),
-            "seconds": seconds,
+            **found,
             "difference": relative(model(PROMPTS).logits.detach(), expected),
             "tokens": model.generate(PROMPTS, max_new_tokens=3, do_sample=False),
         }
@@ -148,6 +153,12 @@ def check(results: list[dict[str, Any]], bad: int) -> None:
     assert "in boom\n" in others[0]  # of its traceback
     for result in results:
         assert f"RemoteRankError: {result['again']}" == others[0]
+        if "refused" in result:
+            assert (
+                f"got a step of an optimizer that was cut off on rank {bad}; ranks that have made 0 and 1 steps of "
+                in (result["refused"])
+            )
+            continue
         assert result["difference"] == 0
         assert torch.equal(result["tokens"], results[0]["tokens"])
 
@@ -156,6 +167,68 @@ def check(results: list[dict[str, Any]], bad: int) -> None:
 @pytest.mark.parametrize(("size", "bad"), wide([(2, 1), (3, 0), (4, 2)], 1))
 def test_all_ranks_raise_what_one_does(pool: Any, cases: Any, name: str, size: int, bad: int) -> None:
     check(pool.run(size, fail, cases(9, 3).folder, name, bad), bad)
+
+
+class InUse(torch.optim.Optimizer):
+    """An optimizer that has an instance before the load: torch has put its hooks around the step."""
+
+    tp_scope = "shard"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad)
+
+
+def one_fails_between_steps(folder: str) -> str:
+    """Run on every rank: why no process group is renewed, where rank 1 fails before its second step."""
+    InUse([torch.zeros(1)], {})
+    with grace(GRACE):
+        model = load(folder)
+        optimizer = InUse(model.parameters(), {})
+
+        def train() -> None:
+            for is_bad in (False, model.tp_group.rank == 1):
+                model(PROMPTS, labels=PROMPTS).loss.backward()
+                if is_bad:
+                    with fail_together(model):
+                        boom()
+                optimizer.step()
+            model(PROMPTS)
+
+        with pytest.raises((BoomError, RemoteRankError)):
+            train()
+        with pytest.raises(MeshError) as refused:
+            renew_process_group(model)
+    return str(refused.value)
+
+
+def test_ranks_that_have_made_different_steps_do_not_go_on(pool: Any, cases: Any) -> None:
+    for refused in pool.run(2, one_fails_between_steps, cases(9, 3).folder):
+        assert "got ranks that have made 1 and 2 steps of optimizers" in refused
+        assert "load the last checkpoint" in refused
+
+
+def talk(folder: str) -> bool:
+    """Run on every rank: whether a connection to the other rank that gloo does not know, as NCCL's, outlives gloo's."""
+    group = join()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ports = group.gather(server.getsockname()[1])
+        own = socket.create_connection(("127.0.0.1", ports[1])) if group.rank == 0 else server.accept()[0]
+    with own, grace(GRACE):
+        model = load(folder)
+        with pytest.raises((BoomError, RemoteRankError)):
+            forward(model, group.rank == 1)
+        with pytest.raises(RuntimeError):  # through gloo
+            dist.all_reduce(torch.ones(1))
+        own.sendall(b"x")
+        own.settimeout(5)
+        return own.recv(1) == b"x"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="other systems do not list what is polled")
+def test_connections_of_others_than_gloo_stay(pool: Any, cases: Any) -> None:
+    assert pool.run(2, talk, cases(9, 3).folder) == [True, True]
 
 
 def fail_in_a_copy(folder: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tp_transformers.ranks.group import TensorParallelGroup
+from tp_transformers.ranks.watching.device import Steps
 from tp_transformers.ranks.watching.failure import lost
 from tp_transformers.ranks.watching.poller import POLLER
 from tp_transformers.ranks.watching.watch import Watch
@@ -24,6 +25,7 @@ def watch_on(device: str) -> Watch:
         limit=10.0,
         _store=mock.Mock(**{"add.side_effect": RuntimeError("connection reset")}),
         _error=ValueError("of a forward, which waits to be told"),
+        steps=Steps(torch.device(device)),
         _concluded=threading.Event(),
         _links={},
         _round=0,

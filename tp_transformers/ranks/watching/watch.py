@@ -31,9 +31,10 @@ from ...marks import untyped
 from .. import direct
 from ..agreement import agreed, is_agreed, out_of_step, this_call
 from ..environment import this_process
-from ..group import TensorParallelGroup, bind_thread
+from ..group import TensorParallelGroup
 from ..shared_memory.joining import memory_of
 from ..sockets import between, connections, limit_silence, shut, store_of_ranks
+from .device import Steps, abort
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER
 from .waits import Waits, beat_of
@@ -78,6 +79,7 @@ class Watch:
         """True between a forward that autograd recorded and the end of its backward, or the first error after it: a
         later backward is another model's."""
         self._depth, self._entered, self._entered_at = 0, 0, 0.0
+        self.steps = Steps(group.device)
         self.begin()
 
     def begin(self) -> None:
@@ -103,6 +105,7 @@ class Watch:
         self._waits = Waits(self.group, self._store, is_of_copies=self.is_of_copies)
         memory = memory_of(self.process_group)
         self._is_unnoticed = self.group.device.type == "cpu" and not (memory is not None and memory.notices)
+        self.steps.is_aborted.clear()
         self.failure = None  # polled from here on
         POLLER.add(self, partial(_leave, self._store, rank))
 
@@ -122,6 +125,7 @@ class Watch:
             if self.beyond is not None:
                 self.beyond.__enter__()
             self._entered, self._entered_at = self._collectives(), monotonic()
+            self.steps.running = 0  # those that have not ended have raised, on all ranks alike
             if (memory := memory_of(self.process_group)) is not None:
                 memory.enter()
         self._depth += 1
@@ -304,15 +308,15 @@ class Watch:
         """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks."""
         self._round, self._began = self._round + 1, None
         if failure is not None:
-            for watch in watches(self.process_group):
+            ended = watches(self.process_group)
+            for watch in ended:
                 watch.failure = failure
                 watch._concluded.set()
             if (memory := memory_of(self.process_group)) is not None:
                 memory.end("the ranks' process group has ended")
             shut(self._links)
-            with suppress(RuntimeError):  # of a GPU after an illegal access: every call of it raises
-                bind_thread(self.group.device)
-                self.process_group.abort()
+            all_steps = [watch.steps for watch in ended]
+            threading.Thread(target=abort, args=(self.group.device, all_steps), daemon=True).start()
         self._concluded.set()
 
 
