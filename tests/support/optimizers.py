@@ -21,10 +21,8 @@ STEPS = 3
 # Arguments without which an optimizer hardly moves, or moves by the sign of a gradient alone.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "eps": 1e-2},
-    "LBFGS": {"lr": 0.1, "max_iter": 3, "line_search_fn": "strong_wolfe"},
     "Muon": {"lr": 1e-2},
 }
-WITH_CLOSURE = {"LBFGS"}
 
 
 def torch_optimizers() -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import tp_transformers
@@ -18,6 +18,7 @@ from tests.support.comparisons import (
     full_gradients,
     full_parameters,
     gradient_differences,
+    parameter_differences,
     relative,
 )
 from tests.support.models import PROMPTS, load, load_both
@@ -243,3 +244,123 @@ def under_copies(folder: str, mode: str) -> dict[str, Any]:
 def test_full_parameters_of_copies(pool: Pool, cases: Any, mode: str) -> None:
     for found in pool.run(4, under_copies, cases(9, 3).folder, mode):
         assert all(found.values()), found
+
+
+# -- optimizers
+
+
+class GlobalNorm(torch.optim.Optimizer):
+    """Couples all parameters, draws noise, and keeps values of its own by parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.own: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            noise = torch.randn_like(param) * 0.01
+            moment = self.own.setdefault(param, torch.zeros_like(param))
+            moment.mul_(0.9).add_(param.grad / norm)
+            param.add_(moment + noise, alpha=-self.param_groups[0]["lr"])
+        self.zero_grad()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Another optimizer, whose parameters go a part of the way."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        slow = [param.clone() for param in params]
+        self.inner.step()
+        for param, value in zip(params, slow, strict=True):
+            param.lerp_(value, 0.5)
+
+
+MAKERS: dict[str, Any] = {
+    "GlobalNorm": lambda model: GlobalNorm(model.parameters()),
+    "Lookahead": lambda model: Lookahead(torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2)),
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2),
+}
+
+
+def step(model: Any, optimizer: Any, alone: Any, reference: Any, closure: bool) -> None:
+    """A step in a block, and the step of one process with the same losses and gradients."""
+    seen: list[Any] = []
+
+    def compute() -> Any:
+        optimizer.zero_grad()
+        loss = model(PROMPTS, labels=PROMPTS).loss
+        loss.backward()
+        seen.append((loss.detach(), [param.grad.clone() for param in model.parameters()]))
+        return loss
+
+    def repeat() -> Any:
+        loss, grads = seen.pop(0)
+        for param, grad in zip(alone.parameters(), grads, strict=True):
+            param.grad = grad
+        return loss
+
+    with tp_transformers.training.full_parameters(model):
+        torch.manual_seed(11)
+        if not closure:
+            compute()
+        optimizer.step(compute if closure else None)
+        optimizer.zero_grad()
+    torch.manual_seed(11)
+    if not closure:
+        repeat()
+    reference.step(repeat if closure else None)
+
+
+def trained(folder: str) -> dict[str, float]:
+    """Run on every rank: errors after steps, in blocks, of optimizers that need all full parameters."""
+    found = {}
+    for name, make in MAKERS.items():
+        model, alone = load_both(folder)
+        with tp_transformers.training.full_parameters(model):
+            optimizer = make(model)
+        reference = make(alone)
+        for _ in range(3):
+            step(model, optimizer, alone, reference, name == "LBFGS")
+        found[name] = max(parameter_differences(model, alone).values())
+    return found
+
+
+@pytest.mark.parametrize(("heads", "ranks"), wide([((9, 3), 3), ((8, 4), 2)], 1))
+def test_optimizers_of_full_parameters(pool: Pool, cases: Any, heads: tuple[int, int], ranks: int) -> None:
+    for found in pool.run(ranks, trained, cases(*heads).folder):
+        assert max(found.values()) < 1e-6, found  # the same gradients, and the same arithmetic on them
+
+
+def around_blocks(folder: str) -> list[str]:
+    """Run on every rank: the errors of steps on the other side of a block than the optimizer."""
+    torch.optim.SGD([nn.Linear(2, 2).weight], lr=0.1)  # torch hooks the step of the class before the load
+    model, texts = load(folder), []
+    outside = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tp_transformers.training.full_parameters(model):
+        inside = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(tp_transformers.UnsupportedError) as raised:
+            outside.step()
+        texts.append(str(raised.value))
+    with pytest.raises(tp_transformers.UnsupportedError) as raised:
+        inside.step()
+    texts.append(str(raised.value))
+    outside.step()
+    return texts
+
+
+def test_steps_on_the_other_side_of_a_block(pool: Pool, cases: Any) -> None:
+    for texts in pool.run(2, around_blocks, cases(9, 3).folder):
+        assert texts[0].startswith(
+            "a step of SGD inside of full_parameters: got parameters of an optimizer that was made"
+        )
+        assert texts[1].startswith("a step of SGD outside of full_parameters")

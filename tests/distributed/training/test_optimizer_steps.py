@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,6 @@ TOLERANCE = 1e-6  # the same gradients, and the same arithmetic on them
 HEADS = wide([((9, 3),), ((8, 4),)], 2)
 
 
-class GlobalNorm(torch.optim.Optimizer):
-    """Couples all parameters, draws noise, and keeps values of its own by parameter."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.own: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = [param for group in self.param_groups for param in group["params"]]
-        norm = torch.stack([param.grad.norm() for param in params]).norm()
-        for param in params:
-            noise = torch.randn_like(param) * 0.01
-            moment = self.own.setdefault(param, torch.zeros_like(param))
-            moment.mul_(0.9).add_(param.grad / norm)
-            param.add_(moment + noise, alpha=-self.param_groups[0]["lr"])
-        self.zero_grad()
-
-
 class Elementwise(torch.optim.AdamW):
     """An optimizer of a user's own, which says what it needs."""
 
@@ -59,22 +39,6 @@ class Elementwise(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
-
-
-class Lookahead(torch.optim.Optimizer):
-    """Another optimizer, whose parameters go a part of the way."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner, self.param_groups = inner, inner.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = [param for group in self.param_groups for param in group["params"]]
-        slow = [param.clone() for param in params]
-        self.inner.step()
-        for param, value in zip(params, slow, strict=True):
-            param.lerp_(value, 0.5)
 
 
 def matrices(model: Any) -> list[Tensor]:
@@ -91,9 +55,7 @@ MAKERS: dict[str, Any] = {
     "Muon": lambda model: torch.optim.Muon(matrices(model), lr=1e-2),
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2),
     "transformers' Adafactor": lambda model: Adafactor(model.parameters(), beta1=0.9),
-    "GlobalNorm": lambda model: GlobalNorm(model.parameters()),
     "Elementwise": lambda model: Elementwise(model.parameters(), eps=1e-2),
-    "Lookahead": lambda model: Lookahead(torch.optim.Muon(matrices(model), lr=1e-2)),
     "schedule-free AdamW": schedule_free,
 }
 SAVED = ("Muon", "Adafactor", "transformers' Adafactor", "schedule-free AdamW")
@@ -141,7 +103,7 @@ def without_gradients(folder: str) -> dict[str, float]:
     """Run on every rank: the second one's experts got no token."""
     comparison, result = Comparison(folder), {}
     of, rank = dict(comparison.model.named_parameters()), comparison.model.tp_group.rank
-    for name in ("Adafactor", "GlobalNorm"):
+    for name in ("Adafactor", "transformers' Adafactor"):
         comparison.restart()
         optimizer, reference = comparison.optimizers(MAKERS[name])
         param = of["model.layers.0.mlp.down_proj.weight"]
@@ -290,6 +252,8 @@ def around(folder: str) -> list[Any]:
         handle.remove()
 
     class Fails(torch.optim.SGD):
+        tp_scope = "shard"
+
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
             self.param_groups[0]["params"][0].mul_(2)
@@ -320,39 +284,30 @@ class Misnamed(torch.optim.SGD):
     tp_scope = "elements"
 
 
+class Unknown(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def refuse(folder: str, kind: Any) -> None:
     """Run on every rank."""
     model = load(folder)
     kind(model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "text"), [(WithoutStep, "WithoutStep: got an optimizer of sharp"), (Misnamed, "tp_")])
+REFUSED = [
+    (WithoutStep, "WithoutStep: got an optimizer of sharp"),
+    (Misnamed, "Misnamed.tp_scope: got 'elements'"),
+    (Unknown, "Unknown: got an optimizer whose step may need several full parameters"),
+    (torch.optim.LBFGS, "inside of `with tp_transformers.training.full_parameters(model):`"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), REFUSED)
 def test_what_no_step_makes_right_is_refused(pool: Pool, cases: Any, kind: Any, text: str) -> None:
     error = pool.error(2, refuse, cases(9, 3).folder, kind)
     assert error.startswith("UnsupportedError")
     assert text in error
-
-
-def told(folder: str) -> list[str]:
-    """Run on every rank: the records of optimizers that are not known."""
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tp_transformers.model.optimizers.scopes")
-    logger.addHandler(handler)
-    try:
-        model = load(folder)
-        for make in (*MAKERS.values(), MAKERS["GlobalNorm"]):
-            make(model)
-    finally:
-        logger.removeHandler(handler)
-    return records
-
-
-def test_optimizers_that_are_not_known_are_named_once(pool: Pool, cases: Any) -> None:
-    for records in pool.run(2, told, cases(9, 3).folder):
-        assert len([record for record in records if "GlobalNorm is not known here" in record]) <= 1
-        assert not [record for record in records if "Elementwise" in record or "Muon" in record]
 
 
 def averages(folder: str) -> float:

@@ -11,7 +11,6 @@ import pytest
 
 from tests.support.comparisons import relative
 from tests.support.optimizers import (
-    WITH_CLOSURE,
     Comparison,
     of_norms,
     of_torch,
@@ -39,10 +38,7 @@ NOWHERE = ("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision")
 def torch_rows(folder: str) -> dict[str, Any]:
     """Run on every rank: the error of every optimizer of torch, or its text."""
     comparison = Comparison(folder)
-    return {
-        name: outcome(partial(comparison.of, partial(of_torch, name), name in WITH_CLOSURE))
-        for name in torch_optimizers()
-    }
+    return {name: outcome(partial(comparison.of, partial(of_torch, name))) for name in torch_optimizers()}
 
 
 def trainer_rows(folder: str) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _create_and_replace(
     reads_weight = OF_WEIGHTS.fullmatch(init) is not None or getattr(config, "use_dora", False)
     if reads_weight:
         check_not_packed(base, f"use_dora or init_lora_weights={init!r}")
-    with full_parameters(base, parameters=[base.weight]) if reads_weight else _full_shapes(base):
+    with full_parameters(base, parameters=[untyped(base).weight]) if reads_weight else _full_shapes(base):
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Scopes of optimizers: their steps compute with shards, with one full parameter at a time, or with the full model."""
+"""Scopes of optimizers: their steps compute with shards, or with one full parameter at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from ...errors import UnsupportedError
-from ...logs import get_logger
 
-logger = get_logger(__name__)
-
-Scope = Literal["shard", "parameter", "model"]
-"""The least that an update needs: its own elements, its own full parameter, or the full model."""
+Scope = Literal["shard", "parameter"]
+"""The least that an update needs: its own elements, or its own full parameter."""
 
 ATTRIBUTE = "tp_scope"
 """Attribute of an optimizer's class that declares its scope."""
@@ -21,7 +18,6 @@ ATTRIBUTE = "tp_scope"
 _SCOPES: dict[tuple[str, Scope], str] = {
     ("torch", "shard"): "Adadelta Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop Rprop SGD SparseAdam",
     ("torch", "parameter"): "Adafactor Muon",
-    ("torch", "model"): "LBFGS",
     ("transformers", "parameter"): "Adafactor",
     # Their 8-bit states are quantised in blocks of this rank's elements.
     ("bitsandbytes", "shard"): (
@@ -46,15 +42,8 @@ _KNOWN: dict[tuple[str, str], Scope] = {
 }
 """Scope by package and class name of an optimizer; each has been compared with one process."""
 
-_logged: set[type] = set()
 
-
-def scope_of(kind: type[Optimizer]) -> Scope:
-    """The scope that a class declares, or its known scope; "model" for all others, which is right for any update."""
-    return _find(kind) or "model"
-
-
-def _find(kind: type[Optimizer]) -> Scope | None:
+def scope_of(kind: type[Optimizer]) -> Scope | None:
     """The declared or known scope of a class, also for a subclass that replaces no method of a known one; else None."""
     for base in kind.__mro__:
         if ATTRIBUTE in vars(base):
@@ -66,7 +55,7 @@ def _find(kind: type[Optimizer]) -> Scope | None:
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Log once that a class is not known. Raises UnsupportedError if none of the scopes is right for it."""
+    """Raise UnsupportedError if no scope is known for an optimizer, or none is right for it."""
     kind = type(optimizer)
     name, package = kind.__name__, kind.__module__.partition(".")[0]
     if package == "lomo_optim":
@@ -85,23 +74,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
             expected="copies of a complete model",
             fix='Call tp_transformers.data_parallel(model, mesh, mode="shard"), which shards states over copies too.',
         )
-    scope = _find(kind)
-    if scope not in ("shard", "parameter", "model", None):
+    scope = scope_of(kind)
+    if scope not in ("shard", "parameter"):
         raise UnsupportedError(
-            f"{name}.{ATTRIBUTE}",
-            got=repr(scope),
-            expected='"shard", "parameter" or "model"',
-            fix="See the page of training, Optimizers.",
-        )
-    if scope is None and kind not in _logged:
-        _logged.add(kind)
-        logger.warning(
-            "%s is not known here, so each of its steps gathers the full model on every rank. If it updates every "
-            'element from its own gradient, say so before the first step: %s.%s = "shard"; if every parameter from its '
-            'own, "parameter".',
-            name,
-            name,
-            ATTRIBUTE,
+            name if scope is None else f"{name}.{ATTRIBUTE}",
+            got="an optimizer whose step may need several full parameters" if scope is None else repr(scope),
+            expected=f'a known one, or one with {ATTRIBUTE} "shard" or "parameter"',
+            fix=f'Set {name}.{ATTRIBUTE} = "shard" if each element is updated from its own gradient, "parameter" if '
+            "each parameter is from its own. Otherwise make the optimizer, and call its step, inside of "
+            "`with tp_transformers.training.full_parameters(model):`.",
         )
 
 

@@ -43,16 +43,15 @@ class StandIn:
         self.tensor = tensors[param]
         self._wrapped: dict[int, Tensor] = {}
 
-    def take(self, has_gradient: bool | None = None) -> None:
-        """Take the values of the parameter and its gradient; `has_gradient`: any rank has one (gathered parameters)."""
+    def take(self) -> None:
+        """Take the values of the parameter and its gradient; of a gathered one, some rank has a gradient."""
         grad = finish_gradient(self.param)
         local, local_grad = local_tensor(self.param), None if grad is None else local_tensor(grad)
         self.tensor.grad = None
         if self.is_gathered:
             assert self.shard is not None
             self.tensor.data = self.shard.full(local)
-            if has_gradient:
-                self.tensor.grad = self.shard.full(torch.zeros_like(local) if local_grad is None else local_grad)
+            self.tensor.grad = self.shard.full(torch.zeros_like(local) if local_grad is None else local_grad)
         else:
             self.tensor.data = local
             self.tensor.grad = local_grad
@@ -175,14 +174,11 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
 
 
 class Seats:
-    """Puts stand-ins into the parameter lists and states of optimizers for a time."""
+    """Puts stand-ins into the parameter lists and states of an optimizer for a time."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], stand_ins: dict[Tensor, StandIn]) -> None:
-        self.stand_ins = stand_ins
-        self.groups = list({id(group): group for optimizer in optimizers for group in optimizer.param_groups}.values())
+    def __init__(self, optimizer: Optimizer, stand_ins: dict[Tensor, StandIn]) -> None:
+        self.stand_ins, self.groups, self.states = stand_ins, list(optimizer.param_groups), optimizer.state
         self.params = [list(group["params"]) for group in self.groups]
-        states = (getattr(optimizer, "state", None) for optimizer in optimizers)
-        self.states = list({id(state): state for state in states if isinstance(state, MutableMapping)}.values())
 
     def fill(self, only: Collection[Tensor] | None = None) -> None:
         """Put stand-ins into the parameter lists; `only`: these parameters, and no others."""
@@ -196,25 +192,24 @@ class Seats:
             group["params"][:] = params
 
     def fill_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Key the states of the optimizers by the tensors of `stand_ins`, and convert their values."""
-        keys = {stand_in.param: stand_in for stand_in in stand_ins}
-        for states in self.states:
-            _rename(states, {param: stand_in.tensor for param, stand_in in keys.items()})
-            for stand_in in stand_ins:
-                if stand_in.tensor in states:
-                    stand_in.enter_state(states[stand_in.tensor])
+        """Key the states of the optimizer by the tensors of `stand_ins`, and convert their values."""
+        _rename(self.states, {stand_in.param: stand_in.tensor for stand_in in stand_ins})
+        for stand_in in stand_ins:
+            if stand_in.tensor in self.states:
+                stand_in.enter_state(self.states[stand_in.tensor])
 
     def empty_states(self, stand_ins: Collection[StandIn]) -> None:
         """Key the states by the parameters again, and convert their values back.
 
         Raises UnsupportedError, on all ranks, if a full state has the shape of a shard.
         """
-        unclear = []
-        for states in self.states:
-            for stand_in in stand_ins:
-                if stand_in.tensor in states:
-                    unclear += [(key, stand_in) for key in stand_in.leave_state(states[stand_in.tensor])]
-            _rename(states, {stand_in.tensor: stand_in.param for stand_in in stand_ins})
+        unclear = [
+            (key, stand_in)
+            for stand_in in stand_ins
+            if stand_in.tensor in self.states
+            for key in stand_in.leave_state(self.states[stand_in.tensor])
+        ]
+        _rename(self.states, {stand_in.tensor: stand_in.param for stand_in in stand_ins})
         for key, stand_in in unclear:
             raise UnsupportedError(
                 f"an optimizer's state {key} of a parameter of {tuple(stand_in.param.shape)} on this rank",

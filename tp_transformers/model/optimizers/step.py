@@ -1,18 +1,16 @@
 """Steps of optimizers on sharded parameters: each on the tensors that the optimizer expects.
 
 Optimizers read `param`, `param.grad` and their states as in one process. If every element is updated from its own
-gradient, they step on this rank's shards, as plain tensors. If an update reads a full matrix (Muon, Adafactor) or all
-of them (L-BFGS), they step on full tensors, which are gathered before the step and sharded again after it.
+gradient, they step on this rank's shards, as plain tensors. If an update reads a full matrix (Muon, Adafactor), they
+step on one full tensor after the other, which is gathered before the step and sharded again after it. All others are
+for `full_parameters`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import wraps
-from inspect import unwrap
-from types import CellType, CodeType
 from typing import Any
 
 import torch
@@ -20,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...patches import MissingError, Patch, Undo, replace, replace_all
+from ...errors import UnsupportedError
+from ...patches import Patch, Undo, replace, replace_all
 from ...strategies import SHARD, local_tensor
-from ...strategies.parameters.sharded import check_pickled, is_sharded, know, laid_out
+from ...strategies.parameters.sharded import FULL, IS_OPEN, check_pickled, is_sharded, know, laid_out
 from ...strategies.parameters.tensors import HAS_LOCAL
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
@@ -30,8 +29,12 @@ from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 Step = Callable[..., Any]
 
 
+def _params(optimizer: Optimizer) -> Iterable[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
 def _sharded(optimizer: Optimizer) -> bool:
-    return any(SHARD.find(param) is not None for group in optimizer.param_groups for param in group["params"])
+    return any(SHARD.find(param) is not None for param in _params(optimizer))
 
 
 def _on_stand_ins(step: Step) -> Step:
@@ -39,23 +42,38 @@ def _on_stand_ins(step: Step) -> Step:
 
     @wraps(step)
     def on_stand_ins(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _check_block(optimizer)
         if not _sharded(optimizer):
             return step(optimizer, *args, **kwargs)
         return _step(step, optimizer, *args, **kwargs)
 
+    on_stand_ins.tp_steps = True  # type: ignore[attr-defined]
     return on_stand_ins
+
+
+def _check_block(optimizer: Optimizer) -> None:
+    """Raise UnsupportedError if an optimizer was made inside of `full_parameters` and steps outside, or reversely."""
+    params = list(_params(optimizer))
+    is_outside = any(IS_OPEN.find(param) is False for param in params)
+    if is_outside or any(IS_OPEN.find(FULL.find(param)) for param in params):
+        places = ("inside", "outside") if is_outside else ("outside", "inside")
+        raise UnsupportedError(
+            f"a step of {type(optimizer).__name__} {places[1]} of full_parameters",
+            got=f"parameters of an optimizer that was made {places[0]}",
+            expected=f"a step {places[0]}",
+            fix=f"Call step {places[0]} of `with tp_transformers.training.full_parameters(model):`, or make it "
+            f"{places[1]}.",
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _step(step: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    scope = scope_of(type(optimizer))
-    if scope == "parameter":
+    if scope_of(type(optimizer)) == "parameter":
         return _one_by_one(step, optimizer, args, kwargs)
-    optimizers, needs_full = list(_nested(optimizer)), scope == "model"
-    stand_ins = _stand_ins(optimizers, needs_full=needs_full)
-    exchange = _Exchange(Seats(optimizers, stand_ins), list(stand_ins.values()), needs_full=needs_full)
+    stand_ins = _stand_ins(optimizer, needs_full=False)
+    exchange = _Exchange(Seats(optimizer, stand_ins), stand_ins.values())
     args, kwargs = _with_closure(exchange.around, args, kwargs)
-    with exchange, shared_draws(exchange.stand_ins) if needs_full else nullcontext():
+    with exchange:
         return step(optimizer, *args, **kwargs)
 
 
@@ -71,8 +89,8 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
         return lambda: loss
 
     args, kwargs = _with_closure(called, args, kwargs)
-    stand_ins = _stand_ins([optimizer], needs_full=True)
-    seats, groups = Seats([optimizer], stand_ins), list(optimizer.param_groups)
+    stand_ins = _stand_ins(optimizer, needs_full=True)
+    seats, groups = Seats(optimizer, stand_ins), list(optimizer.param_groups)
     has = dict(zip(stand_ins, gradients(list(stand_ins.values())), strict=True))
     apart = [param for param, stand_in in stand_ins.items() if stand_in.is_gathered]
     rest = {param for params in seats.params for param in params}.difference(apart)
@@ -97,39 +115,30 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
 class _Exchange:
     """Replaces parameters of an optimizer by stand-ins; `only` these parameters, if given."""
 
-    def __init__(
-        self,
-        seats: Seats,
-        stand_ins: Sequence[StandIn],
-        *,
-        needs_full: bool = True,
-        only: Collection[Tensor] | None = None,
-    ) -> None:
-        self.seats, self.stand_ins, self.needs_full, self.only = seats, stand_ins, needs_full, only
+    def __init__(self, seats: Seats, stand_ins: Collection[StandIn], only: Collection[Tensor] | None = None) -> None:
+        self.seats, self.stand_ins, self.only = seats, stand_ins, only
         self._is_begun = False
 
+    @torch.no_grad()
     def __enter__(self) -> None:
         try:
-            with torch.no_grad():
-                self.seats.fill_states(self.stand_ins)
+            self.seats.fill_states(self.stand_ins)
             self._begin()
         except BaseException:
             self._leave()
             raise
 
+    @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         self._end()
         self._leave()
 
-    @torch.no_grad()
     def _begin(self) -> None:
-        has = gradients(self.stand_ins) if self.needs_full else [False] * len(self.stand_ins)
-        for stand_in, has_gradient in zip(self.stand_ins, has, strict=True):
-            stand_in.take(has_gradient)
+        for stand_in in self.stand_ins:
+            stand_in.take()
         self.seats.fill(self.only)
         self._is_begun = True
 
-    @torch.no_grad()
     def _end(self) -> None:
         """Write new values to the parameters, also after a step that raised: as in one process."""
         if self._is_begun:
@@ -137,7 +146,6 @@ class _Exchange:
             for stand_in in self.stand_ins:
                 stand_in.give()
 
-    @torch.no_grad()
     def _leave(self) -> None:
         self.seats.empty()
         for stand_in in self.stand_ins:
@@ -149,34 +157,27 @@ class _Exchange:
 
         @wraps(closure)
         def call() -> Any:
-            self._end()
-            self.seats.empty()
+            with torch.no_grad():
+                self._end()
+                self.seats.empty()
             result = closure()
-            self._begin()
+            with torch.no_grad():
+                self._begin()
             return result
 
         return call
 
 
-def _stand_ins(optimizers: Sequence[Optimizer], *, needs_full: bool) -> dict[Tensor, StandIn]:
+def _stand_ins(optimizer: Optimizer, *, needs_full: bool) -> dict[Tensor, StandIn]:
     """Stand-ins for sharded parameters; a plain shard needs one only if the optimizer needs the full tensor."""
-    tensors = TENSORS.find(optimizers[0])
+    tensors = TENSORS.find(optimizer)
     if tensors is None:
-        TENSORS.put(optimizers[0], tensors := {})
-    params = (param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"])
+        TENSORS.put(optimizer, tensors := {})
     return {
         param: StandIn(param, tensors, needs_full=needs_full)
-        for param in params
+        for param in _params(optimizer)
         if (needs_full or type(param) is not nn.Parameter) and (isinstance(param, DTensor) or SHARD.find(param))
     }
-
-
-def _nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """An optimizer, and those that it wraps, such as that of a Lookahead."""
-    yield optimizer
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and value is not optimizer:
-            yield from _nested(value)
 
 
 def _with_closure(
@@ -213,6 +214,11 @@ def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: 
     original(optimizer, *args, **kwargs)
     if _sharded(optimizer):
         check_optimizer(optimizer)
+    kind: Any = type(optimizer)
+    is_ours = _sharded(optimizer) or any(IS_OPEN.find(param) is not None for param in _params(optimizer))
+    if is_ours and not hasattr(kind.step, "tp_steps"):  # torch has put its hooks around the step before the load
+        kind.step = Optimizer.profile_hook_step(kind.step.__wrapped__)
+        kind.step.hooked = True
 
 
 def _load_state_dict(original: Callable[..., Any], optimizer: Optimizer, state_dict: Any, *args: Any) -> Any:
@@ -247,45 +253,13 @@ def _loaded(value: Any, param: Tensor, name: str) -> Any:
 
 
 def _install() -> Undo:
-    """Make the steps of all optimizers go through `_on_stand_ins`, also for classes that already have instances.
-
-    torch has wrapped the step of such a class in a function with its hooks; replace the step that this function calls.
-    """
-    codes = unwrap(Optimizer.profile_hook_step).__code__.co_consts
-    hooked = next((code for code in codes if isinstance(code, CodeType) and "func" in code.co_freevars), None)
-    if hooked is None:
-        raise MissingError((Optimizer, "profile_hook_step with a function around func"))
-    cells: dict[int, tuple[CellType, Step]] = {}
-    for kind in _classes(Optimizer):
-        step = vars(kind).get("step")
-        while step is not None and getattr(step, "__code__", None) is not hooked:
-            step = getattr(step, "__wrapped__", None)
-        if step is not None:
-            cell = step.__closure__[hooked.co_freevars.index("func")]
-            cells[id(cell)] = cell, cell.cell_contents
-    unhook = replace_all(
+    return replace_all(
         [
             (Optimizer, "profile_hook_step", _hook_step),
             (Optimizer, "add_param_group", _add_param_group),
             (Optimizer, "load_state_dict", _load_state_dict),
         ]
     )
-    for cell, step in cells.values():
-        cell.cell_contents = _on_stand_ins(step)
-
-    def undo() -> None:
-        for cell, step in cells.values():
-            cell.cell_contents = step
-        unhook()
-
-    return undo
-
-
-def _classes(kind: type[Any]) -> Iterator[type[Any]]:
-    yield kind
-    inner: type[Any]
-    for inner in kind.__subclasses__():
-        yield from _classes(inner)
 
 
 def _reject(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError, UnsupportedError
@@ -175,6 +175,10 @@ def write(tensor: Any, full: Tensor) -> None:
             tensor.copy_(local)
 
 
+FULL: Mark[nn.Parameter] = Mark("tp_full")
+"""On a parameter, the full parameter that replaces it in `full_parameters`: the same object in every block."""
+IS_OPEN: Mark[bool] = Mark("tp_is_open")
+"""On a full parameter, True in a `full_parameters` block, and False after the block, when the parameter is empty."""
 PICKLED: Mark[dict[str, Any]] = Mark("tp_pickled")
 """On a shard that was pickled, the rank that held it and its indices in the full tensor; `torch.load` restores it."""
 
