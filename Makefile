@@ -57,7 +57,7 @@ fuzz: $(VENV)/ready
 
 # Loading against transformers' own tensor parallelism; BENCH="--cold --models phi3,gpt_oss" passes options.
 bench: $(VENV)/ready
-	$(PY) -m benchmarks.bench_load $(BENCH)
+	$(PY) -m benchmarks load $(BENCH)
 
 # All that only a GPU can prove: tests, sums, decoding, loading and training, into benchmarks/results/gpu.
 gpu: $(VENV)/ready

@@ -1,4 +1,4 @@
-"""Collectives of CPU tensors through shared memory, against gloo: `python -m benchmarks.bench_collectives`.
+"""Collectives of CPU tensors through shared memory, against gloo: `python -m benchmarks collectives`.
 
 Ranks on this machine time both alternately, on the same tensors; the slowest rank counts.
 """
@@ -7,48 +7,36 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from . import machine, processes
 from .collectives import KINDS, SIDES, Job
-from .report import save, shown_machine, shown_spread, slowest, spread
-
-RESULTS = Path(__file__).parent / "results"
+from .report import shown_machine, shown_spread, slowest, spread
 
 
-def main() -> int:
-    """Run the benchmark; returns 1 if a process fails or takes too long."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_collectives", description=__doc__)
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Add the options, and read them."""
     add = parser.add_argument
     add("--ranks", default="2,3,4,8", help="numbers of ranks (default: 2,3,4,8)")
     add("--kinds", default=",".join(KINDS), help="(default: all)")
     add("--nbytes", default="4,4096,32768,262144,1048576,4194304,16777216", help="sizes of tensors")
     add("--rounds", type=int, default=9, help="how often each side takes its turn (default: 9)")
-    add("--results", type=Path, default=RESULTS, help="where the numbers go")
     add("--timeout", type=float, default=600, help="seconds that one number of ranks may take")
-    arguments = parser.parse_args()
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.bench_collectives", *sys.argv[1:]]),
-        "machine": machine.facts(),
-        "rounds": arguments.rounds,
-        "ranks": {},
-    }
-    try:
-        for size in map(int, arguments.ranks.split(",")):
-            result["ranks"][str(size)] = found = _summary(_run(arguments, size))
-            print(*_rows(str(size), found), sep="\n", flush=True)
-    except (processes.ProcessError, OSError) as error:
-        print(f"bench_collectives: {error}", file=sys.stderr)
-        return 1
-    text = table(result)
-    path = arguments.results / "collectives-cpu"
-    save(path, result, text)
-    print(f"{path}.json, .md")
-    return 0
+    return parser.parse_args(argv)
+
+
+def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure all numbers of ranks. Raises ProcessError if a process fails or takes too long."""
+    result |= {"rounds": arguments.rounds, "ranks": {}}
+    for size in map(int, arguments.ranks.split(",")):
+        result["ranks"][str(size)] = found = _summary(_run(arguments, size))
+        print(*_rows(str(size), found), sep="\n", flush=True)
+
+
+def file(arguments: argparse.Namespace) -> str:
+    """The name of the table."""
+    return "collectives-cpu"
 
 
 def _run(arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
@@ -108,7 +96,3 @@ def _rows(size: str, found: dict[str, Any]) -> list[str]:
                 shown = f"{int(nbytes):,}" if kind != "vote" else ""
                 rows.append(f"| {kind} | {size} | {dtype} | {shown} | {times} | {shown_spread(row['ratio'])} |")
     return rows
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Computing, measured against transformers' tensor parallelism and one process: `python -m benchmarks.bench_forward`.
+"""Computing, measured against transformers' tensor parallelism and one process: `python -m benchmarks forward`.
 
 Every rank holds the same random model three times: sharded by a plan of this package, sharded by transformers, and
 unsharded. Outputs are compared first; a side with wrong logits, or that cannot be loaded, is not timed. Then the sides
@@ -14,51 +14,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
-import signal
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from . import machine, processes
 from .forward import MODELS, SCENARIOS, WIDTHS, Job
-from .report import save, shown_machine, shown_spread, slowest, spread
-
-RESULTS = Path(__file__).parent / "results"
+from .report import shown_machine, shown_spread, slowest, spread
 
 
-def main() -> int:
-    """Run the benchmark; returns 1 if a process fails or takes too long."""
-    arguments = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.bench_forward", *sys.argv[1:]]),
-        "machine": machine.facts(),
-        "device": arguments.device,
-        "fake": arguments.fake,
-        "widths": arguments.widths,
-        "rounds": arguments.rounds,
-        "models": {},
-    }
-    try:
-        for model in arguments.models:
-            for size in arguments.ranks:
-                ranks = _run(arguments, model, size)
-                result["models"].setdefault(model, {})[str(size)] = found = summary(ranks)
-                for line in _lines(model, size, found):
-                    print(line, flush=True)
-    except (processes.ProcessError, OSError) as error:
-        print(f"bench_forward: {error}", file=sys.stderr)
-        return 1
-    text = table(result)
-    print(f"\n{text}")
+def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure all models. Raises ProcessError if a process fails or takes too long."""
+    result |= {name: getattr(arguments, name) for name in ("device", "fake", "widths", "rounds")} | {"models": {}}
+    for model in arguments.models:
+        for size in arguments.ranks:
+            ranks = _run(arguments, model, size)
+            result["models"].setdefault(model, {})[str(size)] = found = summary(ranks)
+            for line in _lines(model, size, found):
+                print(line, flush=True)
+
+
+def file(arguments: argparse.Namespace) -> str:
+    """The name of the table."""
     kinds = [*["fake"] * arguments.fake, *["compiled"] * arguments.compiled]
     kinds += [arguments.widths] if arguments.widths != ("tiny" if arguments.fake else "real") else []
-    path = arguments.results / "-".join(["forward", arguments.device, *kinds])
-    save(path, result, text)
-    print(f"{path}.json, .md")
-    return 0
+    return "-".join(["forward", arguments.device, *kinds])
 
 
 def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str, Any]]:
@@ -154,8 +133,8 @@ def _ratio(found: dict[str, Any] | None) -> str:
     return "-" if found is None else shown_spread(found)
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_forward", description=__doc__)
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Add the options, and read them."""
     add = parser.add_argument
     add("--models", default="llama", help=f"of {','.join(MODELS)} (default: llama)")
     add("--ranks", default="1,2", help="numbers of ranks (default: 1,2)")
@@ -165,9 +144,8 @@ def _parse() -> argparse.Namespace:
     add("--compiled", action="store_true", help="forwards through torch.compile")
     add("--fake", action="store_true", help="collectives return at once: the cost beside arithmetic")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--results", type=Path, default=RESULTS, help="where the numbers and the chart go")
     add("--timeout", type=float, default=900, help="seconds that one model on one number of ranks may take")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     for option, known in (("models", MODELS), ("scenarios", SCENARIOS)):
         names = getattr(arguments, option).split(",")
         if unknown := set(names) - set(known):
@@ -178,7 +156,3 @@ def _parse() -> argparse.Namespace:
     if not arguments.ranks or min(arguments.ranks) < 1 or arguments.rounds < 1:
         parser.error("--ranks and --rounds: expected numbers of 1 or more")
     return arguments
-
-
-if __name__ == "__main__":
-    sys.exit(main())

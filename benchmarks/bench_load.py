@@ -1,4 +1,4 @@
-"""Loading, measured against transformers' own tensor parallelism: `python -m benchmarks.bench_load`.
+"""Loading, measured against transformers' own tensor parallelism: `python -m benchmarks load`.
 
 Both sides load the same checkpoint in fresh processes, alternating within one run. Every shard is first compared with
 the checkpoint; wrong shards are not timed. A load is timed from a barrier, after the start of the process group and the
@@ -9,49 +9,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import signal
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from . import machine, processes
+from . import machine
 from .checkpoints import LAYOUTS, ensure, files
-from .report import fractions, save, shards, summarise, table
+from .report import fractions, shards, summarise
+from .report import table as table
 from .sides import Setting, Side, compared
 
-RESULTS = Path(__file__).parent / "results"
 
-
-def main() -> int:
-    """Run the benchmark; returns 1 if a load is wrong, fails, or takes too long."""
-    arguments = _parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "benchmarks.bench_load", *sys.argv[1:]]),
-        "machine": {**machine.facts(), "gpu": ""},
-        "setting": _setting(arguments),
-        "pairs": arguments.pairs,
-        "sides": {},
-        "models": {},
-    }
+def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure all checkpoints. Raises ProcessError if a load is wrong, fails, or takes too long."""
+    result["machine"]["gpu"] = ""
+    result |= {"setting": _setting(arguments), "pairs": arguments.pairs, "sides": {}, "models": {}}
     print(f"{result['command']}\n{json.dumps(result['machine'])}", flush=True)
-    try:
-        for model in arguments.models:
-            folder = ensure(model, arguments.gigabytes, arguments.folder)
-            with compared(arguments, model, folder) as (setting, sides):
-                result["sides"] = {name: side.label for name, side in sides.items()}
-                result["models"][model] = _measure(arguments, setting, sides, model, folder, result["machine"])
-    except (processes.ProcessError, OSError) as error:
-        print(f"bench_load: {error}", file=sys.stderr)
-        return 1
-    text = table(result)
-    print(f"\n{text}")
-    path = arguments.results / _name(arguments)
-    save(path, result, text)
-    print(f"{path}.json, .md")
-    return 0
+    for model in arguments.models:
+        folder = ensure(model, arguments.gigabytes, arguments.folder)
+        with compared(arguments, model, folder) as (setting, sides):
+            result["sides"] = {name: side.label for name, side in sides.items()}
+            result["models"][model] = _measure(arguments, setting, sides, model, folder, result["machine"])
 
 
 def _measure(
@@ -107,14 +85,15 @@ def _setting(arguments: argparse.Namespace) -> str:
     return f"{where}, page cache {'dropped before every load' if arguments.cold else 'warm'}"
 
 
-def _name(arguments: argparse.Namespace) -> str:
+def file(arguments: argparse.Namespace) -> str:
+    """The name of the table."""
     kinds = [name for name in ("hub", "presharded", "copy", "packed", "cold") if getattr(arguments, name)]
     kinds += [model for model in arguments.models if "-" in model]  # quantised ones have a separate table
     return "-".join(["load", arguments.device, str(arguments.ranks), *kinds])
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_load", description=__doc__)
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Add the options, and read them."""
     add = parser.add_argument
     add("--models", default="llama,mixtral", help=f"of {','.join(LAYOUTS)} (default: llama,mixtral)")
     add("--gigabytes", type=float, default=4, help="of each checkpoint (default: 4)")
@@ -132,10 +111,9 @@ def _parse() -> argparse.Namespace:
     add("--copy", action="store_true", help="ours with tp_map=False: nothing is left in the files")
     cache = Path(tempfile.gettempdir()) / "tp_transformers-bench"
     add("--folder", type=Path, default=cache, help=f"where checkpoints are kept (default: {cache})")
-    add("--results", type=Path, default=RESULTS, help="where the numbers and the chart go")
     add("--timeout", type=float, default=600, help="seconds that one load may take, its processes' start included")
     add("--against", type=Path, help="hold the loads against this checkpoint, to see that a wrong one is refused")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     arguments.models = arguments.models.split(",")
     arguments.folder = arguments.folder.resolve()
     arguments.against = arguments.against and arguments.against.resolve()
@@ -148,7 +126,3 @@ def _parse() -> argparse.Namespace:
     if arguments.rank is not None and not 0 <= arguments.rank < arguments.ranks:
         parser.error(f"--rank: got {arguments.rank}, expected 0 to {arguments.ranks - 1}")
     return arguments
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Computing with packed weights, against the same weights dequantised: `python -m benchmarks.bench_quantised`.
+"""Computing with packed weights, against the same weights dequantised: `python -m benchmarks quantised`.
 
 Every rank loads a checkpoint of random integers twice, packed and dequantised to bfloat16, and compares the logits of
 both with those of a dequantised model in fp32. Then a decode step and a prefill are timed, the sides in turn. On one
@@ -8,54 +8,40 @@ rank, transformers computes too, with the format's own package, if that is insta
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-from . import machine, processes
+from . import processes
 from .quantised import ALL_EXPERTS, DEQUANTISED, FORMATS, GROUP, MXFP4, PACKED, STEPS, WIDTHS, Job
-from .report import save, shown_machine, shown_spread, slowest, spread
-
-RESULTS = Path(__file__).parent / "results"
+from .report import shown_machine, shown_spread, slowest, spread
 
 
-def main() -> int:
-    """Run the benchmark; returns 1 if a process fails or takes too long."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_quantised", description=__doc__)
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Add the options, and read them."""
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks (default: 1 2 3)")
     add("--rounds", type=int, default=5, help="how often every side computes (default: 5)")
     add("--formats", nargs="+", choices=[*FORMATS, MXFP4], default=[*FORMATS, MXFP4])
     add("--widths", nargs="+", choices=WIDTHS, default=["9/3"], help="query/KV heads, or a width (default: 9/3)")
-    add("--results", type=Path, default=RESULTS, help="where the numbers go")
     add("--timeout", type=float, default=600, help="seconds that one checkpoint may take")
-    arguments = parser.parse_args()
-    rows = []
-    try:
-        for widths in arguments.widths:
-            for name in arguments.formats:
-                if name == MXFP4 and widths != arguments.widths[0]:  # it has a shape of its own
-                    continue
-                for size in arguments.ranks:
-                    rows.append(summary(name, widths, size, _run(arguments, name, widths, size)))
-                    print(_line(rows[-1]), flush=True)
-    except (processes.ProcessError, OSError) as error:
-        print(f"bench_quantised: {error}", file=sys.stderr)
-        return 1
-    result = {
-        "command": shlex.join(["python", "-m", "benchmarks.bench_quantised", *sys.argv[1:]]),
-        "machine": machine.facts(),
-        "rounds": arguments.rounds,
-        "rows": rows,
-    }
-    text = table(result)
-    print(text)
-    path = arguments.results / "quantised-cpu"
-    save(path, result, text)
-    print(f"{path}.json, .md")
-    return 0
+    return parser.parse_args(argv)
+
+
+def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure all formats. Raises ProcessError if a process fails or takes too long."""
+    result |= {"rounds": arguments.rounds, "rows": []}
+    for widths in arguments.widths:
+        for name in arguments.formats:
+            if name == MXFP4 and widths != arguments.widths[0]:  # it has a shape of its own
+                continue
+            for size in arguments.ranks:
+                result["rows"].append(summary(name, widths, size, _run(arguments, name, widths, size)))
+                print(_line(result["rows"][-1]), flush=True)
+
+
+def file(arguments: argparse.Namespace) -> str:
+    """The name of the table."""
+    return "quantised-cpu"
 
 
 def _run(arguments: argparse.Namespace, name: str, widths: str, size: int) -> list[dict[str, Any]]:
@@ -123,7 +109,3 @@ def _line(row: dict[str, Any]) -> str:
         cells.append(f"{packed:.1f} / {dequantised:.1f} MB")
     cells.append(" / ".join(f"{row['errors'][side]:.1e}" for side in (PACKED, DEQUANTISED)))
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -204,7 +204,7 @@ def test_the_shell(block: Block, text: Block | None, here: Path, environment: di
         elif command.startswith("pip install "):
             install = f"{sys.executable} -m {command} --dry-run --no-deps --no-build-isolation --no-index"
             run(install, ROOT, environment)
-        elif benchmark := re.search(r"-m (benchmarks\.\w+)", command):
+        elif benchmark := re.search(r"-m (benchmarks(?:\.| )\w+)", command):
             if benchmark[1] not in HELPED:  # each has tests of its own
                 run(f"python -m {benchmark[1]} --help", ROOT, environment)
                 HELPED.add(benchmark[1])

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 def bench(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmark on the smallest checkpoints, one pair, with its results beside them."""
-    command = [sys.executable, "-m", "benchmarks.bench_load", "--gigabytes", "0.01", "--pairs", "1", "--timeout", "120"]
+    command = [sys.executable, "-m", "benchmarks", "load", "--gigabytes", "0.01", "--pairs", "1", "--timeout", "120"]
     command += ["--folder", str(folder / "checkpoints"), "--results", str(folder / "results"), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
 
@@ -37,7 +37,7 @@ def test_a_run_writes_its_numbers_and_leaves_nothing_else(
     assert list(folder.parent.iterdir()) == [folder]
     (path,) = (tmp_path / "results").glob("*.json")
     result = json.loads(path.read_text())
-    assert result["command"].startswith("python -m benchmarks.bench_load --gigabytes 0.01")
+    assert result["command"].startswith("python -m benchmarks load --gigabytes 0.01")
     assert result["machine"].keys() >= {"cpu", "cores", "memory", "gpu", "versions", "date"}
     assert result["sides"] == {"native": "transformers", "ours": "tp_transformers"}
     found = result["models"][model]
