@@ -17,4 +17,9 @@ def measure(job: Job, lines: Lines) -> None:
 
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
     """Twice as many as the quick ones."""
-    return [("pytest", gpu.start), ("the pool", gpu.start + gpu.context), ("ranks of faults", 15.0), ("tests", 200.0)]
+    return [
+        ("pytest", gpu.start),
+        ("the pool", gpu.start + gpu.context),
+        ("ranks of faults", 3 * gpu.start),
+        ("tests", 200.0),
+    ]

@@ -16,8 +16,8 @@ from .step import Job, Lines
 
 FILES = ("memory", "exactness", "training", "packed", "graphs", "mixers", "faults")
 """Files by value; faults last, since a rank that hangs would take the time of the others."""
-PATIENCE = "45"
-"""Seconds that a test may take."""
+PATIENCE = "75"
+"""Seconds that a test may take: two new ranks start, compile a step, and wait ten seconds for a silent one."""
 REHEARSED = "two_axes"
 """The test of a rehearsal: `make test` runs the others on a CPU."""
 OUTCOME = re.compile(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
@@ -76,5 +76,6 @@ def result(lines: list[dict[str, Any]]) -> str:
 
 
 def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Tiny models, so that processes and contexts count."""
-    return [("pytest", gpu.start), ("the pool", gpu.start + gpu.context), ("ranks of faults", 15.0), ("tests", 105.0)]
+    """Tiny models, so that processes and contexts count: two tests of faults start ranks of their own."""
+    starts = [("pytest", gpu.start), ("the pool", gpu.start + gpu.context), ("ranks of faults", 2 * gpu.start)]
+    return [*starts, ("19 tests", 95.0), ("a compiled step", 20.0)]

@@ -19,7 +19,7 @@ from benchmarks.gpu.__main__ import STEPS, Record
 from benchmarks.gpu.device import Rehearsal
 from benchmarks.gpu.reckoned import H200, table
 from benchmarks.gpu.step import Job, Lines
-from benchmarks.gpu.tests import OUTCOME
+from benchmarks.gpu.tests import FILES, OUTCOME
 
 
 def record(path: Path, again: bool = False) -> Record:
@@ -122,6 +122,11 @@ def test_waits_of_the_host_are_counted() -> None:
     assert device.host_waits(lambda: x.sum().item()) == 1
     assert device.host_waits(lambda: x[x > 1]) == 1
     assert device.host_waits(lambda: x + x) == 0
+
+
+def test_every_file_of_tests_is_run() -> None:
+    files = (processes.ROOT / "tests" / "gpu").glob("test_*.py")
+    assert sorted(FILES) == sorted(path.stem.removeprefix("test_") for path in files)
 
 
 def test_outcomes_of_pytest_are_read() -> None:
