@@ -44,12 +44,11 @@ matrix: $(VENV)/ready
 types: $(VENV)/ready
 	$(PY) -m pytest -n 2 --dist load tests/distributed/test_model_types.py -k "match_one_process and even2"
 
-# A small model of every model type of transformers against one process, if its plan has changed, and the tables of
-# model_plans/README.md: less than an hour from the start. SAMPLE=10 proves ten, others every day, and writes nothing.
-# SEEDS=3 proves with three small models of a type, which have other weights.
+# A small model of every model type of transformers against one process, if its plan has changed: less than an hour from
+# the start. SAMPLE=10 proves ten, others every day, and writes nothing. SEEDS=3 proves with three small models of a
+# type, which have other weights. The site shows tests/data/proofs.json in tables.
 proofs: $(VENV)/ready
 	$(PY) -m tests.support.proofs $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEEDS),--seeds $(SEEDS))
-	$(if $(SAMPLE),,$(PY) -m tests.support.readme)
 
 # 10 times as many cases of every fuzz test, about two minutes; FUZZ=100 makes more. Findings: build/fuzz-findings.
 fuzz: $(VENV)/ready
