@@ -25,6 +25,7 @@ from ..plans.attention_heads import check_cache
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..ranks.mesh import forget_graphs, restart
+from ..ranks.random_state import random_states, set_random_states
 from ..ranks.sockets import store_of_ranks
 from ..ranks.watching.device import Steps, check_unchanged
 from ..ranks.watching.failure import FAILURE
@@ -197,8 +198,9 @@ If torch lacks one of these, ranks notice such a failure while they wait in the 
 def renew_process_group(model: nn.Module) -> None:
     """Start a new process group after a rank failed and the old one ended; collective.
 
-    Loaded models work as before: parameters, optimizers and random states are unchanged. Do not use earlier gradients,
-    caches, recorded forwards or CUDA graphs; create other process groups again. On GPUs, torch.compile compiles again.
+    Loaded models work as before: parameters and optimizers are unchanged, and all ranks draw what rank 0 draws, since
+    each drew numbers until it noticed the failure. Do not use earlier gradients, caches, recorded forwards or CUDA
+    graphs; create other process groups again. On GPUs, torch.compile compiles again.
 
     Raises:
         RemoteRankError: a rank is lost.
@@ -228,6 +230,8 @@ def renew_process_group(model: nn.Module) -> None:
     check_unchanged(group, watching.steps, watching.meeting)
     ended = [watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.failure == failure]
     restart(group, watching.meeting)
+    states = group.gather(random_states(group.device) if group.rank == 0 else None)
+    set_random_states(group.device, states[0])
     # Ranks garbage-collect dropped models at different times: restart the watches that all ranks still have.
     numbers = [set(rank_numbers) for rank_numbers in group.gather([watch.number for watch in ended])]
     common = set.intersection(*numbers)

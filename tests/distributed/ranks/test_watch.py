@@ -136,10 +136,12 @@ def fail(folder: str, name: str, bad: int) -> dict[str, Any]:
             with pytest.raises(MeshError) as refused:
                 renew_process_group(model)
             return {**found, "refused": str(refused.value)}
+        torch.rand(1 + rank)  # as dropouts, of which ranks reach some before they notice
         renew_process_group(model)
         model.zero_grad()
         return {
             **found,
+            "random": torch.rand(2),
             "difference": relative(model(PROMPTS).logits.detach(), expected),
             "tokens": model.generate(PROMPTS, max_new_tokens=3, do_sample=False),
         }
@@ -160,6 +162,7 @@ def check(results: list[dict[str, Any]], bad: int) -> None:
             )
             continue
         assert result["difference"] == 0
+        assert torch.equal(result["random"], results[0]["random"])
         assert torch.equal(result["tokens"], results[0]["tokens"])
 
 
