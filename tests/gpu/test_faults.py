@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu.decoding import Decoder
 from benchmarks.gpu.device import device_of
@@ -17,6 +20,7 @@ from tests.support.models import PROMPTS
 from tests.support.pool import TIMEOUT, Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers import MeshError, RemoteRankError, local_tensor, renew_process_group
+from tp_transformers.ranks.mesh import join
 
 pytestmark = pytest.mark.distributed
 
@@ -25,6 +29,19 @@ LIMIT = min(TIMEOUT, 90.0)
 FAR = 1 << 40
 """An index beyond all rows."""
 KERNEL = 'extern "C" __global__ void write_far(float* x) { x[1ll << 40] = 1.0f; }'
+
+
+def share_a_gpu() -> None:
+    """Run on every rank: NCCL for all on the first GPU."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    os.environ["LOCAL_RANK"] = "0"
+    join(init_device_mesh("cuda", (2,)))
+
+
+@pytest.mark.skipif(not IS_GPU, reason="NCCL needs a GPU")
+def test_two_ranks_of_one_gpu_are_refused(pool: Pool) -> None:
+    assert "got the same GPU as rank 0" in str(pool.error(2, share_a_gpu))
 
 
 def in_python(output: torch.Tensor) -> None:

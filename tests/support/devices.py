@@ -1,7 +1,8 @@
 """The device of the tests in tests/gpu: a GPU if there is one, else a CPU. Ranks on it, models on it, and its memory.
 
 `DEVICE=cpu` chooses a CPU. Ranks that outnumber the GPUs share them; `BACKEND=nccl` lets them communicate by an NCCL
-that allows several ranks on a GPU, else gloo sums for them.
+that allows several ranks on a GPU, else gloo sums for them, which must not all-gather DTensors on a GPU: torch ends the
+process there (https://github.com/pytorch/pytorch/issues/152645).
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ SHARES_A_GPU = IS_GPU and torch.cuda.device_count() < 2 and BACKEND != "nccl"
 
 def start(*axes: int, names: tuple[str, ...] = ("tp",)) -> DeviceMesh:
     """Run on every rank: the mesh of all ranks, of these sizes; all ranks on the axis `tp` unless given."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = "gloo"
+    size, backend = int(os.environ["WORLD_SIZE"]), "gloo"
+    _take_device()
     if IS_GPU:
-        count = torch.cuda.device_count()
-        os.environ["LOCAL_RANK"] = str(rank % count)
-        torch.cuda.set_device(rank % count)
-        torch.backends.cudnn.allow_tf32 = False  # convolutions in fp32, as on a CPU
-        backend = f"cpu:gloo,cuda:{BACKEND or ('nccl' if size <= count else 'gloo')}"
+        backend = f"cpu:gloo,cuda:{BACKEND or ('nccl' if size <= torch.cuda.device_count() else 'gloo')}"
     if not dist.is_initialized():
         dist.init_process_group(backend)
     return init_device_mesh(DEVICE, axes or (size,), mesh_dim_names=names)
+
+
+def _take_device() -> None:
+    """Let this rank compute on its own GPU."""
+    if IS_GPU:
+        index = int(os.environ["RANK"]) % torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(index)
+        torch.cuda.set_device(index)
+        torch.backends.cudnn.allow_tf32 = False  # convolutions in fp32, as on a CPU
 
 
 def load_here(folder: str, auto: Any = AutoModelForCausalLM, mesh: DeviceMesh | None = None, **arguments: Any) -> Any:
@@ -45,6 +51,7 @@ def load_here(folder: str, auto: Any = AutoModelForCausalLM, mesh: DeviceMesh | 
 
 def one_process(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> Any:
     """The unsharded model, on this rank's device."""
+    _take_device()
     return auto.from_pretrained(folder, **arguments).to(DEVICE)
 
 
