@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15130
+CORE = 15119
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43364
+PACKAGE = 43365
 """Lines of the package, likewise."""
-FROM_CORE = 101
+FROM_CORE = 95
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 104
+BETWEEN_FEATURES = 101
 """Imports of one feature by another that does not require it, likewise."""
 
 

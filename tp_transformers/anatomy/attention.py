@@ -18,6 +18,8 @@ from .names import CACHES
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+HEADS = -3
+"""The dim of the heads: (batch, heads, queries, keys), of local attention (batch, blocks, heads, queries, keys)."""
 QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")

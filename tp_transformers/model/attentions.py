@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..anatomy.attention import is_cross_attention
+from ..anatomy.attention import HEADS, is_cross_attention
 from ..errors import UnsupportedError
 from ..plans.attention_heads import AttentionHeads
 from ..ranks.collectives import Group, gather_from_region
@@ -18,8 +18,6 @@ from ..ranks.group import TensorParallelGroup
 from ..slices.layout import Split
 from ..torch_api import tree_map_only
 
-HEADS = -3
-"""The dim of the heads: (batch, heads, queries, keys), of local attention (batch, blocks, heads, queries, keys)."""
 FIELDS = {"attentions": False, "cross_attentions": True}
 """Attention fields in the output of a stack of layers -> True for cross-attention."""
 

@@ -14,7 +14,6 @@ from ..patches import Patch, replace_all
 from ..ranks import direct
 from ..strategies import SHARD, ParamShard, finish_gradient, full_tensor, local_tensor, shard_of
 from ..torch_api import foreach_norm, group_tensors
-from .grad_scaler import with_gradient
 
 
 @torch.no_grad()
@@ -178,3 +177,10 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return kinds.values()
+
+
+def with_gradient(grad: Tensor) -> Tensor:
+    """A tensor with the gradient `grad`."""
+    holder = grad.detach()
+    holder.grad = grad
+    return holder

@@ -27,6 +27,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from ..anatomy.attention import HEADS
 from ..anatomy.linears import DROPOUTS
 from ..errors import UnsupportedError, describe
 from ..marks import untyped
@@ -38,7 +39,6 @@ from ..strategies import TensorParallelLayer, block_of, take
 from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
 from ..torch_api import TorchDispatchMode
-from .attentions import HEADS
 
 _STEP = 0x9E3779B97F4A7C15
 """Difference between the seeds of neighbouring ranks: 2**64 divided by the golden ratio."""

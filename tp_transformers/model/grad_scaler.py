@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..patches import Patch, replace, replace_all
 from ..ranks import direct
 from ..strategies.shards.shard import SHARD, finish_gradient, local_tensor, shard_of
+from .clip import with_gradient
 
 Infinities = dict[torch.device, Tensor]
 """For each device, a number above 0 if a gradient there is not finite."""
@@ -74,13 +75,6 @@ def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
         elif isinstance(param, DTensor):
             groups.update(dict.fromkeys(param.device_mesh.get_all_groups()))
     return [group for group in groups if group is not None]
-
-
-def with_gradient(grad: Tensor) -> Tensor:
-    """A tensor with the gradient `grad`."""
-    holder = grad.detach()
-    holder.grad = grad
-    return holder
 
 
 def _reduce(infinities: Infinities, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Infinities:

@@ -15,7 +15,7 @@ from ...ranks.collectives import Group, copy_to_region, reduce_from_region
 from ...slices.layout import apportioned
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import wrap_forward
-from ...strategies.forward.short_forwards import Forwarder
+from ...strategies.forward.communication import Forwarder
 from ...strategies.linear import LAST
 from ...strategies.shards.shard import ParamShard
 from ...strategies.signature import LOCAL, Signature

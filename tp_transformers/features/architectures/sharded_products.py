@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ...ranks.collectives import Group, copy_to_region, reduce_from_region
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import block_of, wrap_forward
-from ...strategies.forward.short_forwards import Forwarder
+from ...strategies.forward.communication import Forwarder
 from ...strategies.shards.shard import ParamShard
 from ...strategies.signature import LOCAL, Signature
 

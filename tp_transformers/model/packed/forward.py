@@ -18,7 +18,8 @@ from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
 from ...strategies import SHARD
 from ...strategies.forward.attach import LocalConfig, wrap_forward
-from ...strategies.forward.short_forwards import Forwarder, inference_forward
+from ...strategies.forward.communication import Forwarder
+from ...strategies.forward.short_forwards import inference_forward
 from ...strategies.parameters.tensors import HAS_LOCAL
 from .placeholder import HeldWeights, without_values
 from .products import with_products

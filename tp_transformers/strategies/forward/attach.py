@@ -19,8 +19,8 @@ from ...marks import untyped
 from ...slices.layout import apportioned
 from ..shards.shard import ParamShard
 from .block import Block
-from .communication import Communication
-from .short_forwards import Forwarder, forward_of_linear
+from .communication import Communication, Forwarder
+from .short_forwards import forward_of_linear
 
 
 def attach(

@@ -18,6 +18,9 @@ from ..shards.shard import ParamShard
 from ..signature import Placements, Signature
 from .block import Block
 
+Forwarder = Callable[..., Any]
+"""The forward of a module, with the module as first argument."""
+
 
 class ShortForward(NamedTuple):
     """The steps of a linear's short forward that replace a strategy's `before` and `after`."""
@@ -130,7 +133,7 @@ class Communication:
         """Names of the parameters in `views` that local tensors replace in the forward of `module`."""
         return views
 
-    def traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def traced(self, forward: Forwarder) -> Forwarder:
         """The module's `forward`, as torch.compile should see it."""
         return forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
@@ -15,10 +15,7 @@ from ...ranks import direct
 from ..parameters.tensors import HAS_LOCAL
 from ..shards.shard import ParamShard
 from .block import Block
-from .communication import Communication, ShortForward
-
-Forwarder = Callable[..., Any]
-"""The forward of a module, with the module as first argument."""
+from .communication import Communication, Forwarder, ShortForward
 
 
 def forward_of_linear(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout, Split
 from ..forward.attach import argument_names, put_back, put_local, wrap_forward
-from ..forward.short_forwards import Forwarder
+from ..forward.communication import Forwarder
 from ..shards.shard import ParamShard
 from ..shards.slicing import take
 

@@ -21,7 +21,7 @@ from ...ranks.collectives import Group, exchange_counts, exchange_rows, scale_gr
 from ...slices.layout import Split
 from ..experts import IsolatedParallel, MoEExpertsParallel, never_empty, takes_expert_ids
 from ..forward.attach import forward_of
-from ..forward.short_forwards import Forwarder
+from ..forward.communication import Forwarder
 from ..local import to_local
 from ..signature import BATCH, LOCAL, PARTIAL, SEQUENCE, Signature
 from .batch import exchange_samples
