@@ -138,9 +138,9 @@ def raise_error(model: Any, manager: Any, silence: float) -> None:
         failure = watching.failure if watching is not None else None
         if failure is None or not failure.is_lost:
             raise
-        fix = "Give --watch more seconds where processes are paused or swapped out."
-        got, expected = f"no sign of life of rank {failure.rank}", f"one within {silence:g} s"
-        raise MeshError("a batch", got=got, expected=expected, fix=fix) from remote
+        got = f"no sign of life of rank {failure.rank}"
+        fix = f"It was killed; or paused or swapped out for {silence:g} s: then give --watch more seconds."
+        raise MeshError("a batch", got=got, expected="an answer", fix=fix) from remote
 
 
 def main(arguments: Sequence[str]) -> None:
