@@ -8,7 +8,7 @@ from tests.support.house import House
 
 CORE = 15119
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43365
+PACKAGE = 43349
 """Lines of the package, likewise."""
 FROM_CORE = 95
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

@@ -13,8 +13,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from ...strategies import SHARD, STRATEGY, batch_sharded
 from ...strategies.shards.full_parameters import full_parameters
 from ..state_dict import keep_shards
 from .files import push_peft_model, save_peft_model
+from .layers import parameters_as
 from .prompts import get_prompt, set_up_prompts
 from .shard import (
     check_no_copies,
@@ -175,19 +176,14 @@ def _keep_ranks(tuner: Any, rank_pattern: Mapping[str, Sequence[bool]], adapter_
             take_indices(owner, adapter_name, dim, [index for index, is_kept in enumerate(kept) if is_kept])
 
 
-@contextmanager
-def _full_shapes(base: nn.Module) -> Iterator[None]:
+def _full_shapes(base: nn.Module) -> AbstractContextManager[None]:
     """Give `base` parameters of the full shapes in the block, in the memory of one element each."""
-    real = dict(base._parameters)
-    for name, param in real.items():
-        shard = SHARD.find(param)
-        if param is not None and shard is not None:
-            stand_in = torch.empty(1, dtype=param.dtype, device=shard.group.device).expand(shard.shape)
-            base._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
-    try:
-        yield
-    finally:
-        base._parameters.update(real)
+    full = {
+        name: torch.empty(1, dtype=untyped(param).dtype, device=shard.group.device).expand(shard.shape)
+        for name, param in base._parameters.items()
+        if (shard := SHARD.find(param)) is not None
+    }
+    return parameters_as((base, {name: nn.Parameter(each, requires_grad=False) for name, each in full.items()}))
 
 
 def _cast_adapter_dtype(tuner: Any, *args: Any, **kwargs: Any) -> None:

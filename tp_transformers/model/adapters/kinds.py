@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from ...marks import untyped
 from ...slices.layout import Layout
 from ...strategies import local_tensor, take
-from .layers import AdaptedFactors, AdaptedLayer, communicating, parameter_as, split_of
+from .layers import AdaptedFactors, AdaptedLayer, communicating, parameters_as, split_of
 from .lora import AdaptedAdalora, AdaptedDora, AdaptedLora, AdaptedParam
 
 
@@ -22,7 +22,7 @@ class AdaptedLoha(AdaptedLayer):
     def get_delta_weight(self, adapter_name: str, **options: Any) -> Tensor:
         """The adapter's update of this rank's weight."""
         base = untyped(self.get_base_layer())
-        with parameter_as(base, "weight", local_tensor(base.weight)):  # PEFT reads its shape
+        with parameters_as((base, {"weight": local_tensor(base.weight)})):  # PEFT reads its shape
             delta: Tensor = super().get_delta_weight(adapter_name, **options)
         return delta
 
@@ -37,7 +37,8 @@ class AdaptedLokr(AdaptedLoha):
         """The adapter's update of this rank's weight."""
         base = untyped(self.get_base_layer())
         shard = base.tp_shards["weight"]
-        with parameter_as(base, "weight", torch.empty(1, dtype=base.weight.dtype, device="meta").expand(shard.shape)):
+        full = torch.empty(1, dtype=base.weight.dtype, device="meta").expand(shard.shape)
+        with parameters_as((base, {"weight": full})):
             delta: Tensor = super(AdaptedLoha, self).get_delta_weight(adapter_name, **options)
         own = take(delta, shard.layout, shard.group.rank)
         return own.contiguous()  # a view would keep the product until the backward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -62,17 +62,10 @@ class AdaptedLayer(PeftLayer):
         owners: list[Any] = [
             own for own in self.owners() if isinstance(own, self.reads_parameters_of) and own._parameters
         ]
-        if not owners:
+        # FSDP's parameters have no shard.
+        views = [{name: own.tp_shards[name].view(param) for name, param in own._parameters.items()} for own in owners]
+        with parameters_as(*zip(owners, views, strict=True)) if owners else nullcontext():
             return self.compute(*args, **kwargs)
-        saved = [dict(owner._parameters) for owner in owners]
-        try:
-            for owner in owners:
-                for name, param in owner._parameters.items():  # FSDP's parameters have no shard
-                    owner._parameters[name] = owner.tp_shards[name].view(param)
-            return self.compute(*args, **kwargs)
-        finally:
-            for owner, params in zip(owners, saved, strict=True):
-                owner._parameters.update(params)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
         """The forward on local tensors; by default, that of the layer's class in PEFT."""
@@ -121,13 +114,16 @@ def split_of(base: Any) -> tuple[Split | None, bool]:
 
 
 @contextmanager
-def parameter_as(module: nn.Module, name: str, tensor: Any) -> Iterator[None]:
-    """Replace a parameter of `module` in the block."""
-    param, module._parameters[name] = module._parameters[name], tensor
+def parameters_as(*replaced: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
+    """Replace parameters in the block: (module, tensors by the names of its parameters) each."""
+    saved = [(module, {name: module._parameters[name] for name in tensors}) for module, tensors in replaced]
     try:
+        for module, tensors in replaced:
+            module._parameters.update(tensors)
         yield
     finally:
-        module._parameters[name] = param
+        for module, params in saved:
+            module._parameters.update(params)
 
 
 def communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
@@ -135,7 +131,7 @@ def communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> 
     if split_of(base)[0] is None:
         return product(x)
     strategy, mesh = STRATEGY.of(base), untyped(base.tp_shards["weight"].group.device_mesh)
-    with open_forward(base), parameter_as(base, "bias", None) if "bias" in base._parameters else nullcontext():
+    with open_forward(base), parameters_as((base, {"bias": None} if "bias" in base._parameters else {})):
         (x,) = strategy.before(base, (x,), mesh)
         output: Tensor = strategy.after(base, product(x), mesh)
         return output
@@ -150,25 +146,21 @@ def product(base: Any, x: Tensor) -> Tensor:
 @contextmanager
 def local_weights(layer: Any) -> Iterator[None]:
     """Replace the parameters of a layer's base and adapters by this rank's plain tensors in the block."""
-    saved = [(owner, dict(owner._parameters)) for owner in (layer.get_base_layer(), *layer.owners())]
-    for owner, params in saved:
-        for name, param in params.items():
-            if param is not None:
-                local = nn.Parameter(local_tensor(param), requires_grad=False)
-                if hasattr(param, SHARD.name):
-                    SHARD.put(local, SHARD.of(param))
-                owner._parameters[name] = local
-    try:
+    params = [
+        (owner, name, param)
+        for owner in (layer.get_base_layer(), *layer.owners())
+        for name, param in owner._parameters.items()
+        if param is not None
+    ]
+    local = [nn.Parameter(local_tensor(param), requires_grad=False) for _, _, param in params]
+    for own, (_, _, param) in zip(local, params, strict=True):
+        if hasattr(param, SHARD.name):
+            SHARD.put(own, SHARD.of(param))
+    with parameters_as(*((owner, {name: own}) for own, (owner, name, _) in zip(local, params, strict=True))):
         yield
-        for owner, params in saved:
-            for name, param in params.items():
-                if param is None:
-                    continue
-                if owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
-                    local_tensor(param).copy_(owner._parameters[name])  # peft put another tensor in its place
-    finally:
-        for owner, params in saved:
-            owner._parameters.update(params)
+        for owner, name, param in params:
+            if owner._parameters[name].data_ptr() != local_tensor(param).data_ptr():
+                local_tensor(param).copy_(owner._parameters[name])  # peft put another tensor in its place
 
 
 class SlicedDropout(nn.Module):

@@ -19,7 +19,7 @@ from .layers import (
     PeftLayer,
     communicating,
     local_weights,
-    parameter_as,
+    parameters_as,
     product,
     split_of,
 )
@@ -94,7 +94,7 @@ class AdaptedParam(AdaptedLora):
         for adapter in active_adapters:
             if adapter in self.lora_A:
                 weight = weight + self._delta(adapter)
-        with parameter_as(base, name, weight):
+        with parameters_as((base, {name: weight})):
             yield
 
 
@@ -126,20 +126,15 @@ class AdaptedDora(PeftLayer):
 
     def forward(self, x: Tensor, *, base_layer: Any, base_result: Tensor | None = None, **named: Any) -> Tensor:
         """The update of the base layer's outputs, as PEFT computes it, on this rank's rows or columns."""
-        magnitudes, params = self._parameters["weight"], dict(base_layer._parameters)
-        shards = base_layer.tp_shards
+        shards, params = base_layer.tp_shards, base_layer._parameters
         local = {name: shards[name].view(param) if name in shards else param for name, param in params.items()}
         if base_result is None:  # of inputs that dropout changed
             base_result = product(base_layer, x)
             if local["bias"] is not None:
                 base_result = base_result + local["bias"]  # PEFT subtracts it
-        self._parameters["weight"] = self.tp_shards["weight"].view(magnitudes)
-        base_layer._parameters.update(local)
-        try:
+        magnitudes = self.tp_shards["weight"].view(self._parameters["weight"])
+        with parameters_as((self, {"weight": magnitudes}), (base_layer, local)):
             updates: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **named)
-        finally:
-            self._parameters["weight"] = magnitudes
-            base_layer._parameters.update(params)
         return updates
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...strategies import ParamShard, local_tensor, take
-from .layers import parameter_as
+from .layers import parameters_as
 from .shard import keep_shards_of, split_parameter
 
 _Layer: Any = object
@@ -40,7 +40,7 @@ class AdaptedTokens(_Layer):
         if self.disable_adapters or not active_adapters or self.merged:
             return super().forward_adapters(x, active_adapters, *args, **kwargs)
         self._check_overlapping_tokens(active_adapters)
-        with parameter_as(self.base_layer, "weight", self.get_merged_weights(active_adapters)):
+        with parameters_as((self.base_layer, {"weight": self.get_merged_weights(active_adapters)})):
             return self.base_layer(x, *args, **kwargs)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
