@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .loading.storage import Storage
+    from .patches import Patch
     from .plans.rules import Plan
     from .strategies import TensorParallelLayer
 
@@ -90,6 +91,10 @@ class Feature:
 
     def storages(self) -> Sequence[type[Storage]]:
         """Storages of weights; a load asks them in this order."""
+        return ()
+
+    def clients(self) -> Sequence[Patch]:
+        """Patches of other libraries, held from `enable()` to `disable()`."""
         return ()
 
     def plan_options(self) -> Sequence[PlanOption]:

@@ -272,6 +272,11 @@ GLOBAL_HOOKS = (
 """The global hooks on all modules, by handle id."""
 
 
+def in_backward() -> int:
+    """Return the id of the running backward (checkpointing recomputes activations there); -1 outside a backward."""
+    return -1 if torch.compiler.is_compiling() else int(current_backward())
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A key that is equal for all ordinary tensors with the same values in memory, even if they are empty."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()

@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15119
+CORE = 15148
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43349
+PACKAGE = 43367
 """Lines of the package, likewise."""
-FROM_CORE = 95
+FROM_CORE = 91
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 101
+BETWEEN_FEATURES = 100
 """Imports of one feature by another that does not require it, likewise."""
 
 

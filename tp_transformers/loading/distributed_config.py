@@ -14,7 +14,6 @@ from ..logs import get_logger
 from ..ranks.environment import local_device
 from ..ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ..ranks.mesh import join
-from ..strategies.styles.expert_exchange import EXCHANGE
 from .choose_plan import ChangedPlan
 
 logger = get_logger(__name__)
@@ -34,6 +33,8 @@ _SERVED = {
 }
 """Supported fields; all others have to be None, 1 or their default."""
 
+EXCHANGE = "tp_transformers"
+"""Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
 _EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
 _DP_AXIS = "dp"
 

@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 
 from ..model.nnsight import ANY_RANKS, FULL_ACTIVATIONS
 from ..patches import Patch, Undo, nothing, replace_all
-from ..strategies.styles.expert_exchange import EXCHANGE, ExpertExchange
+from ..seams import features
 from ..training.trainer_patch import TRAINER
-from ..transformers_api import auto_classes, check, expert_implementations, modeling_utils, parallel_styles
+from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
 from . import forgotten
 from .from_pretrained import find_chunks, find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 from .harness import HARNESS
@@ -37,25 +37,16 @@ def _name_registration() -> Undo:
     return lambda: delattr(interface, "register_strategy")
 
 
-def _add_exchange() -> Undo:
-    """Add our exchange of tokens to transformers' implementations of expert parallelism."""
-    implementations = expert_implementations()
-    if implementations is None:
-        return lambda: None
-    implementations.register(EXCHANGE, ExpertExchange)
-    return lambda: implementations._global_mapping.pop(EXCHANGE, None)
-
-
 _HOOK = Patch("transformers", "from_pretrained", _replace_all)
 _HELD = (
     _HOOK,
     Patch("transformers", "register_strategy", _name_registration, without=nothing),
-    Patch("transformers", "ep_implementation", _add_exchange, without=nothing),
     PIPELINE,
     HARNESS,
     ANY_RANKS,
     FULL_ACTIVATIONS,  # a model may be loaded after nnsight has made its tree
     TRAINER,
+    *(patch for feature in features().values() for patch in feature.clients()),
 )
 """Held from `enable()` to `disable()`."""
 

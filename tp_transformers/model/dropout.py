@@ -36,7 +36,6 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_state, set_random_state
 from ..slices.layout import Layout, Split
 from ..strategies import TensorParallelLayer, block_of, take
-from ..strategies.regions.sequence import is_sequence_sharded
 from ..strategies.signature import FEATURES
 from ..torch_api import TorchDispatchMode
 
@@ -62,6 +61,8 @@ class OwnRandomness:
         self.hooked: WeakSet[nn.Module] = WeakSet()
         self.children: WeakSet[nn.Module] = WeakSet()
         """Current children of the module; an earlier child may now be inside an adapter."""
+        self.sequence_block: TensorParallelLayer | None = None
+        """Strategy of a child that gathers the sequence, if one does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
         copied = type(self)(self.rank, self.device, self.group)
@@ -86,12 +87,11 @@ class OwnRandomness:
             return
         children = list(module.children())
         self.children = WeakSet(children)
-        has_sequence_shards = any(
-            strategy is not None and strategy.signature.gathers_sequence for strategy in map(_strategy, children)
-        )
+        blocks = (strategy for strategy in map(_strategy, children) if strategy is not None)
+        self.sequence_block = next((block for block in blocks if block.signature.gathers_sequence), None)
         for child in children:
             strategy = _strategy(child)
-            if child in self.hooked or (strategy is None and not has_sequence_shards):
+            if child in self.hooked or (strategy is None and self.sequence_block is None):
                 continue
             self.hooked.add(child)
             if strategy is None:
@@ -113,7 +113,7 @@ class OwnRandomness:
 
     def enter_sequence_shard(self, *_: Any) -> None:
         """Switch to the own state if this rank has a shard of the sequence."""
-        if self.group is not None and is_sequence_sharded(self.group):
+        if self.group is not None and self.sequence_block is not None and self.sequence_block.is_sharded(self.group):
             self.enter()
 
     def enter(self) -> None:

@@ -6,13 +6,12 @@ The names in `__all__` are public; the other imports are for other packages of t
 from typing import TYPE_CHECKING
 
 from ..namespaces import lazy_names
-from .base import STRATEGY, TensorParallelLayer, shard_module
+from .base import STRATEGY, TensorParallelLayer, batch_sharded, shard_module
 from .experts import IsolatedParallel, MoEExpertsParallel
 from .forward.attach import LocalConfig, attach, block_of, join_layers, open_forward, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
 from .mixers.reading import mix_locally
-from .regions.batch import batch_sharded, same_inputs
 from .registry import STRATEGIES, ParallelInterface
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shards.shard import (
@@ -26,14 +25,14 @@ from .shards.shard import (
     unsharded_like,
 )
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
-from .signature import Signature, State
+from .signature import Signature, State, same_inputs
 from .styles import as_strategy, style_hint
 
 if TYPE_CHECKING:
     from ..features.loss_parallel.cross_entropy import vocab_parallel_cross_entropy
-    from .regions.sequence import SequenceParallel
+    from ..features.sequence.sequence import SequenceParallel
 else:  # names of features
-    _LOSS, _SEQUENCE = ".features.loss_parallel.cross_entropy", "regions.sequence"
+    _LOSS, _SEQUENCE = ".features.loss_parallel.cross_entropy", ".features.sequence.sequence"
     _NAMES = {_LOSS: "vocab_parallel_cross_entropy", _SEQUENCE: "SequenceParallel"}
     __getattr__, __dir__ = lazy_names(__name__, _NAMES)
 

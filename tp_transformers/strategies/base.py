@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from .forward.communication import Communication
 from .shards.shard import ParamShard, shard_of
 from .shards.slicing import split_of, take
 from .shards.trace import traced_layout
-from .signature import PARTIAL, Placements, only
+from .signature import BATCH, PARTIAL, Placements, only
 
 EXPERT_UNIT = 8
 """Block of an expert's features that is not split: torch's grouped matmul needs row strides that are multiples of 16
@@ -367,3 +367,11 @@ def _is_distributed(param: Tensor) -> bool:
 
 STRATEGY: Mark[TensorParallelLayer] = Mark("tp_strategy")
 """The strategy that is bound to a module, on the module."""
+
+
+def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of `model` that gather the samples of all ranks of its `tp` group."""
+    for module in model.modules():
+        strategy = STRATEGY.find(module)
+        if strategy is not None and strategy.signature.takes is BATCH:
+            yield module

@@ -16,7 +16,7 @@ from ..ranks.group import GROUP
 from ..slices.layout import Split
 from ..strategies import STRATEGY
 from ..strategies.experts import takes_expert_ids
-from ..strategies.regions.region import in_backward
+from ..torch_api import in_backward
 
 
 @dataclass(frozen=True)

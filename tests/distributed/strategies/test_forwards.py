@@ -23,7 +23,7 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load, load_both
 from tests.support.pool import Pool
-from tp_transformers.strategies.regions.region import RegionBlock
+from tp_transformers.features.sequence.region import RegionBlock
 
 pytestmark = pytest.mark.distributed
 
@@ -370,7 +370,7 @@ def test_a_misfit_on_one_rank_is_one_error_on_all(pool: Pool, cases: Any) -> Non
 
 def count_votes(folder: str) -> list[int]:
     """How often the ranks tell each other lengths, forward by forward."""
-    from tp_transformers.strategies.regions import region
+    from tp_transformers.features.sequence import region
 
     ours = load(folder, tp_sequence_parallel=True)
     asked, original, found = [], region.all_lengths, []

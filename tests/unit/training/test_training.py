@@ -18,9 +18,9 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config, load
 from tp_transformers.anatomy.layers import layers_of
+from tp_transformers.features.sequence.sequence import SequenceGatherParallel
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
-from tp_transformers.strategies.regions.sequence import SequenceGatherParallel
 from tp_transformers.training.trainer_checkpoints import _load_optimizer_and_scheduler
 
 

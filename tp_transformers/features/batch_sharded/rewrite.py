@@ -23,9 +23,9 @@ from ...errors import hint_for
 from ...plans.pattern import Pattern
 from ...plans.rule import Rule
 from ...plans.rules import Plan
-from ...strategies.regions.batch import BatchStates
-from ...strategies.regions.batch_blocks import BATCH_SHARDED, BatchGather, BatchReplicated
 from ..sequence.stack import StackRewriter
+from .batch import BatchStates
+from .batch_blocks import BATCH_SHARDED, BatchGather, BatchReplicated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

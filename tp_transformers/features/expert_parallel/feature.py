@@ -10,6 +10,7 @@ from ...seams import Feature, PlanOption
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ...patches import Patch
     from ...plans.rules import Plan
     from ...strategies import TensorParallelLayer
 
@@ -39,8 +40,13 @@ class ExpertParallelism(Feature):
     def plan_options(self) -> Sequence[PlanOption]:
         return (ExpertOption(),)
 
+    def clients(self) -> Sequence[Patch]:
+        from .expert_exchange import EP_IMPLEMENTATION
+
+        return (EP_IMPLEMENTATION,)
+
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from ...strategies.regions.exchange import SequenceExpertsParallel
+        from .exchange import SequenceExpertsParallel
 
         return {"moe_all_to_all": SequenceExpertsParallel()}
 

@@ -33,7 +33,7 @@ class SequenceParallelism(Feature):
         return (SequenceOption(),)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from ...strategies.regions.sequence import (
+        from .sequence import (
             SequenceGatherParallel,
             SequenceParallel,
             SequenceParallelRep,

@@ -13,9 +13,7 @@ mean. Parameters outside get the gradient of the rank's own loss, which is still
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -29,10 +27,11 @@ from ...anatomy.names import CACHES
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
 from ...ranks.group import agreed
-from ..base import STRATEGY, TensorParallelLayer
-from ..forward.attach import forward_of
-from ..signature import BATCH
-from .region import Widths, in_backward
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import forward_of
+from ...strategies.signature import SAME_INPUTS
+from ...torch_api import in_backward
+from ..sequence.region import Widths
 
 BATCH_DIM = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""
@@ -125,18 +124,6 @@ _current: WeakKeyDictionary[Group, Batch] = WeakKeyDictionary()
 _common: WeakKeyDictionary[Group, Batch | None] = WeakKeyDictionary()
 """{group: batch that all training forwards so far had in common; None if they differed}."""
 
-_same_inputs: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
-
-
-@contextmanager
-def same_inputs() -> Iterator[None]:
-    """Within this context all ranks of a model have the same inputs, as in `generate`, so nothing is gathered."""
-    token = _same_inputs.set(True)
-    try:
-        yield
-    finally:
-        _same_inputs.reset(token)
-
 
 def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch | None:
     """Return the samples of all ranks, given this rank's samples `x`; None if all ranks have the same inputs.
@@ -145,7 +132,7 @@ def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch |
     the ranks exchange their numbers again. They need not if `x` is `in_layers`, a backward is running, and all training
     forwards had the same batch.
     """
-    if _same_inputs.get():
+    if SAME_INPUTS.get():
         return None
     group = mesh.get_group()
     batch, common = _current.get(group), _common.get(group)
@@ -156,17 +143,9 @@ def batch_of(x: Tensor, mesh: DeviceMesh, *, in_layers: bool = False) -> Batch |
 
 def exchange_samples(group: Group) -> bool:
     """True if ranks have different samples, so that experts exchange tokens; counts the exchange in the batch."""
-    if not _same_inputs.get() and (batch := _current.get(group)) is not None:
+    if not SAME_INPUTS.get() and (batch := _current.get(group)) is not None:
         batch.exchanges += 1
-    return not _same_inputs.get()
-
-
-def batch_sharded(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of `model` that gather the samples of all ranks of its `tp` group."""
-    for module in model.modules():
-        strategy = STRATEGY.find(module)
-        if strategy is not None and strategy.signature.takes is BATCH:
-            yield module
+    return not SAME_INPUTS.get()
 
 
 class BatchStates(TensorParallelLayer):
@@ -181,7 +160,7 @@ class BatchStates(TensorParallelLayer):
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See `Communication.prepare_arguments`. Sets `use_cache=False`: a cache would hold all ranks' samples."""
-        if _same_inputs.get():
+        if SAME_INPUTS.get():
             return args, keywords
         names, given = self.arguments, forward_of(module).given
         ids = given.get("input_ids")

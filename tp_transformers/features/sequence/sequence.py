@@ -23,15 +23,15 @@ from ...errors import UnsupportedError
 from ...ranks.collectives import Group, gather_from_region, scatter_to_region
 from ...ranks.group import agreed
 from ...slices.layout import apportioned, chunked
-from ...torch_api import top_saved_tensors_hooks
-from ..base import STRATEGY, TensorParallelLayer
-from ..forward.attach import Forward, forward_of
-from ..forward.communication import as_sharded
-from ..shards.shard import ParamShard
-from ..signature import PARTIAL, REPLICATED, SEQUENCE, Signature
+from ...strategies.base import STRATEGY, TensorParallelLayer
+from ...strategies.forward.attach import Forward, forward_of
+from ...strategies.forward.communication import as_sharded
+from ...strategies.shards.shard import ParamShard
+from ...strategies.signature import PARTIAL, REPLICATED, SEQUENCE, Signature
+from ...torch_api import in_backward, top_saved_tensors_hooks
 from .hooks import gather_around_hooks, warn_of_global_hooks
 from .regather import remember
-from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, in_backward
+from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,18 @@ class SequenceBlock(RegionBlock, _SequenceMember):
         _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
         return widths
 
+    def is_sharded(self, group: Group) -> bool:
+        """True if a module between blocks takes this rank's shard of the sequence.
+
+        In training the sequence is always sharded, also when a backward recomputes it after another forward.
+        """
+        sharding, backward = _current.get(group.group_name), in_backward()
+        if backward < 0 and not _in_model.get(group.group_name, True):  # a module that is called by itself
+            return False
+        return torch.is_grad_enabled() or (
+            sharding is not None and sharding.backward == backward and sharding.widths is not None
+        )
+
 
 class SequenceGatherParallel(GatherMixin, SequenceBlock):
     """Around a block that computes locally on the full sequence: gather the input (all-gather; backward:
@@ -343,19 +355,6 @@ def exchange_shards(name: str, states: Tensor, mesh: DeviceMesh) -> bool:
         return False
     sharding.exchanges.append(name)
     return True
-
-
-def is_sequence_sharded(group: Group) -> bool:
-    """True if a module between blocks takes this rank's shard of the sequence.
-
-    In training the sequence is always sharded, also when a backward recomputes it after another forward.
-    """
-    sharding, backward = _current.get(group.group_name), in_backward()
-    if backward < 0 and not _in_model.get(group.group_name, True):  # a module that is called by itself
-        return False
-    return torch.is_grad_enabled() or (
-        sharding is not None and sharding.backward == backward and sharding.widths is not None
-    )
 
 
 def widths_of(name: str, x: Tensor, mesh: DeviceMesh) -> Widths | None:

@@ -23,10 +23,10 @@ from ...logs import get_logger
 from ...marks import untyped
 from ...ranks.collectives import gather_from_region, scatter_to_region
 from ...ranks.group import agreed
+from ...strategies.base import STRATEGY
+from ...strategies.forward.attach import argument_names
+from ...strategies.signature import SEQUENCE, Signature
 from ...torch_api import GLOBAL_HOOKS
-from ..base import STRATEGY
-from ..forward.attach import argument_names
-from ..signature import SEQUENCE, Signature
 from .region import SEQUENCE_DIM, Widths
 
 logger = get_logger(__name__)

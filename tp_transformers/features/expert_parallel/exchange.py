@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ranks.collectives import Group, exchange_counts, exchange_rows, scale_gradient
+from ...ranks.collectives import Group, exchange_counts, exchange_rows
 from ...slices.layout import Split
-from ..experts import IsolatedParallel, MoEExpertsParallel, never_empty, takes_expert_ids
-from ..forward.attach import forward_of
-from ..forward.communication import Forwarder
-from ..local import to_local
-from ..signature import BATCH, LOCAL, PARTIAL, SEQUENCE, Signature
-from .batch import exchange_samples
-from .sequence import exchange_shards
+from ...strategies.experts import IsolatedParallel, MoEExpertsParallel, never_empty, takes_expert_ids
+from ...strategies.forward.attach import forward_of
+from ...strategies.forward.communication import Forwarder
+from ...strategies.local import to_local
+from ...strategies.signature import LOCAL, PARTIAL, SEQUENCE, Signature
+from ..sequence.sequence import exchange_shards
 
 
 @dataclass(frozen=True)
@@ -104,29 +103,6 @@ class SequenceExpertsParallel(ExchangeExpertsParallel):
 
     def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
         return exchange_shards(self.name, states, mesh)
-
-
-class BatchExpertsParallel(ExchangeExpertsParallel):
-    """Experts with the tokens of each rank's own samples. See `batch.py` for the scale of gradients."""
-
-    signature = Signature(BATCH, BATCH, inside=(LOCAL, PARTIAL))
-
-    def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
-        return exchange_samples(mesh.get_group())
-
-    def dispatch(
-        self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
-    ) -> tuple[Route, Tensor, Tensor, Tensor]:
-        """See `ExchangeExpertsParallel.dispatch`; multiplies the gradient by the number of ranks."""
-        states, weights = scale_gradient(states, mesh.size()), scale_gradient(weights, mesh.size())
-        return super().dispatch(states, ids, weights, mesh)
-
-    def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
-        """See `ExchangeExpertsParallel.combine`; divides the gradient by the number of ranks."""
-        return super().combine(scale_gradient(outputs, 1 / mesh.size()), route, mesh)
-
-    def __repr__(self) -> str:
-        return "moe_all_to_all, input: batch-sharded"
 
 
 def dispatch(

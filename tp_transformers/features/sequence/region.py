@@ -24,10 +24,9 @@ from ...ranks.collectives import (
     scatter_to_region,
 )
 from ...ranks.group import agreed
-from ...torch_api import current_backward
-from ..base import TensorParallelLayer
-from ..forward.attach import Forward, forward_of
-from ..local import to_local
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import Forward, forward_of
+from ...strategies.local import to_local
 from .regather import saving_shard
 
 SEQUENCE_DIM = 1
@@ -40,11 +39,6 @@ Widths = tuple[int, ...]
 def all_lengths(length: int, mesh: DeviceMesh) -> Widths:
     """Return each rank's `length` (one all-gather of a number)."""
     return all_gather_number(length, mesh.get_group(), mesh.device_type)
-
-
-def in_backward() -> int:
-    """Return the id of the running backward (checkpointing recomputes activations there); -1 outside a backward."""
-    return -1 if torch.compiler.is_compiling() else current_backward()
 
 
 class RegionBlock(TensorParallelLayer):

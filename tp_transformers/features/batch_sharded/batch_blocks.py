@@ -19,15 +19,15 @@ from ...ranks.collectives import (
     reduce_scatter_from_region,
     scale_gradient,
 )
-from ..base import TensorParallelLayer
-from ..forward.attach import Forward, forward_of
-from ..forward.communication import ShortForward
-from ..linear import LAST, ColwiseParallel, RowwiseParallel
-from ..local import to_local
-from ..signature import BATCH, FEATURES, PARTIAL, REPLICATED, Signature
-from .batch import BATCH_DIM, Batch, batch_of
-from .exchange import BatchExpertsParallel
-from .region import GatherMixin, RegionBlock, Widths
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import Forward, forward_of
+from ...strategies.forward.communication import ShortForward
+from ...strategies.linear import LAST, ColwiseParallel, RowwiseParallel
+from ...strategies.local import to_local
+from ...strategies.signature import BATCH, FEATURES, LOCAL, PARTIAL, REPLICATED, Signature
+from ..expert_parallel.exchange import ExchangeExpertsParallel, Route
+from ..sequence.region import GatherMixin, RegionBlock, Widths
+from .batch import BATCH_DIM, Batch, batch_of, exchange_samples
 
 
 class BatchBlock(RegionBlock):
@@ -203,6 +203,29 @@ class BatchVocabulary(RowwiseParallel):
 
     def __repr__(self) -> str:
         return "embedding_rowwise, input: batch-sharded"
+
+
+class BatchExpertsParallel(ExchangeExpertsParallel):
+    """Experts with the tokens of each rank's own samples. See `batch.py` for the scale of gradients."""
+
+    signature = Signature(BATCH, BATCH, inside=(LOCAL, PARTIAL))
+
+    def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
+        return exchange_samples(mesh.get_group())
+
+    def dispatch(
+        self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
+    ) -> tuple[Route, Tensor, Tensor, Tensor]:
+        """See `ExchangeExpertsParallel.dispatch`; multiplies the gradient by the number of ranks."""
+        states, weights = scale_gradient(states, mesh.size()), scale_gradient(weights, mesh.size())
+        return super().dispatch(states, ids, weights, mesh)
+
+    def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
+        """See `ExchangeExpertsParallel.combine`; divides the gradient by the number of ranks."""
+        return super().combine(scale_gradient(outputs, 1 / mesh.size()), route, mesh)
+
+    def __repr__(self) -> str:
+        return "moe_all_to_all, input: batch-sharded"
 
 
 def _gather(x: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
