@@ -53,7 +53,7 @@ PRIVATE: dict[str, Private] = {
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "model ranks", "the same"),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Private("`untraced`", "model ranks", "the same"),
     "torch._C._len_torch_dispatch_stack": Private("dispatch modes see every collective", "ranks"),
-    "torch._assert_async": Private("the loss refuses labels that are no token", "strategies", _RAISES),
+    "torch._assert_async": Private("the loss refuses labels that are no token", "features", _RAISES),
     "torch._dynamo.eval_frame.OptimizedModule": Private("its calls are watched", "model", "they are not watched"),
     "torch._foreach_norm": Private("the norms of many gradients in one call", "model", _RAISES),
     "torch._guards.CompileContext": Private("patches stay during a compilation", "patches.py"),
