@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).with_name("features")
 
+Measure = Callable[..., tuple[tuple[float, ...], str]]
+"""(plan, model on the meta device, group, request of the load) -> shares of the ranks, and what was measured."""
+
 
 class Planner(NamedTuple):
     """A way to make a plan for a model: a value of `tp_plan` beside "auto"."""
@@ -87,6 +90,10 @@ class Feature:
 
     def planners(self) -> Mapping[str, Planner]:
         """Values of `tp_plan`: name -> the way to make a plan."""
+        return {}
+
+    def measures(self) -> Mapping[str, Measure]:
+        """Values of `tp_shares`: name -> the way to find the shares at the load. Collective over the group."""
         return {}
 
     def storages(self) -> Sequence[type[Storage]]:

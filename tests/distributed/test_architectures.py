@@ -24,8 +24,8 @@ from tests.support.models import Case, excess_read, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
-from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.memory import plan_memory
 from tp_transformers.plans.catalogue import available_plans
 
 pytestmark = pytest.mark.distributed

@@ -27,8 +27,8 @@ from tests.support import fits
 from tests.support.imports import ORDER, Imports
 from tests.support.measured import computing, exactness, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
+from tp_transformers.features.planner.listing import catalogue
 from tp_transformers.plans.catalogue import available_plans
-from tp_transformers.plans.listing import catalogue
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

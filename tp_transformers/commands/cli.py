@@ -20,15 +20,12 @@ from typing import Any
 from .. import __version__
 from ..errors import TensorParallelError
 from ..seams import FOLDER, features
-from . import env, own_plan, plans
-from .plan import command as plan
+from . import env, own_plan
 from .run import command as run
 from .run.errors import REFUSED
 from .shard import command as shard
 
 COMMANDS: dict[str, Any] = {
-    "plan": plan,
-    "plans": plans,
     "env": env,
     "shard": shard,
     "run": run,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import PlanError, describe, nearest, shorten, shown
-from ..seams import plan_options
+from ..seams import Measure, features, plan_options
 from ..strategies import TensorParallelLayer, as_strategy
 
 ATTENTION_ROLES = (
@@ -39,8 +39,6 @@ DECLARED = "declared"
 
 LARGEST = sys.float_info.max
 """The largest share."""
-MEASURED = ("memory", "speed")
-"""Values of `shares` for shares that are found at the load."""
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths")
 SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers")
@@ -78,10 +76,15 @@ def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterato
             faults.append(f"section {section}: the name {shown(name)} {kind}")
 
 
+def measures() -> Mapping[str, Measure]:
+    """Ways to find the shares at the load, by the value of `shares`."""
+    return {name: measure for feature in features().values() for name, measure in feature.measures().items()}
+
+
 def is_shares(value: Any) -> bool:
-    """True for a positive number for each rank, and for a word of MEASURED."""
+    """True for a positive number for each rank, and for the name of a measure."""
     if not isinstance(value, list | tuple):
-        return isinstance(value, str) and value in MEASURED
+        return isinstance(value, str) and value in measures()
     numbers = [
         isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= LARGEST for share in value
     ]
@@ -89,17 +92,17 @@ def is_shares(value: Any) -> bool:
 
 
 def shares_of(text: str, *, subject: str) -> tuple[float, ...] | str:
-    """Parse shares from text: `2,1,1`, `memory` or `speed`. Raises PlanError about `subject` if it is neither."""
+    """Parse shares from text: `2,1,1`, or the name of a measure. Raises PlanError about `subject` if it is neither."""
     text = text.strip()
     try:
-        shares = text if text in MEASURED else tuple(map(_number, text.split(",")))
+        shares = text if text in measures() else tuple(map(_number, text.split(",")))
     except ValueError:
         shares = ()
     if not is_shares(shares):
         raise PlanError(
             subject,
             got=shown(text),
-            expected=f"a positive number for each rank, or {' or '.join(MEASURED)}",
+            expected=" or ".join(["a positive number for each rank", *measures()]),
             fix="Give 2,1,1 for three ranks, the first with half of the model.",
         )
     return shares

@@ -19,8 +19,8 @@ from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tp_transformers import CheckpointError, UnsupportedError
 from tp_transformers.checkpoint.quantization.stored_shards import PACKED_CHECKPOINT
-from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.memory import plan_memory
 
 TOKENS = torch.arange(8).view(2, 4)
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.support.fuzz import fuzz_cases, kept
 from tests.support.models import llama_config
 from tp_transformers import PlanError, TensorParallelError
-from tp_transformers.loading.footprint.kv_cache import cached_attention
+from tp_transformers.features.planner.kv_cache import cached_attention
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 

@@ -11,6 +11,8 @@ from ...seams import Feature
 class Serve(Feature):
     """transformers' OpenAI-compatible server on N ranks, and a chat in the terminal with one."""
 
+    requires = ("shares",)
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import chat, command
 

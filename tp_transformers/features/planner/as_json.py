@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...loading.footprint.memory import MemoryPlan, Parameter
+from .memory import MemoryPlan, Parameter
 from .report import dtype_name
 from .room import Room
 

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 from tests.support import quantized
 from tests.support.models import llama_config, load
 from tests.support.pool import Pool
-from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.memory import plan_memory
 
 pytestmark = pytest.mark.distributed
 

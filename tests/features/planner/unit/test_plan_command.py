@@ -17,15 +17,15 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from tests.support.architectures import ARCHITECTURES
 from tests.support.commands import main
 from tests.support.models import llama_config
-from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.report import by_rank
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.listing import catalogue
+from tp_transformers.features.planner.memory import plan_memory
+from tp_transformers.features.planner.report import by_rank
 from tp_transformers.plans import Plan
 from tp_transformers.plans.catalogue import PROVEN_WITH, available_plans
-from tp_transformers.plans.listing import catalogue
 from tp_transformers.text import size, spans
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from ...commands.own_plan import add_plan
+from ...commands.shares import add_shares, count_ranks, parse_shares
 from ...errors import UsageError, describe
-from ..own_plan import add_plan
-from ..shares import add_shares, count_ranks, parse_shares
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
 EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --gpu-memory 24GB"
@@ -49,10 +49,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; returns 1 if the largest rank does not fit into the memory, else 0."""
-    from ...loading.footprint.fit import fit_shares
-    from ...loading.footprint.memory import OPTIMIZERS, default_context, plan_memory
     from .as_json import as_json
     from .dry_load import survey
+    from .fit import fit_shares
+    from .memory import OPTIMIZERS, default_context, plan_memory
     from .report import as_text
     from .room import judge
 

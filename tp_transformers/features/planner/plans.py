@@ -16,9 +16,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the list; returns 0."""
-    from ..plans.catalogue import PROVEN_WITH
-    from ..plans.listing import catalogue
-    from ..text import columns, fold, terminal_width
+    from ...plans.catalogue import PROVEN_WITH
+    from ...text import columns, fold, terminal_width
+    from .listing import catalogue
 
     entries = catalogue()
     if arguments.json:

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import torch
 
 from ...anatomy.names import folded, layer_number
-from ...loading.footprint.fit import MOST_RANKS
-from ...loading.footprint.memory import MemoryPlan, Parameter
-from ...loading.footprint.survey import Survey
 from ...plans.catalogue import available_plans
 from ...text import columns, fold, size, spans, terminal_width
+from .fit import MOST_RANKS
+from .memory import MemoryPlan, Parameter
 from .room import Room
+from .survey import Survey
 
 T = TypeVar("T")
 Tree = dict[str, Any]

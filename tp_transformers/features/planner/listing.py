@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import PlanError, describe
-from .catalogue import available_plans
-from .rules import Plan
+from ...errors import PlanError, describe
+from ...plans.catalogue import available_plans
+from ...plans.rules import Plan
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from tests.support.models import PROMPTS
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, TOWERS
 from tp_transformers import CheckpointError
-from tp_transformers.commands.plan.dry_load import survey
 from tp_transformers.errors import UsageError
-from tp_transformers.loading.footprint.kv_cache import cached_attention
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.kv_cache import cached_attention
+from tp_transformers.features.planner.memory import plan_memory
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,

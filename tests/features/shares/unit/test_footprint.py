@@ -18,10 +18,10 @@ from transformers import LlamaConfig
 from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
 from tp_transformers import PlanError
-from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.loading.footprint import capacity
-from tp_transformers.loading.footprint.fit import fit_shares, fullest, longest_context, more_ranks
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.fit import fit_shares, fullest, longest_context, more_ranks
+from tp_transformers.features.planner.memory import plan_memory
+from tp_transformers.features.shares import capacity
 from tp_transformers.loading.options import Options
 from tp_transformers.plans import Plan
 
@@ -165,7 +165,7 @@ def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.Captu
     [
         (["--tp-size", "3", "--shares", "2,1"], "got --tp-size for 3 and --shares for 2, expected one number"),
         (["--memory", "2GB,1GB", "--shares", "2,1,1"], "got --shares for 3 and --memory for 2, expected one number"),
-        (["--shares", "2,x"], "--shares: got '2,x', expected a positive number for each rank, or memory or speed"),
+        (["--shares", "2,x"], "--shares: got '2,x', expected a positive number for each rank or memory or speed"),
         (["--shares", "memory"], "--shares: got memory, expected numbers, since no rank runs here"),
         (["--tp-size", "2", "--memory", f"{'9' * 400}TB,1GB", "--shares", "x"], "--shares: got 'x'"),
         (["--tp-size", "2", "--optimizer", "lion"], "--optimizer: got 'lion', expected sgd, momentum, adam, adamw"),
@@ -193,7 +193,7 @@ def test_shares_of_a_plan_need_as_many_ranks() -> None:
 
 LIMITED = """
 import resource, sys, torch
-from tp_transformers.loading.footprint.capacity import free_memory
+from tp_transformers.features.shares.capacity import free_memory
 free = free_memory(torch.device("cpu"))
 limit = int(sys.argv[1])
 for name in ("RLIMIT_AS", "RLIMIT_DATA"):

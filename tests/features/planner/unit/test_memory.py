@@ -19,10 +19,10 @@ from tests.support.quantized import compressed
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS, states
 from tp_transformers import CheckpointError, PlanError
-from tp_transformers.commands.plan.dry_load import survey
-from tp_transformers.commands.plan.report import state_lines
-from tp_transformers.loading.footprint.fit import smallest_size
-from tp_transformers.loading.footprint.memory import plan_memory
+from tp_transformers.features.planner.dry_load import survey
+from tp_transformers.features.planner.fit import smallest_size
+from tp_transformers.features.planner.memory import plan_memory
+from tp_transformers.features.planner.report import state_lines
 
 
 def config_of(name: str, heads: int, kv_heads: int, folder: Path) -> str:

@@ -146,7 +146,7 @@ def measured(folder: str, kind: str, numbers: Sequence[Any]) -> Any:
     own = numbers[int(os.environ["RANK"])]
     name = {"memory": "free_memory", "speed": "seconds_of_products"}[kind]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"tp_transformers.loading.shares.{name}", lambda *_: own)
+        patch.setattr(f"tp_transformers.features.shares.measures.{name}", lambda *_: own)
         model = load(folder, tp_shares=kind)
     return model.tp_report, logits_of(model)
 
@@ -174,7 +174,7 @@ def shares_of_copies(folder: str, kind: Any) -> Any:
     seconds = [(0.001, 0.1), (0.002, 0.2), (0.003, 0.3), (0.001, 0.1)][dist.get_rank()]
     shares = kind if kind == "speed" else kind[dist.get_rank() // 2]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tp_transformers.loading.shares.seconds_of_products", lambda *_: seconds)
+        patch.setattr("tp_transformers.features.shares.measures.seconds_of_products", lambda *_: seconds)
         model = load(folder, tp_shares=shares, device_mesh=mesh)
     tp_transformers.data_parallel(model, mesh)
     return model.tp_report.tp_shares

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...loading.footprint.fit import fullest, longest_context, more_ranks, refit, smallest_size
-from ...loading.footprint.memory import MemoryPlan
-from ...loading.footprint.survey import Survey
 from ...text import size
+from .fit import fullest, longest_context, more_ranks, refit, smallest_size
+from .memory import MemoryPlan
+from .survey import Survey
 
 
 @dataclass(frozen=True)

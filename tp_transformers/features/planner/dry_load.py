@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from ...anatomy.classes import model_class, read_config
 from ...errors import CheckpointError, TensorParallelError, in_one_line
-from ...loading.footprint.described import described_dtype
-from ...loading.footprint.survey import Survey, take_survey
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.request import LoadRequest
 from ...plans.rules import Plan
+from .described import described_dtype
+from .survey import Survey, take_survey
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 """Extensions of weight files, of any format."""
