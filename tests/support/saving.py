@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import llama_config
-from tp_transformers.commands.shard.offline import shard_checkpoint
+from tp_transformers.features.presharded.offline import shard_checkpoint
 
 MANIFEST_NAME = "model.safetensors.index.sharded.json"
 """The file that names the shards of a checkpoint; earlier releases wrote it too."""

@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15156
+CORE = 15154
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43392
+PACKAGE = 43396
 """Lines of the package, likewise."""
-FROM_CORE = 98
+FROM_CORE = 97
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
 BETWEEN_FEATURES = 99
 """Imports of one feature by another that does not require it, likewise."""

@@ -23,11 +23,9 @@ from ..seams import FOLDER, features
 from . import env, own_plan
 from .run import command as run
 from .run.errors import REFUSED
-from .shard import command as shard
 
 COMMANDS: dict[str, Any] = {
     "env": env,
-    "shard": shard,
     "run": run,
     **{name: module for feature in features().values() for name, module in feature.commands().items()},
 }

@@ -1,8 +1,9 @@
-"""Pre-sharded checkpoints: `save_sharded(model, folder)`, read back by `from_pretrained(folder, tp_plan="auto")`."""
+"""Pre-sharded checkpoints: `save_sharded(model, folder)`, read back by a load; `tp-transformers shard`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ...seams import Feature
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 
 class PreSharded(Feature):
     """One file for each rank, which that rank reads from its first byte to its last."""
+
+    def commands(self) -> Mapping[str, ModuleType]:
+        from . import command
+
+        return {"shard": command}
 
     def storages(self) -> Sequence[type[Storage]]:
         from .storage import RankFiles

@@ -27,11 +27,11 @@ from tests.support.hub_server import HubServer, commit_of
 from tests.support.models import headers, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers.commands.shard.offline import shard_checkpoint
 from tp_transformers.features.hub_streaming import fetch as exchange
 from tp_transformers.features.hub_streaming import storage
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.memory import plan_memory
+from tp_transformers.features.presharded.offline import shard_checkpoint
 
 pytestmark = pytest.mark.distributed
 

@@ -22,8 +22,8 @@ from tests.support.saving import MANIFEST_NAME
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter
-from tp_transformers.commands.shard import offline
-from tp_transformers.commands.shard.offline import shard_checkpoint
+from tp_transformers.features.presharded import offline
+from tp_transformers.features.presharded.offline import shard_checkpoint
 
 pytestmark = pytest.mark.distributed
 
