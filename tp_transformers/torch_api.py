@@ -93,7 +93,7 @@ PRIVATE: dict[str, Private] = {
     "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "model", _DECODED),
     "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "model", _DECODED),
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private(
-        "products in fp32 elsewhere", "checkpoint commands", "in fp32"
+        "products in fp32 elsewhere", "checkpoint features", "in fp32"
     ),
     "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "model strategies training"),
     "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model strategies"),

@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15154
+CORE = 15677
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43396
+PACKAGE = 43456
 """Lines of the package, likewise."""
-FROM_CORE = 97
+FROM_CORE = 81
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 99
+BETWEEN_FEATURES = 80
 """Imports of one feature by another that does not require it, likewise."""
 
 

@@ -20,12 +20,11 @@ from typing import Any
 from .. import __version__
 from ..errors import TensorParallelError
 from ..seams import FOLDER, features
-from . import env, own_plan
+from . import own_plan
 from .run import command as run
 from .run.errors import REFUSED
 
 COMMANDS: dict[str, Any] = {
-    "env": env,
     "run": run,
     **{name: module for feature in features().values() for name, module in feature.commands().items()},
 }

@@ -50,7 +50,7 @@ def _print(name: str, values: Any) -> None:
 
 def sections() -> Iterator[tuple[str, Any]]:
     """Yield the sections of the report: a name, and lines or {key: value}."""
-    from .. import __version__
+    from ... import __version__
 
     yield "tp_transformers", [__version__]
     yield "python", [f"{platform.python_version()} ({platform.python_implementation()}) on {platform.platform()}"]
@@ -79,8 +79,8 @@ def _devices() -> Iterator[str]:
     """Lines about the accelerator, and about the processor."""
     import torch
 
-    from ..ranks.limits import visible_cores
-    from ..torch_api import has_bfloat16
+    from ...ranks.limits import visible_cores
+    from ...torch_api import has_bfloat16
 
     kind = torch.accelerator.current_accelerator()
     if kind is not None:
@@ -96,7 +96,7 @@ def _ranks() -> Iterator[str]:
     """Lines about the backends, and the transport of ranks on this machine."""
     import torch.distributed as dist
 
-    from ..ranks.shared_memory.joining import obstacle
+    from ...ranks.shared_memory.joining import obstacle
 
     backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     yield f"backends: {', '.join(name for name, is_available in backends.items() if is_available()) or 'none'}"
@@ -106,8 +106,8 @@ def _ranks() -> Iterator[str]:
 
 def _refusals() -> list[str]:
     """Errors of `enable()` and of a load with the installed releases."""
-    from .. import torch_api, transformers_api
-    from ..errors import UnsupportedError
+    from ... import torch_api, transformers_api
+    from ...errors import UnsupportedError
 
     refusals = []
     for check in (torch_api.check, transformers_api.check):
@@ -120,16 +120,16 @@ def _refusals() -> list[str]:
 
 def _patched() -> dict[str, list[str]]:
     """Changes to other libraries, by `enable()` and by tensor-parallel models."""
-    from ..loading import hook  # noqa: F401 - imports all patches
-    from ..patches import patched_names
+    from ...loading import hook  # noqa: F401 - imports all patches
+    from ...patches import patched_names
 
     return patched_names()
 
 
 def _lacking() -> dict[str, str]:
     """Names that the installed releases lack, and the consequences."""
-    from .. import torch_api
-    from ..loading import hook  # noqa: F401 - imports all patches
-    from ..patches import missing_names
+    from ... import torch_api
+    from ...loading import hook  # noqa: F401 - imports all patches
+    from ...patches import missing_names
 
     return {**torch_api.lacking(), **missing_names()}
