@@ -14,7 +14,7 @@ TORCH_RELEASE := torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/unit/test_anatomy.py \
   tests/unit/test_package.py tests/distributed/test_architectures.py tests/distributed/test_model_types.py \
   tests/distributed/loading tests/distributed/model tests/distributed/strategies/test_expert_parallelism.py \
-  tests/distributed/strategies/test_invariant.py \
+  tests/features/invariant/distributed/test_invariant.py \
   $(wildcard tests/features/*/unit tests/features/infer/distributed/test_infer.py)
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python

@@ -134,7 +134,7 @@ def indices(length: int, size: int, rank: int, *, parts: int = 1, unit: int = 1)
 
 
 def test_every_strategy_is_here_by_name() -> None:
-    # Those of invariant plans split in other blocks: tests/distributed/strategies/test_invariant.py.
+    # Those of invariant plans split in other blocks: tests/features/invariant/distributed/test_invariant.py.
     assert sorted(SHARDED_DIMS) == sorted(name for name in STRATEGIES if not name.startswith("invariant_"))
 
 
