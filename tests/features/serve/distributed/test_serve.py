@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 QUESTIONS = ["w5 w17", "w98", "w3 w77 w12 w9", "w150 w41"]
 NEW = 8
 LAUNCHER = b"tp_transformers.commands.run.agent"
-END = 15
-"""Seconds in which all ranks have to end."""
+END = 60
+"""Seconds in which all ranks have to end, on a busy machine too."""
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +283,7 @@ def test_what_cannot_be_served_is_told_once(folder: str, tmp_path: Path, name: s
 
 
 def test_an_interrupt_ends_an_answer(folder: str) -> None:
-    with served(folder, 2) as (client, process):
+    with served(folder, 2, ["--drain", "2"]) as (client, process):
         chat = [{"role": "user", "content": QUESTIONS[0]}]
         answer = client.chat.completions.create(
             model=folder, messages=chat, max_tokens=5000, temperature=0, stream=True
