@@ -83,7 +83,6 @@ with tp_transformers.enable():
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
     other = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
     assert GLOBAL <= changed(), changed()
-    assert watched()[1] != before[1]
 wrapped = get_peft_model(other, LoraConfig(target_modules="all-linear"))
 del model
 gc.collect()

@@ -31,7 +31,7 @@ OTHERS = {
         "_unused_fields",
     ),  # of the server and of models
     *("_attn_implementation", "_auto_class", "_device_mesh", "_experts_implementation", "_hf_peft_config_loaded"),
-    *("_is_hf_initialized", "_keys_to_ignore_on_save", "_tp_plan", "_tp_size", "_weight_conversions"),
+    *("_fsdp_size", "_is_hf_initialized", "_keys_to_ignore_on_save", "_tp_plan", "_tp_size", "_weight_conversions"),
     *("_BaseAutoModelClass", "_adjust_missing_and_unexpected_keys", "_from_config"),  # in transformers_api.py
     "_global_mapping",  # of transformers' registries
     *("_check_overlapping_tokens", "_check_target_module_feedforward", "_cast_input_dtype"),  # of PEFT

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import MeshError, PlanError, UnsupportedError, shown
 from ..logs import get_logger
+from ..marks import untyped
 from ..ranks.environment import local_device
 from ..ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ..ranks.mesh import join
@@ -103,7 +104,7 @@ class Parallelism:
 
     def _marked(self, result: Any) -> Any:
         """The result of a load, whose model has the `fsdp_size` that transformers' own load gives it."""
-        (result[0] if isinstance(result, tuple) else result)._fsdp_size = self.sharded
+        untyped(result[0] if isinstance(result, tuple) else result)._fsdp_size = self.sharded
         return result
 
 
