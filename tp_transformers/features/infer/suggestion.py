@@ -199,8 +199,8 @@ def infer(model: PreTrainedModel, size: int) -> dict[str, Any]:
     size = max(2, size)
     suggestion = suggest(model.config, size=size, cls=type(model))
     logger.warning(
-        "inferred; one forward of a small model ran with each rank's widths, but it is not proven as `tp-transformers "
-        "suggest` does it; the plan for %s",
+        "inferred; a forward of a small model ran with each rank's widths, and `tp-transformers suggest` proves more; "
+        "the plan for %s",
         "\n  ".join(suggestion.report(size)),
     )
     return suggestion.data()
