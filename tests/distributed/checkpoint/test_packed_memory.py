@@ -24,9 +24,7 @@ TILE = 1 << 16
 """Elements decoded at a time, in place of a million."""
 SIZES = {
     "slices.bundle._TILE": TILE,
-    "model.packed.int4._TILE": TILE,
     "checkpoint.quantization.tiled._TILE": 4 * TILE,
-    "checkpoint.quantization.tiled._BLOCK": TILE,
 }
 HIDDEN, INTERMEDIATE, LAYERS = 256, 4096, 3
 MATRIX = HIDDEN * INTERMEDIATE

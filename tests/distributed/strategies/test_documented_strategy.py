@@ -147,7 +147,7 @@ def with_registered(folder: str, reference_file: str, register: Any) -> dict[str
             mappings = (STRATEGIES, theirs.ParallelInterface._global_mapping, theirs.ALL_PARALLEL_STYLES._local_mapping)
             for name in ("columns", "rows", "plain"):
                 for mapping in mappings:
-                    dict.pop(getattr(mapping, "data", mapping), name, None)
+                    mapping.pop(name, None)
     return {
         **compare_seen(model, seen, reference),
         "types": [

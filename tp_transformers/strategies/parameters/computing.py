@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...errors import TensorParallelError, UnsupportedError
+from ...marks import Mark
 from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only
 from .attributes import ATTRIBUTES
 from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_elementwise, is_in_place, name_of
@@ -190,7 +192,16 @@ def _on_full(func: Any, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             write(shard, full)
         result = shard if result is full else result
-    return _without_writes(result, [full for _, full, _ in gathered.values()])
+    result = _without_writes(result, [full for _, full, _ in gathered.values()])
+    if name == "__getitem__" and isinstance(result, GatheredView) and WRITES_PARTS.get():
+        PART.put(result, args)
+    return result
+
+
+WRITES_PARTS: ContextVar[bool] = ContextVar("tp_transformers_writes_parts", default=False)
+"""True while a model is loaded: transformers' classes initialise parts of parameters, `weight[padding_idx]`."""
+PART: Mark[tuple[Tensor, Any]] = Mark("tp_part")
+"""On a view that was made then: the parameter, and the index of the view."""
 
 
 class GatheredView(Tensor):
@@ -207,7 +218,12 @@ class GatheredView(Tensor):
         is_written = (is_in_place(name) and name not in READS) or kwargs.get("inplace")
         targets = (args[:1] or kwargs.get("tensor")) if is_written else None
         if any(isinstance(leaf, GatheredView) for leaf in tree_leaves((targets, kwargs.get("out")))):
-            raise _read_only(name)
+            part = PART.find(args[0]) if args else None
+            if part is None:
+                raise _read_only(name)
+            param, index = part
+            param[index] = value = func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+            return value
         if name in ("__deepcopy__", "__reduce_ex__"):
             return func(args[0].as_subclass(Tensor), *args[1:])
         mesh = next((leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor)), None)
