@@ -11,8 +11,6 @@ from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
 from . import forgotten
 from .from_pretrained import find_chunks, find_quantizer, from_pretrained, load_pretrained_model, resolve_files
-from .harness import HARNESS
-from .pipelines import PIPELINE
 
 
 def _replace_all() -> Undo:
@@ -41,8 +39,6 @@ _HOOK = Patch("transformers", "from_pretrained", _replace_all)
 _HELD = (
     _HOOK,
     Patch("transformers", "register_strategy", _name_registration, without=nothing),
-    PIPELINE,
-    HARNESS,
     ANY_RANKS,
     FULL_ACTIVATIONS,  # a model may be loaded after nnsight has made its tree
     TRAINER,

@@ -7,8 +7,8 @@ import sys
 from contextvars import ContextVar
 from typing import Any
 
-from ..patches import Patch, Undo, nothing, replace_all
-from ..strategies import LocalConfig
+from ...patches import Patch, Undo, nothing, replace_all
+from ...strategies import LocalConfig
 
 _MODULE = "lm_eval.models.huggingface"
 

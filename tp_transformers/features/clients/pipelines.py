@@ -7,10 +7,10 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from ..errors import PlanError, TensorParallelError
-from ..patches import Patch, Undo, nothing
-from .from_pretrained import FAILURES
-from .options import INSTEAD, OPTIONS
+from ...errors import PlanError, TensorParallelError
+from ...loading.from_pretrained import FAILURES
+from ...loading.options import INSTEAD, OPTIONS
+from ...patches import Patch, Undo, nothing
 
 _OURS = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
 
@@ -53,7 +53,7 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
 
 def _stand_in(*args: Any, **kwargs: Any) -> Any:
     """Runs with the globals of transformers' module, so it imports the function that it calls."""
-    from tp_transformers.loading.pipelines import pipeline
+    from tp_transformers.features.clients.pipelines import pipeline
 
     return pipeline(*args, **kwargs)
 
