@@ -83,6 +83,8 @@ def uses(folder: str) -> dict[str, Any]:
         layer = model.model.layers[0]
         norms = {"input_layernorm.weight": layer.input_layernorm.weight * 2}
         assert not layer.load_state_dict(norms, strict=False).unexpected_keys
+        plain = nn.Linear(2, 2)  # beside it, with torch's own names of arguments
+        plain.load_state_dict(state_dict=plain.state_dict(), strict=True, assign=False)
         assert torch.equal(layer.input_layernorm.weight, norms["input_layernorm.weight"])
         layer.to("cpu").float().eval().requires_grad_(False)
         assert layer.mlp.up_proj.weight.numel() == 96 * 64

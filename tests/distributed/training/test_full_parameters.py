@@ -287,7 +287,7 @@ class Lookahead(torch.optim.Optimizer):
 MAKERS: dict[str, Any] = {
     "GlobalNorm": lambda model: GlobalNorm(model.parameters()),
     "Lookahead": lambda model: Lookahead(torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=1e-2)),
-    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2),
 }
 

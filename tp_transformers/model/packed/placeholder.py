@@ -64,11 +64,11 @@ def _apply(original: Any, self: nn.Module, fn: Callable[[Tensor], Tensor], *args
         return original(self, fn, *args, **kwargs)
 
 
-def _load_state_dict(original: Any, self: nn.Module, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-    values = (state.get(name) for name in packed_weights(self))
+def _load_state_dict(original: Any, self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    values = (state_dict.get(name) for name in packed_weights(self))
     if any(isinstance(value, Tensor) and not value.is_meta for value in values):
         check_not_packed(self, "load_state_dict")
-    return original(self, state, *args, **kwargs)
+    return original(self, state_dict, *args, **kwargs)
 
 
 def _state_dict(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
