@@ -116,8 +116,9 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
         refuse_without_tp_plan(kwargs)
         warn_of_size_alone(kwargs.get("tp_size"))
         if _current.get() is None:
+            asked = Asked(cls, _name(args, kwargs), Options(), kwargs)
             for kind in kinds():
-                kind.check_unplanned(Asked(cls, _name(args, kwargs), Options(), kwargs))
+                kind.check_unplanned(asked)
         return original(cls, *args, **kwargs)
     return _load_tensor_parallel(original, cls, args, kwargs)
 

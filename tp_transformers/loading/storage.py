@@ -35,7 +35,7 @@ class Asked:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the checkpoint, if it is one on this machine."""
+        """The folder that the name stands for, which need not exist; None without a name."""
         return None if self.name is None else Path(self.name, self.arguments.get("subfolder") or "")
 
 
@@ -136,6 +136,12 @@ def find_storage(asked: Asked) -> Storage:
     return next((found for kind in kinds() if (found := kind.find(asked)) is not None), Storage())
 
 
+def with_variant(name: str, variant: str | None) -> str:
+    """The name of the file `name` in a variant of a checkpoint: "model.fp16.safetensors"."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{variant}.{ending}" if variant else name
+
+
 def agreed(storage: Storage) -> Mapping[str, object]:
     """The values that have to be equal on all ranks, by the arguments of all storages."""
     return {**{kind.argument: None for kind in kinds()}, storage.argument: storage.agreed}
@@ -144,8 +150,8 @@ def agreed(storage: Storage) -> Mapping[str, object]:
 def _check_index(arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the index of a checkpoint is on this machine, and cannot be read."""
     name, variant = str(arguments["pretrained_model_name_or_path"]), arguments.get("variant")
-    file = "model.safetensors.index" + (f".{variant}.json" if variant else ".json")
-    path = os.path.join(download.get("subfolder") or "", arguments.get("transformers_explicit_filename") or file)
+    file = arguments.get("transformers_explicit_filename") or with_variant("model.safetensors.index.json", variant)
+    path = os.path.join(download.get("subfolder") or "", file)
     index: Any = os.path.join(name, path)
     if not os.path.isfile(index):
         found = {"cache_dir": download.get("cache_dir"), "revision": download.get("revision")}

@@ -23,6 +23,7 @@ from transformers.utils import cached_file
 from ...checkpoint.reading.header import HEADER_LIMIT, check_files, read_header, read_index
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
+from ...loading.storage import with_variant
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import get_state_dict_dtype
 from .fetch_plan import CONNECTIONS
@@ -121,20 +122,20 @@ def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str
 
 def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
     """List the weight files, in transformers' order, and return the metadata of their index."""
-    single = weights.file or _variant("model.safetensors", weights.variant)
+    single = weights.file or with_variant("model.safetensors", weights.variant)
     index = single if single.endswith(".index.json") else None
     if weights.use_safetensors is False:
-        check_files([_variant("pytorch_model.bin", weights.variant)], folder=weights.repository)
+        check_files([with_variant("pytorch_model.bin", weights.variant)], folder=weights.repository)
     if index is None and _exists(weights, single):
         return [single], {}
     if index is None and weights.file is None:
-        index = _variant("model.safetensors.index.json", weights.variant)
+        index = with_variant("model.safetensors.index.json", weights.variant)
     options = {**weights.download, "_raise_exceptions_for_missing_entries": False}
     path = index and ask_hub(weights.url(index), partial(cached_file, weights.repository, index, **options))
     if path is None:
         for name in ("pytorch_model.bin", "pytorch_model.bin.index.json"):
-            if _exists(weights, _variant(name, weights.variant)):
-                check_files([_variant(name, weights.variant)], folder=weights.repository)
+            if _exists(weights, with_variant(name, weights.variant)):
+                check_files([with_variant(name, weights.variant)], folder=weights.repository)
         names = dict.fromkeys(weights.path(name) for name in (single, index) if name)
         raise CheckpointError(
             f"{weights.repository} on the Hub",
@@ -154,11 +155,6 @@ def _find(weights: Weights) -> tuple[list[str], dict[str, Any]]:
                 fix="Do not load it unless you trust where it comes from.",
             )
     return files, {**metadata, "weight_map": weight_map}
-
-
-def _variant(name: str, variant: str | None) -> str:
-    stem, _, ending = name.rpartition(".")
-    return f"{stem}.{variant}.{ending}" if variant else name
 
 
 def _exists(weights: Weights, file: str) -> bool:
