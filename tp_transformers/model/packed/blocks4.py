@@ -19,8 +19,9 @@ import torch
 from torch.nn.functional import pad
 
 from ...checkpoint.quantization.bitsandbytes import Blocks
+from ...checkpoint.quantization.tiled import StoredRows
 from ...slices.bundle import Decoded, StoredValues
-from .operator import Operator, StoredRows, without
+from .operator import Operator, without
 
 _ROWS = 32
 _BLOCKS = (32, 64, 128, 256, 512, 1024)

@@ -15,10 +15,10 @@ import torch
 from torch.nn.functional import pad
 
 from ...checkpoint.quantization.float8 import Float8Values
-from ...checkpoint.quantization.tiled import product_dtype, scratch
+from ...checkpoint.quantization.tiled import StoredRows, product_dtype, scratch
 from ...checkpoint.reading.memory import FLOAT8_SHIFT, has_nan, shifted_float8
 from ...slices.bundle import Decoded
-from .operator import FEW, Operator, StoredRows, without
+from .operator import FEW, Operator, without
 
 _ROWS = 64
 """Rows of a block from which on it is cheaper to multiply the inputs by its scales."""

@@ -10,7 +10,6 @@ from typing import ClassVar
 import torch
 
 from ...checkpoint.quantization.affine import Affine
-from ...checkpoint.quantization.tiled import StoredRows as StoredRows
 from ...checkpoint.quantization.tiled import Tiled
 from ...slices.bundle import Decoded
 
