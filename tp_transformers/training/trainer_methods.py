@@ -25,8 +25,8 @@ from ..model.optimizers.scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace, replace_all
 from ..ranks.collectives import gather_from_region
-from ..ranks.group import TensorParallelGroup
-from ..strategies import batch_sharded, shard_of
+from ..ranks.group import GROUP
+from ..strategies import STRATEGY, batch_sharded, shard_of
 from . import trainer_checkpoints
 from .expert_load import EXPERT_LOAD
 
@@ -336,11 +336,10 @@ def _with_full_logits(model: nn.Module, args: Any, output: Any) -> Any:
 
 def _full(model: nn.Module, logits: Tensor) -> Tensor:
     """Gather logits that the output embedding, or the adapter around it, has left sharded (backward: own slice)."""
-    strategies = [getattr(module, "tp_strategy", None) for module in model.get_output_embeddings().modules()]  # type: ignore[operator]
+    strategies = [STRATEGY.find(module) for module in model.get_output_embeddings().modules()]  # type: ignore[operator]
     heads: list[Any] = [strategy for strategy in strategies if hasattr(strategy, "keeps_shard")]
     for head in heads[:1]:
-        group = model.tp_group
-        assert isinstance(group, TensorParallelGroup)
+        group = GROUP.of(model)
         if group.process_group is not None and logits.shape[-1] != head.output_split.length:
             return gather_from_region(logits, head.output_split.widths, group.process_group)
     return logits
