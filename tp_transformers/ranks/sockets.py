@@ -75,7 +75,7 @@ def connections(store: Store) -> dict[int, Ends]:
 
 
 def _polled() -> set[int]:
-    """The descriptors that epoll watches: gloo's connections, not NCCL's. None if /proc has no list."""
+    """The descriptors that epoll watches: gloo's connections, not NCCL's. Empty if /proc has no list."""
     found: set[int] = set()
     for path in Path("/proc/self/fdinfo").glob("*"):
         with suppress(OSError):  # it has been closed
