@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from .errors import PlanError, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .loading.options import Options
     from .loading.storage import Storage
     from .patches import Patch
     from .plans.rules import Plan
+    from .ranks.group import TensorParallelGroup
     from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")
 
+Loaded = Callable[[Any], object]
+"""Called with a model at the end of its load."""
 Measure = Callable[..., tuple[tuple[float, ...], str]]
 """(plan, model on the meta device, group, request of the load) -> shares of the ranks, and what was measured."""
 
@@ -39,17 +44,13 @@ class Planner(NamedTuple):
     """What the error of an architecture without a plan says of this way."""
 
 
-class PlanOption:
-    """An argument of `from_pretrained` that rewrites the rules of a plan."""
+class Option:
+    """An argument of `from_pretrained` beside `tp_plan`."""
 
     name: ClassVar[str]
-    """Name in plans and errors; the argument is `tp_` and the name."""
+    """The argument is `tp_` and the name."""
     expected: ClassVar[str] = "True, False or None"
-    order: ClassVar[int]
-    """Options rewrite in this order: 0 rules of experts, 1 of what is between blocks, 2 of the head, 3 all."""
-    excludes: ClassVar[Sequence[str]] = ()
-    """Options that cannot be set beside this one."""
-    excludes_because: ClassVar[str] = ""
+    example: ClassVar[str] = "True"
 
     @property
     def argument(self) -> str:
@@ -59,11 +60,25 @@ class PlanOption:
         """True for a value that the argument may have."""
         return value is None or isinstance(value, bool)
 
-    def check(self, value: Any) -> None:
-        """Raise PlanError for a value that the argument may not have."""
+    def check(self, value: Any, arguments: Mapping[str, Any]) -> None:
+        """Raise PlanError for a value that the argument may not have, or not beside transformers' `arguments`."""
         if not self.fits(value):
-            fix = f"Pass {self.argument}=True, or leave it out."
+            fix = f"Pass {self.argument}={self.example}, or leave it out."
             raise PlanError(self.argument, got=shown(value), expected=self.expected, fix=fix)
+
+    def agreed(self, value: Any) -> object:
+        """What of the value has to be equal on all ranks."""
+        return None
+
+
+class PlanOption(Option):
+    """An argument of `from_pretrained` that rewrites the rules of a plan; a plan file may have its name as a key."""
+
+    order: ClassVar[int]
+    """Options rewrite in this order: 0 rules of experts, 1 of what is between blocks, 2 of the head, 3 all."""
+    excludes: ClassVar[Sequence[str]] = ()
+    """Options that cannot be set beside this one."""
+    excludes_because: ClassVar[str] = ""
 
     def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
         """Rewrite the rules for `model`, on the meta device, on `size` ranks; `plan.options[name]` is the value.
@@ -82,6 +97,8 @@ class Feature:
 
     requires: ClassVar[tuple[str, ...]] = ()
     """Features that this one imports, by their folders."""
+    public: ClassVar[Mapping[str, str]] = {}
+    """Public names: "save_sharded" or "training.ExpertLoad" -> the module of the folder that has it, ".saving"."""
 
     def commands(self) -> Mapping[str, ModuleType]:
         """Commands of `tp-transformers`: name -> module with SUMMARY, EXAMPLE, `configure(parser)` and
@@ -104,9 +121,25 @@ class Feature:
         """Patches of other libraries, held from `enable()` to `disable()`."""
         return ()
 
-    def plan_options(self) -> Sequence[PlanOption]:
-        """Options of a load that rewrite its plan."""
+    def options(self) -> Sequence[Option]:
+        """Arguments of `from_pretrained`."""
         return ()
+
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
+        """Context of a load with a plan, on all ranks of `group`; what it returns is called with the loaded model."""
+        return nullcontext(_nothing)
+
+    def model_methods(self) -> Sequence[type]:
+        """Classes whose methods a loaded model has before those of the core; each calls `super()`."""
+        return ()
+
+    def model_patches(self) -> Sequence[Patch]:
+        """Patches of other libraries, held as long as a model lives that was loaded with a plan."""
+        return ()
+
+    def around_call(self, model: Any) -> AbstractContextManager[Any]:
+        """Context of a method of a loaded model that all ranks call: a method with the decorator `collective`."""
+        return nullcontext()
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         """Strategies by the names that plans give them."""
@@ -132,7 +165,43 @@ def _feature(name: str) -> Feature:
 
 
 @cache
+def options() -> Sequence[Option]:
+    """Options of all features."""
+    return [option for feature in features().values() for option in feature.options()]
+
+
+@cache
 def plan_options() -> Sequence[PlanOption]:
-    """Plan options of all features, in the order in which they rewrite a plan."""
-    options = [option for feature in features().values() for option in feature.plan_options()]
-    return sorted(options, key=lambda option: option.order)
+    """Those that rewrite a plan, in the order in which they do."""
+    return sorted((option for option in options() if isinstance(option, PlanOption)), key=lambda option: option.order)
+
+
+@cache
+def public_names(package: str) -> Mapping[str, str]:
+    """Public names of features in a package ("" for the top level): name -> module, relative to `tp_transformers`."""
+    return {
+        path.rpartition(".")[2]: f"features.{name}{module}"
+        for name, feature in features().items()
+        for path, module in feature.public.items()
+        if path.rpartition(".")[0] == package
+    }
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def collective(method: C) -> C:
+    """Run a method of a loaded model, which all ranks call, in the contexts of all features: `Feature.around_call`."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for feature in features().values():
+                stack.enter_context(feature.around_call(self))
+            return method(self, *args, **kwargs)
+
+    return cast("C", call)
+
+
+def _nothing(model: Any) -> None:
+    """Leave a loaded model as it is."""

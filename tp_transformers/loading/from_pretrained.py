@@ -30,6 +30,7 @@ from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..ranks.network import warn_of_crossing
+from ..seams import features
 from ..strategies.parameters.computing import WRITES_PARTS
 from ..torch_api import check as check_torch
 from ..training.accelerate_saves import ACCELERATOR
@@ -170,13 +171,13 @@ def _load_tensor_parallel(
         storage = find_storage(asked)
         current = _Load(read_plan(tp_plan), group, options, storage, asked.folder, instead=instead)
         # 3. All ranks ask for the same weights, and from now on notice when another one fails.
-        watched = {"tp_watch": options.tp_watch is not False}
-        group.check_same({"the releases": _releases(), **watched, **agreed(storage)})
+        group.check_same({"the releases": _releases(), **options.agreed, **agreed(storage)})
         if group.mesh is not None and group.mesh.ndim > 1:
             warn_of_crossing(group)
-        watching = begin_watch(group, options.tp_watch)
+        watching = begin_watch(group, options.get("tp_watch"))
         if watching is not None:
             stack.enter_context(watching)
+        around = [stack.enter_context(feature.around_load(group, options)) for feature in features().values()]
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
@@ -197,6 +198,8 @@ def _load_tensor_parallel(
         TRAINER.hold_for(model)
         ACCELERATOR.hold_for(model)
         keep_watch(model, watching)
+        for done in around:
+            done(model)
     return result
 
 
@@ -255,7 +258,7 @@ def load_pretrained_model(
         current.resolution, result = current.instead(model, plan, request)
     else:
         plan, reason = resolve_shares(plan, model, current.group, request)
-        replicated = bool(current.options.allow_replicated)
+        replicated = current.options.allow_replicated
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         request = dataclasses.replace(request, shares_because=reason)
         result = load(model, current.resolution, current.group, request)

@@ -79,7 +79,7 @@ def load(
         group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.packed.weights)]})
         _log_quantization(memory)
         # 4. Read; the ranks of a node first fill a cold page cache together, and all share bytes from the Hub.
-        prefetched = prefetch(checkpoint.opened, memory.local_reads, group, wanted=request.options.tp_prefetch)
+        prefetched = prefetch(checkpoint.opened, memory.local_reads, group, wanted=request.options.get("tp_prefetch"))
         title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
         total = memory.nbytes_in_files
         with transformers_logging.tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:

@@ -45,7 +45,7 @@ def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGrou
     packed = pack_weights(model, targets, shards, group.device, request)
     dense = {name: shard for name, shard in shards.items() if name not in packed.weights}
     arriving = _names_arriving(model, dense, request)
-    may_map = request.options.tp_map is not False and group.device.type == "cpu"
+    may_map = request.options.may_map and group.device.type == "cpu"
     values, mapped = {}, {}
     for name, shard in dense.items():
         if name in arriving:

@@ -69,12 +69,12 @@ class LoadRequest:
         if self.stays_packed or self.arriving is not None:
             got, fix = "quantised weights in memory", "Leave out tp_dequantize=False and quantization_config."
             raise UnsupportedError("tp_invariant", got=got, expected="weights in floating point", fix=fix)
-        return replace(self, options=replace(self.options, tp_map=False))
+        return replace(self, options=replace(self.options, given={**self.options.given, "tp_map": False}))
 
     @property
     def stays_packed(self) -> bool:
         """True if quantised weights stay so in memory; else they are dequantised to the model's dtype."""
-        return self.quantization is not None and self.options.tp_dequantize is False
+        return self.quantization is not None and self.options.get("tp_dequantize") is False
 
 
 @contextmanager

@@ -28,10 +28,10 @@ from ..ranks import direct
 from ..ranks.environment import device_kind
 from ..ranks.group import TensorParallelGroup, agreed, differing
 from ..ranks.random_state import random_states, set_random_states
+from ..seams import collective
 from ..strategies import local_tensor, same_inputs
 from ..strategies.shards.replicas import sample, warn_of_drift
 from ..transformers_api import BaseStreamer
-from .failures import fail_together
 
 _Model: Any = object
 """Base of the mixin; in the class of a model, a PreTrainedModel with GenerationMixin follows it in the MRO."""
@@ -50,6 +50,7 @@ class TensorParallelGeneration(_Model):
     tp_group: TensorParallelGroup
     tp_resolution: Resolution
 
+    @collective
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The `generate` of the model's own class, which all ranks call with the same inputs.
 
@@ -60,8 +61,7 @@ class TensorParallelGeneration(_Model):
             MeshError: the ranks' inputs differ, or tokens that user code chose; the message names them.
             RemoteRankError: a streamer or a stopping criterion of any rank failed.
         """
-        with fail_together(self):
-            return self._generate(super().generate, *args, **kwargs)
+        return self._generate(super().generate, *args, **kwargs)
 
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:

@@ -21,6 +21,7 @@ from ..errors import UnsupportedError
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
+from ..seams import collective, features
 from ..strategies import local_tensor, unsharded_like
 from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from .adapters.files import load_adapter, save_adapter
@@ -28,7 +29,7 @@ from .adapters.hotswap import HOT_SWAPS
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import FULL_NORMS
 from .continuous_batching import OWN_CACHE
-from .failures import WatchedModel, fail_together
+from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
@@ -59,6 +60,7 @@ class TensorParallelModel(WatchedModel, _Model):
         """The device of this rank's shards, for inputs; placeholders of packed parameters are on the meta device."""
         return self.tp_group.device
 
+    @collective
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
@@ -67,43 +69,43 @@ class TensorParallelModel(WatchedModel, _Model):
         With an adapter of transformers, save the adapter alone. With `distributed_checkpoint`, each rank writes a file;
         see `checkpoint.saving.chunks`.
         """
-        with fail_together(self):
-            if kwargs.pop("distributed_checkpoint", False):
-                with self.tp_group.agree():
-                    check_not_packed(self, "distributed_checkpoint")
-                    given = dict(zip(("is_main_process", "state_dict"), args, strict=False), push_to_hub=push_to_hub)
-                    for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
-                        if (given | kwargs).get(name) not in (None, False):
-                            got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."
-                            raise UnsupportedError("save_pretrained", got=got, expected="full tensors", fix=fix)
-                save_chunks(self, Path(save_directory))
-            elif push_to_hub:
-                tags = self.model_tags or ()
-                save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
-            elif getattr(self, "_hf_peft_config_loaded", False):
-                save_adapter(self, Path(save_directory))
-            else:
-                save_pretrained(self, save_directory, *args, **kwargs)
+        if kwargs.pop("distributed_checkpoint", False):
+            with self.tp_group.agree():
+                check_not_packed(self, "distributed_checkpoint")
+                given = dict(zip(("is_main_process", "state_dict"), args, strict=False), push_to_hub=push_to_hub)
+                for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
+                    if (given | kwargs).get(name) not in (None, False):
+                        got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."
+                        raise UnsupportedError("save_pretrained", got=got, expected="full tensors", fix=fix)
+            save_chunks(self, Path(save_directory))
+        elif push_to_hub:
+            tags = self.model_tags or ()
+            save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
+        elif getattr(self, "_hf_peft_config_loaded", False):
+            save_adapter(self, Path(save_directory))
+        else:
+            save_pretrained(self, save_directory, *args, **kwargs)
 
+    @collective
     def push_to_hub(
         self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: Iterable[str] = (), **options: Any
     ) -> Any:
         """Upload a normal checkpoint from rank 0. Collective; see `checkpoint.saving.push.push`."""
         save = partial(self.save_pretrained, max_shard_size=max_shard_size)
         tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
-        with fail_together(self):
-            return push(self.tp_group, save, repo_id, tags=tags, **options)
+        return push(self.tp_group, save, repo_id, tags=tags, **options)
 
+    @collective
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Load a full PEFT adapter and keep this rank's shards. Collective."""
         if self.tp_group.device_mesh is None:
             return super().load_adapter(*args, **kwargs)
-        with fail_together(self):
-            return load_adapter(self, *args, **kwargs)
+        return load_adapter(self, *args, **kwargs)
 
+    @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors, or the result of `state_dict()` on this rank. Collective."""
-        with fail_together(self), self.tp_group.agree():
+        with self.tp_group.agree():
             check_not_packed(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
@@ -124,27 +126,27 @@ class TensorParallelModel(WatchedModel, _Model):
         packed = sum(weight.nbytes for weight in packed_weights(self).values())
         return packed + sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
 
+    @collective
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set full embeddings, the same on all ranks, and shard them by the plan. Collective."""
-        with fail_together(self):
-            old = self.get_input_embeddings()
-            super().set_input_embeddings(value)
-            replace_embeddings(old, value, self.tp_group)
+        old = self.get_input_embeddings()
+        super().set_input_embeddings(value)
+        replace_embeddings(old, value, self.tp_group)
 
+    @collective
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Set a full head, the same on all ranks, and shard it by the plan. Collective."""
-        with fail_together(self):
-            old = self.get_output_embeddings()
-            super().set_output_embeddings(value)
-            replace_embeddings(old, value, self.tp_group)
+        old = self.get_output_embeddings()
+        super().set_output_embeddings(value)
+        replace_embeddings(old, value, self.tp_group)
 
+    @collective
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Resize full embeddings with transformers' method, then shard them again. Collective."""
         resize = partial(super().resize_token_embeddings, new_num_tokens, *args, **kwargs)
         if self.tp_group.device_mesh is None:
             return resize()
-        with fail_together(self):
-            return resize_embeddings(self, resize)
+        return resize_embeddings(self, resize)
 
     def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
         """Replace forwards by kernels of the Hub. Collective.
@@ -192,7 +194,7 @@ _PATCHES = (
 
 def hold_patches(model: object) -> None:
     """Keep the patches of torch, PEFT and others that handle shards in place as long as `model` lives."""
-    for patch in _PATCHES:
+    for patch in (*_PATCHES, *(patch for feature in features().values() for patch in feature.model_patches())):
         patch.hold_for(model)
 
 
@@ -207,4 +209,5 @@ def become_tensor_parallel(model: nn.Module, resolution: Resolution, group: Tens
 def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     bases = (TensorParallelGeneration, TensorParallelModel) if hasattr(cls, "generate") else (TensorParallelModel,)
-    return type(cls.__name__, (*bases, cls), names)
+    added = [methods for feature in features().values() for methods in feature.model_methods()]
+    return type(cls.__name__, (*added, *bases, cls), names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ class BatchSharding(Feature):
 
     requires: ClassVar[tuple[str, ...]] = ("expert_parallel", "sequence")
 
-    def plan_options(self) -> Sequence[PlanOption]:
+    def options(self) -> Sequence[Option]:
         return (BatchOption(),)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ class ExpertParallelism(Feature):
 
     requires: ClassVar[tuple[str, ...]] = ("sequence",)
 
-    def plan_options(self) -> Sequence[PlanOption]:
+    def options(self) -> Sequence[Option]:
         return (ExpertOption(),)
 
     def clients(self) -> Sequence[Patch]:

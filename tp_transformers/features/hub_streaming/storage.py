@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -33,7 +34,9 @@ class HubFiles(Storage):
     def find(cls, asked: Asked) -> Storage | None:
         arguments = asked.arguments
         is_local = bool(arguments.get("local_files_only")) or arguments.get("gguf_file") is not None
-        if not asked.options.streams or not is_on_hub(asked.name, local_files_only=is_local):
+        asked_for = asked.options.get("tp_stream")
+        streams = os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0") if asked_for is None else asked_for
+        if not streams or not is_on_hub(asked.name, local_files_only=is_local):
             return None
         return cls(str(asked.name), arguments.get("revision"), arguments.get("subfolder") or "")
 

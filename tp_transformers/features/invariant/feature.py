@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...seams import Feature, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ class InvariantOption(PlanOption):
 class Invariant(Feature):
     """`tp_invariant`, and the strategies that take the place of others."""
 
-    def plan_options(self) -> Sequence[PlanOption]:
+    def options(self) -> Sequence[Option]:
         return (InvariantOption(),)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...seams import Feature, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,7 @@ class LossOption(PlanOption):
 class LossParallelism(Feature):
     """`tp_loss_parallel`, its strategies, and `tp_transformers.strategies.vocab_parallel_cross_entropy`."""
 
-    def plan_options(self) -> Sequence[PlanOption]:
+    def options(self) -> Sequence[Option]:
         return (LossOption(),)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:

@@ -92,7 +92,7 @@ def _notes(
     model: PreTrainedModel, request: LoadRequest, kept: Mapping[str, LazyTensor], *, is_stored: bool
 ) -> Iterator[str]:
     """What a survey of packed weights guesses, and whether there are any."""
-    if request.options.tp_dequantize is not False:
+    if request.options.get("tp_dequantize") is not False:
         return
     if not kept:
         because = "its quantised format is not known" if request.quantization is not None else "nothing is quantised"

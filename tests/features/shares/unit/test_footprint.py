@@ -181,7 +181,7 @@ def test_contradictions_are_told(
 @pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], [10**400, 1], {"a": 1}])
 def test_malformed_shares_are_refused(shares: Any) -> None:
     with pytest.raises(PlanError, match=r"tp_shares: got .*, expected a positive number for each rank, \"memory\" or"):
-        Options(tp_shares=shares).check(None, {})
+        Options({"tp_shares": shares}).check(None, {})
 
 
 def test_shares_of_a_plan_need_as_many_ranks() -> None:

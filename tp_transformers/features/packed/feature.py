@@ -1,0 +1,32 @@
+"""Quantised weights that stay packed in memory: `tp_dequantize=False`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import PlanError
+from ...seams import Feature, Option
+
+
+class Dequantize(Option):
+    """False: a quantised checkpoint stays packed in memory, and is dequantised in each forward. None: True."""
+
+    name = "dequantize"
+
+    def check(self, value: Any, arguments: Mapping[str, Any]) -> None:
+        super().check(value, arguments)
+        if value is False and arguments.get("quantization_config") is not None:
+            fix = "Leave out quantization_config to keep weights packed, or tp_dequantize to undo it."
+            got = "both tp_dequantize=False and quantization_config"
+            raise PlanError("from_pretrained", got=got, expected="one of them", fix=fix)
+
+
+class Packed(Feature):
+    """Weights are decoded in each forward, or multiplied as they are packed."""
+
+    def options(self) -> Sequence[Option]:
+        return (Dequantize(),)
+
+
+FEATURE = Packed()
