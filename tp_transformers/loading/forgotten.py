@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from ..logs import get_logger
@@ -38,6 +39,20 @@ def _warn_of_size_alone(tp_size: Any) -> None:
         'tp_size=%s without tp_plan loads by transformers\' own tensor parallelism: pass tp_plan="auto" to load by '
         "tp_transformers, or call tp_transformers.disable() before it where transformers' own is meant",
         tp_size,
+    )
+
+
+def warn_of_full_copies() -> None:
+    """Warn that ranks of `-m tp_transformers script.py`, as `tp-transformers run` starts, load without `tp_plan`."""
+    launch, by_module = launcher(), ("-m", "tp_transformers") in pairwise(sys.orig_argv)
+    if by_module and launch is not None and int(os.environ[launch.size]) > 1 and _is_first():
+        _warn_of_full_copies(os.environ[launch.size])
+
+
+@cache
+def _warn_of_full_copies(size: str) -> None:
+    logger.warning(
+        'from_pretrained without tp_plan: each of %s ranks loads the full model: pass tp_plan="auto" to share it', size
     )
 
 

@@ -39,7 +39,7 @@ from ..transformers_api import LoadStateDictConfig
 from .arriving import Arriving
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
-from .forgotten import warn_of_one_rank, warn_of_size_alone
+from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
@@ -120,6 +120,8 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
             asked = Asked(cls, _name(args, kwargs), Options(), kwargs)
             for kind in kinds():
                 kind.check_unplanned(asked)
+            if not kwargs.keys() & {"tp_size", "device_mesh", "distributed_config"}:
+                warn_of_full_copies()
         return original(cls, *args, **kwargs)
     return _load_tensor_parallel(original, cls, args, kwargs)
 

@@ -113,12 +113,13 @@ def load(
 def _log_quantization(memory: Memory) -> None:
     """Log whether a quantised checkpoint stays packed, and its size in memory."""
     quantization, packed = memory.request.quantization, memory.packed.weights
+    remedy = "" if memory.request.stays_packed else " (tp_dequantize=False, or --packed of a command, keeps it packed)"
     if quantization is not None and memory.group.rank == 0:
         logger.log(
             logging.INFO if packed else logging.WARNING,
             "the checkpoint is in %s, and %s: of %s in its files, this rank makes %s in memory",
             quantization.format.title,
-            "stays packed" if packed else "dequantised while it is loaded",
+            "stays packed" if packed else f"dequantised while it is loaded{remedy}",
             size(memory.nbytes_in_files),
             size(memory.nbytes),
         )

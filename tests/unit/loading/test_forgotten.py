@@ -27,10 +27,12 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(forgotten, "CALLED", set())
     forgotten.warn_of_one_rank.cache_clear()
     forgotten._warn_of_size_alone.cache_clear()
+    forgotten._warn_of_full_copies.cache_clear()
     with caplog.at_level(logging.WARNING, forgotten.logger.name):
         yield lambda: [each.getMessage() for each in caplog.records if each.name == forgotten.logger.name]
     forgotten.warn_of_one_rank.cache_clear()
     forgotten._warn_of_size_alone.cache_clear()
+    forgotten._warn_of_full_copies.cache_clear()
 
 
 def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:
@@ -59,6 +61,28 @@ def test_a_size_without_a_plan_is_told_once(cases: Any, lines: Any, monkeypatch:
     assert len(lines()) == 1
     assert "tp_size=2 without tp_plan" in lines()[0]
     assert 'tp_plan="auto"' in lines()[0]
+
+
+@pytest.mark.parametrize(
+    ("started", "sizes", "said"),
+    [
+        ("tp_transformers", {}, 1),
+        ("tp_transformers", {"RANK": "1"}, 0),
+        ("tp_transformers", {"WORLD_SIZE": "1"}, 0),
+        ("pytest", {}, 0),
+    ],
+)
+def test_full_copies_on_ranks_of_the_command_are_told_once(
+    cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch, started: str, sizes: dict[str, str], said: int
+) -> None:
+    for name, value in {**LAUNCHED, **sizes}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", started, "script.py"])
+    with tp_transformers.enable():
+        for _ in range(2):
+            AutoModelForCausalLM.from_pretrained(cases(9, 3).folder)
+    assert len(lines()) == said
+    assert all('each of 2 ranks loads the full model: pass tp_plan="auto"' in line for line in lines())
 
 
 @pytest.mark.parametrize("called", [set(), {"enable"}, {"disable"}])

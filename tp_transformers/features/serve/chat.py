@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         port = probe.getsockname()[1]
     python, url = [sys.executable, "-m"], f"http://127.0.0.1:{port}"
     serve = ["tp_transformers", "serve", arguments.model, "-n", str(arguments.ranks), *passed_on(arguments)]
-    serve += [*command.times(arguments), "--host", "127.0.0.1", "--port", str(port)]
+    serve += [*command.own(arguments), "--host", "127.0.0.1", "--port", str(port)]
     with (
         tempfile.TemporaryFile() as log,  # the terminal belongs to the chat
         subprocess.Popen([*python, *serve], stdout=log, stderr=log, preexec_fn=end_with_parent) as server,

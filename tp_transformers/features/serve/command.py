@@ -21,7 +21,7 @@ EXAMPLE = "tp-transformers serve HuggingFaceTB/SmolLM2-135M-Instruct -n 2 --port
 HOST, PORT = "localhost", 8000
 """Defaults of transformers' server."""
 DRAIN, WATCH = 20.0, 10.0
-"""Defaults of `add_times`."""
+"""Defaults of `add_own`."""
 STOP = 5.0
 """Seconds for what remains of requests and of a batch after the time to finish them."""
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
@@ -34,17 +34,18 @@ def configure(parser: argparse.ArgumentParser, passes_on_to: str = "transformers
     parser.add_argument("-n", "--ranks", type=int, metavar="N", help="how many ranks share the model")
     add_shares(parser, measured=True)
     add_plan(parser)
-    add_times(parser)
+    add_own(parser)
     parser.add_argument("--verbose", action="store_true", help="all that torchrun and every rank print of an error")
     parser.set_defaults(options=[])
     parser.epilog = f"All other options are those of `{passes_on_to}`. {parser.epilog}"
 
 
-def add_times(parser: argparse.ArgumentParser) -> None:
+def add_own(parser: argparse.ArgumentParser) -> None:
     drain = f"seconds for requests after a signal that ends the server (default: {DRAIN:g})"
     watch = f"seconds after which a rank that is silent, as if stopped, ends the server (default: {WATCH:g})"
     parser.add_argument("--drain", type=seconds, default=DRAIN, metavar="SECONDS", help=drain)
     parser.add_argument("--watch", type=seconds, default=WATCH, metavar="SECONDS", help=watch)
+    parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
 
 
 def seconds(text: str) -> float:
@@ -54,9 +55,10 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def times(arguments: argparse.Namespace) -> list[str]:
-    """The arguments of `add_times` for another process."""
-    return ["--drain", str(arguments.drain), "--watch", str(arguments.watch)]
+def own(arguments: argparse.Namespace) -> list[str]:
+    """The arguments of `add_own` for another process."""
+    packed = ["--packed"] if arguments.packed else []
+    return ["--drain", str(arguments.drain), "--watch", str(arguments.watch), *packed]
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -86,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     for listener in bound(*address(arguments.options)):
         listener.close()
-    own = [*passed_on(arguments), *times(arguments)]
-    program = ["-m", f"{__package__}.rank", *own, "--", arguments.model, *arguments.options]
+    ours = [*passed_on(arguments), *own(arguments)]
+    program = ["-m", f"{__package__}.rank", *ours, "--", arguments.model, *arguments.options]
     os.environ[SHUTDOWN] = str(int(arguments.drain + 2 * STOP))
     arguments.log(f"{arguments.ranks} {'rank' if arguments.ranks == 1 else 'ranks'} of {arguments.model} are starting")
     # On Ctrl-C, each rank would print a traceback.

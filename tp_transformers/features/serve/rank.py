@@ -32,7 +32,7 @@ from ...patches import replace
 from ...ranks.launch import AGAIN, end_with_parent
 from ...ranks.watching.watch import BUSY
 from .batches import start_batches
-from .command import STOP, add_times
+from .command import STOP, add_own
 from .ports import bound
 from .requests import Answers
 
@@ -144,12 +144,12 @@ def raise_error(model: Any, manager: Any, silence: float) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one rank; `arguments`: of `add_plan`, of `add_times`, `--`, the model, the options of the server."""
+    """Run one rank; `arguments`: of `add_plan`, of `add_own`, `--`, the model, the options of the server."""
     divider = list(arguments).index("--")
     name, *options = arguments[divider + 1 :]
     parser = argparse.ArgumentParser()
     add_plan(parser)
-    add_times(parser)
+    add_own(parser)
     own = parser.parse_args(arguments[:divider])
     end_with_parent(signal.SIGKILL)
     context = read_options(name, options)
@@ -160,7 +160,8 @@ def main(arguments: Sequence[str]) -> None:
     read_config(name, **where)  # raises errors with the messages of this package
     import_files(own.imports)
     enable()
-    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **where)
+    packed = {"tp_dequantize": False} if own.packed else {}
+    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **packed, **where)
     if is_first:
         serve(model, name, context, sockets, own)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import sys
 
@@ -47,3 +48,11 @@ def test_a_port_in_use_is_told_before_anything_starts(
     free.close()
     with pytest.raises(UsageError, match=r"port 99999 of 127\.0\.0\.1: got"):
         bound("127.0.0.1", 99_999)
+
+
+@pytest.mark.parametrize("packed", [[], ["--packed"]])
+def test_ranks_get_the_own_options_of_the_command(packed: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    serve.configure(parser)
+    given = parser.parse_args(["model", "-n", "2", "--drain", "3", *packed])
+    assert serve.own(given) == ["--drain", "3.0", "--watch", "10.0", *packed]
