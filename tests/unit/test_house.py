@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15778
+CORE = 15781
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43704
+PACKAGE = 43725
 """Lines of the package, likewise."""
 FROM_CORE = 79
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
