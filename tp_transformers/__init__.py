@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from . import checkpoint, debug, plans, strategies, training
     from .checkpoint import load_distributed_checkpoint as load_distributed_checkpoint
     from .checkpoint import verify_sharded as verify_sharded
-    from .checkpoint.saving.sharded import save_sharded
     from .debug import Partition as Partition
     from .debug import check_inputs as check_inputs
     from .debug import check_replicas as check_replicas
     from .debug import partition as partition
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
+    from .features.presharded.save import save_sharded
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
     from .model.failures import fail_together, renew_process_group
@@ -82,7 +82,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "checkpoint.saving.sharded": "save_sharded",
     "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",
     "loading.hook": "disable enable",
     "model.clip": "clip_grad_norm_",

@@ -129,6 +129,10 @@ class Feature:
         """Context of a load with a plan, on all ranks of `group`; what it returns is called with the loaded model."""
         return nullcontext(_nothing)
 
+    def check_save(self, folder: Path, variant: str | None) -> None:
+        """Raise for a folder or a variant in which a standard checkpoint would be taken for one of this feature, or be
+        hidden by one. A rank that writes calls it, with the folder locked, before it writes there."""
+
     def model_methods(self) -> Sequence[type]:
         """Classes whose methods a loaded model has before those of the core; each calls `super()`."""
         return ()

@@ -45,7 +45,7 @@ ORDER = (
     "__main__",
 )
 """Packages and modules at the top level; each imports those before it. "" is `tp_transformers/__init__.py`."""
-NAMING = ("seams", "strategies")
+NAMING = ("", "checkpoint", "debug", "seams", "strategies", "training")
 """Modules whose imports for typing do not count: they name the types and the public names of what features add."""
 
 

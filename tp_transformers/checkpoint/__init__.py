@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
+    from ..features.presharded.checkpoint import verify_sharded
     from .reading.distributed import load_distributed_checkpoint
-    from .saving.sharded_checkpoint import verify_sharded
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "reading.distributed": "load_distributed_checkpoint",
-            "saving.sharded_checkpoint": "verify_sharded",
         },
     )
 

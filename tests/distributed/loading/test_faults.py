@@ -31,8 +31,8 @@ from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.reading import reader, sameness
 from tp_transformers.checkpoint.reading.local_file import LocalFile
-from tp_transformers.checkpoint.saving import sharded
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
+from tp_transformers.features.presharded import save
 from tp_transformers.loading import from_pretrained, memory, request
 from tp_transformers.loading import load as loader
 from tp_transformers.plans import Plan
@@ -333,7 +333,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
             (reader, "_run"),
             (LocalFile, "check_unchanged"),
             (SummedWriter, "write_all"),
-            (sharded, "check_save"),
+            (save, "check_save"),
             (Writer, "write"),
             (Writer, "finish"),
         ):

@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...anatomy.names import tied_parameters
-from ...errors import CheckpointError, UnsupportedError
+from ...errors import UnsupportedError
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
+from ...seams import features
 from ...strategies import local_tensor, shard_of, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from ...torch_api import memory_of
@@ -38,7 +39,6 @@ from ..quantization.packed import check_not_packed, packed_weights
 from ..quantization.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
 from .folder import SaveFolder
 from .machines import on_all_copies, sight, warn_of_lacking
-from .manifest import MANIFEST_NAME, VARIANT
 from .writer import Writer, named, write_text
 
 if TYPE_CHECKING:
@@ -68,10 +68,9 @@ def save_pretrained(
 
     Raises:
         UnsupportedError: any other argument is set.
-        CheckpointError: the folder is not writable, another save is running in it, or it holds a pre-sharded
-            checkpoint.
+        CheckpointError: the folder is not writable, another save is running in it, or a feature refuses it.
     """
-    _check_arguments(variant, unsupported)
+    _check_arguments(unsupported)
     group, folder = GROUP.of(model), Path(save_directory)
     # Assign tensors to files: from shapes alone, so equal on all ranks.
     dense, packed = saved_state(model) if state_dict is None else (_given_weights(model, state_dict), {})
@@ -97,7 +96,7 @@ def _save(model: PreTrainedModel, folder: Path, contents: _Contents, group: Tens
         warn_of_lacking(folder, sights)
 
 
-def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
+def _check_arguments(arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError on arguments of transformers' `save_pretrained` that are set and not supported here."""
     for name in ("safe_serialization", "save_peft_format", "token"):  # safetensors, without adapters, to a folder
         arguments.pop(name, None)
@@ -108,13 +107,6 @@ def _check_arguments(variant: str | None, arguments: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(names)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
-        )
-    if variant == VARIANT:
-        raise UnsupportedError(
-            "save_pretrained",
-            got=f"variant={variant!r}, by which pre-sharded checkpoints are found",
-            expected="another",
-            fix="Choose another; or call tp_transformers.save_sharded(model, folder).",
         )
 
 
@@ -186,6 +178,7 @@ class _Contents:
         self.state = self.revert(self.meta)
         """The tensors of the files, on the meta device."""
         weights, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+        self.variant = variant
         self.weights_name = weights if variant is None else weights.replace(".", f".{variant}.")
         self.index_name = index if variant is None else f"model.safetensors.index.{variant}.json"
         pattern = self.weights_name.replace(".safetensors", "{suffix}.safetensors")
@@ -225,12 +218,13 @@ class _Files:
     def __init__(self, contents: _Contents, folder: Path, stack: ExitStack) -> None:
         """Write the headers to a hidden folder in `folder`; `stack` closes the files and removes the hidden folder.
 
-        Raises CheckpointError if `folder` is not writable or holds a pre-sharded checkpoint.
+        Raises CheckpointError if `folder` is not writable; see `Feature.check_save` too.
         """
         self.contents, self.writers = contents, dict[str, Writer]()
         self.place = stack.enter_context(SaveFolder(folder))
         with named(folder, "folder"):
-            _check_not_sharded(folder)
+            for feature in features().values():
+                feature.check_save(folder, contents.variant)
             self.names = _names(self.place, contents.split.filename_to_tensors)
             self.before = names_in(folder / contents.index_name)
         for file, names in contents.split.filename_to_tensors.items():
@@ -263,17 +257,6 @@ class _Files:
             written.insert(len(written) if earlier is None else -1, index_name)
         place.put(written, instead_of=earlier)
         place.remove(_old_weights(place, weights_name, index_name, before=self.before, keep=written))
-
-
-def _check_not_sharded(folder: Path) -> None:
-    """Raise CheckpointError if the folder holds a pre-sharded checkpoint: loads reject ordinary weights beside one."""
-    if os.path.lexists(folder / MANIFEST_NAME):
-        raise CheckpointError(
-            f"save_pretrained to {folder}",
-            got=f"a folder that holds {MANIFEST_NAME}",
-            expected="a folder without a pre-sharded checkpoint",
-            fix="Choose another folder; one inside this one will do.",
-        )
 
 
 def _names(place: SaveFolder, files: Iterable[str]) -> dict[str, str]:

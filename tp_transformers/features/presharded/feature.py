@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...seams import Feature
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 class PreSharded(Feature):
     """One file for each rank, which that rank reads from its first byte to its last."""
 
+    public: ClassVar[Mapping[str, str]] = {"save_sharded": ".save", "checkpoint.verify_sharded": ".checkpoint"}
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command
 
@@ -24,6 +27,11 @@ class PreSharded(Feature):
         from .storage import RankFiles
 
         return (RankFiles,)
+
+    def check_save(self, folder: Path, variant: str | None) -> None:
+        from .manifest import check_ordinary_save
+
+        check_ordinary_save(folder, variant)
 
 
 FEATURE = PreSharded()

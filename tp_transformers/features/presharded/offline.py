@@ -28,9 +28,7 @@ from ...checkpoint.quantization.packed import packed_weights
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
-from ...checkpoint.saving.manifest import Manifest, RankFile
 from ...checkpoint.saving.save import dense_state
-from ...checkpoint.saving.sharded import check_no_ordinary_weights, check_save, complete_save, open_writer, rank_path
 from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
@@ -45,7 +43,9 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
 from ...strategies import layout_of
+from .manifest import Manifest, RankFile
 from .packed import pack, stored_as
+from .save import check_no_ordinary_weights, check_save, complete_save, open_writer, rank_path
 
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),

@@ -7,11 +7,11 @@ from typing import Any
 
 from ...checkpoint.conversion.convert import identity
 from ...checkpoint.reading.header import Checkpoint
-from ...checkpoint.saving.manifest import VARIANT, Manifest, refuse_without_plan
-from ...checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from ...loading.storage import Asked, Storage
 from ...slices.source import Source
 from ...transformers_api import LoadStateDictConfig
+from .checkpoint import ShardedCheckpoint
+from .manifest import VARIANT, Manifest, refuse_without_plan
 
 
 class RankFiles(Storage):

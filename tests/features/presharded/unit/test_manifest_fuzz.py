@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.features.presharded.unit.test_manifest import CUT, write
 from tests.support.fuzz import fuzz_cases, kept
-from tests.unit.checkpoint.test_manifest import CUT, write
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME, Manifest
-from tp_transformers.checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
+from tp_transformers.features.presharded.checkpoint import ShardedCheckpoint
+from tp_transformers.features.presharded.manifest import MANIFEST_NAME, Manifest
 
 COUNT = 200
 """Manifests a seed."""

@@ -20,6 +20,7 @@ complete once it has a manifest, which is written last and moved into place atom
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,10 +31,10 @@ from typing import Any
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
-from ...errors import CheckpointError
+from ...checkpoint.reading.header import DTYPE_NAMES, DTYPES
+from ...checkpoint.saving.writer import write_text
+from ...errors import CheckpointError, UnsupportedError
 from ...slices.layout import Layout, Split
-from ..reading.header import DTYPE_NAMES, DTYPES
-from .writer import write_text
 
 VARIANT = "sharded"
 """The `variant` under which transformers finds the rank files."""
@@ -135,6 +136,27 @@ class Manifest:
 def ordinary_weights(folder: Path) -> list[str]:
     """List the weight files in `folder` that transformers loads by default."""
     return [name for name in _ORDINARY if (folder / name).is_file()]
+
+
+def check_ordinary_save(folder: Path, variant: str | None) -> None:
+    """Raise CheckpointError if the folder holds a pre-sharded checkpoint: loads reject ordinary weights beside one.
+
+    Raises UnsupportedError for the variant of rank files.
+    """
+    if variant == VARIANT:
+        raise UnsupportedError(
+            "save_pretrained",
+            got=f"variant={variant!r}, by which pre-sharded checkpoints are found",
+            expected="another",
+            fix="Choose another; or call tp_transformers.save_sharded(model, folder).",
+        )
+    if os.path.lexists(folder / MANIFEST_NAME):
+        raise CheckpointError(
+            f"save_pretrained to {folder}",
+            got=f"a folder that holds {MANIFEST_NAME}",
+            expected="a folder without a pre-sharded checkpoint",
+            fix="Choose another folder; one inside this one will do.",
+        )
 
 
 def refuse_without_plan(folder: Path) -> None:

@@ -17,6 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...checkpoint.conversion.convert import identity
+from ...checkpoint.quantization.stored_shards import values_of
+from ...checkpoint.saving.folder import SaveFolder
+from ...checkpoint.saving.machines import on_all_copies
+from ...checkpoint.saving.save import config_last, names_in, saved_state, write_configs
+from ...checkpoint.saving.writer import STAGING, SummedWriter, make_folder, named
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...marks import untyped
@@ -25,14 +31,8 @@ from ...ranks.group import TensorParallelGroup
 from ...ranks.watching.watch import watched_ranks
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
-from ..conversion.convert import identity
-from ..quantization.stored_shards import values_of
-from .folder import SaveFolder
-from .machines import on_all_copies
+from .checkpoint import ShardedCheckpoint
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
-from .save import config_last, names_in, saved_state, write_configs
-from .sharded_checkpoint import ShardedCheckpoint
-from .writer import STAGING, SummedWriter, make_folder, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from tests.unit.checkpoint.test_writer import full_disk
 from tests.unit.slices.test_layout import splits
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
-from tp_transformers.checkpoint.saving.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
-from tp_transformers.checkpoint.saving.sharded_checkpoint import ShardedCheckpoint
 from tp_transformers.checkpoint.saving.writer import SummedWriter
+from tp_transformers.features.presharded.checkpoint import ShardedCheckpoint
+from tp_transformers.features.presharded.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
 from tp_transformers.slices.layout import Layout, Split, apportion, packed
 from tp_transformers.slices.stored import Stored
 from tp_transformers.strategies import take
@@ -205,3 +206,10 @@ def test_checksums_name_every_file_that_changed(folder: Path) -> None:
     assert all(file.name in str(caught.value) for file in files)
     with pytest.raises(CheckpointError, match=MANIFEST_NAME):
         verify_sharded(folder / "nowhere")
+
+
+def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path) -> None:
+    manifest = Manifest(tmp_path, "0123abcd", (), {}, (), "float32", {}, {"model": "colwise"})
+    with full_disk(), pytest.raises(CheckpointError, match=r"sharded\.json: got File too large"):
+        manifest.write(tmp_path)
+    assert [*tmp_path.iterdir()] == []
