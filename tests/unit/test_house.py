@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15781
+CORE = 15766
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43725
+PACKAGE = 43740
 """Lines of the package, likewise."""
-FROM_CORE = 79
+FROM_CORE = 68
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
 BETWEEN_FEATURES = 80
 """Imports of one feature by another that does not require it, likewise."""
