@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .debug import partition as partition
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .features.presharded.save import save_sharded
+    from .features.watch.calls import fail_together, renew_process_group
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
-    from .model.failures import fail_together, renew_process_group
     from .model.parallelize import is_tensor_parallel
     from .plans import Attention as Attention
     from .plans import Plan as Plan
@@ -85,7 +85,6 @@ _HOMES = {
     "errors": "CheckpointError MeshError PlanError RemoteRankError TensorParallelError UnsupportedError",
     "loading.hook": "disable enable",
     "model.clip": "clip_grad_norm_",
-    "model.failures": "fail_together renew_process_group",
     "model.parallelize": "is_tensor_parallel",
     "strategies.shards.shard": "full_tensor local_tensor",
     "training.data_parallel": "data_parallel",

@@ -141,8 +141,9 @@ class Feature:
         """Patches of other libraries, held as long as a model lives that was loaded with a plan."""
         return ()
 
-    def around_call(self, model: Any) -> AbstractContextManager[Any]:
-        """Context of a method of a loaded model that all ranks call: a method with the decorator `collective`."""
+    def around_call(self, caller: Any) -> AbstractContextManager[Any]:
+        """Context of what all ranks call: `caller` is a loaded model, for its methods with the decorator `collective`,
+        or the group whose tensors a function gathers, inside of `together`."""
         return nullcontext()
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
@@ -191,6 +192,14 @@ def public_names(package: str) -> Mapping[str, str]:
     }
 
 
+def together(caller: Any) -> ExitStack:
+    """Contexts of all features around what all ranks call; `caller`: see `Feature.around_call`."""
+    with ExitStack() as stack:  # if one raises, it exits the earlier ones
+        for feature in features().values():
+            stack.enter_context(feature.around_call(caller))
+        return stack.pop_all()
+
+
 C = TypeVar("C", bound=Callable[..., Any])
 
 
@@ -199,9 +208,7 @@ def collective(method: C) -> C:
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for feature in features().values():
-                stack.enter_context(feature.around_call(self))
+        with together(self):
             return method(self, *args, **kwargs)
 
     return cast("C", call)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import tp_transformers
 from tests.support.models import MASK, PROMPTS, load
 from tp_transformers import CheckpointError, PlanError, RemoteRankError, renew_process_group
+from tp_transformers.features.watch import failure
+from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.loading import request
-from tp_transformers.ranks.watching import failure
-from tp_transformers.ranks.watching.poller import POLLER
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -22,7 +22,6 @@ from ..checkpoint.quantization.find import recognised, take_quantization
 from ..checkpoint.quantization.format import Quantization
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
-from ..model.failures import begin_watch, keep_watch
 from ..model.parallelize import parallelize
 from ..model.same_inputs import check_if_enabled
 from ..plans.bind import Resolution
@@ -172,13 +171,10 @@ def _load_tensor_parallel(
             kwargs.pop(argument, None)
         storage = find_storage(asked)
         current = _Load(read_plan(tp_plan), group, options, storage, asked.folder, instead=instead)
-        # 3. All ranks ask for the same weights, and from now on notice when another one fails.
+        # 3. All ranks ask for the same weights.
         group.check_same({"the releases": _releases(), **options.agreed, **agreed(storage)})
         if group.mesh is not None and group.mesh.ndim > 1:
             warn_of_crossing(group)
-        watching = begin_watch(group, options.get("tp_watch"))
-        if watching is not None:
-            stack.enter_context(watching)
         around = [stack.enter_context(feature.around_load(group, options)) for feature in features().values()]
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
@@ -199,7 +195,6 @@ def _load_tensor_parallel(
         check_if_enabled(model)
         TRAINER.hold_for(model)
         ACCELERATOR.hold_for(model)
-        keep_watch(model, watching)
         for done in around:
             done(model)
     return result

@@ -10,9 +10,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..errors import MeshError, UnsupportedError
+from ..features.places.place import named_inputs
 from ..ranks.group import GROUP, agreed, differing
 from ..ranks.random_state import random_state
-from ..ranks.watching.place import named_inputs
 from ..strategies import batch_sharded
 from .generate import fingerprint
 

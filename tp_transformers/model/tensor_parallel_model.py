@@ -19,7 +19,9 @@ from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
 from ..errors import UnsupportedError
 from ..marks import untyped
+from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution
+from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..seams import collective, features
 from ..strategies import local_tensor, unsharded_like
@@ -29,7 +31,6 @@ from .adapters.hotswap import HOT_SWAPS
 from .adapters.inject import WATCH_ADAPTERS
 from .clip import FULL_NORMS
 from .continuous_batching import OWN_CACHE
-from .failures import WatchedModel
 from .generate import TensorParallelGeneration
 from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
@@ -43,7 +44,7 @@ _Model: Any = object
 """Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
 
 
-class TensorParallelModel(WatchedModel, _Model):
+class TensorParallelModel(_Model):
     """Methods of a model loaded with a plan that differ from those of its own class; it stays an instance of it."""
 
     tp_group: TensorParallelGroup
@@ -59,6 +60,18 @@ class TensorParallelModel(WatchedModel, _Model):
     def device(self) -> torch.device:
         """The device of this rank's shards, for inputs; placeholders of packed parameters are on the meta device."""
         return self.tp_group.device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own class. Raises UnsupportedError in torch.func, and for a cache of another layout."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        if self.tp_group.size > 1:
+            refuse_transforms()
+        try:
+            return super().__call__(*args, **kwargs)
+        except RuntimeError:
+            check_cache(self, kwargs.get("past_key_values", kwargs.get("cache")))  # renamed in transformers 5.24
+            raise
 
     @collective
     def save_pretrained(

@@ -27,11 +27,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meet
 
 from ..errors import MeshError
+from ..features.watch.sockets import address_of, limit_silence
 from ..logs import get_logger
 from .environment import firsts_of, host_of, local_size, node_name, rendezvous
 from .group import TensorParallelGroup
-from .sockets import address_of, limit_silence
-from .watching.waits import PATIENCE
 
 logger = get_logger(__name__)
 
@@ -41,6 +40,8 @@ SECONDS = 10.0
 """Time for a connection between two machines."""
 LATE = timedelta(minutes=10)
 """Time for all ranks to start, as torchrun gives its own agents."""
+PATIENCE = 10.0
+"""Time until a rank logs that it waits for others to start."""
 _SIOCGIFADDR = 0x8915
 
 

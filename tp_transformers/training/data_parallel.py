@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.quantization.packed import check_not_packed
 from ..errors import MeshError, UnsupportedError, describe
+from ..features.watch.calls import watch_copies
 from ..marks import untyped
 from ..model.adapters.prompts import PROMPTED
-from ..model.failures import watch_copies
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
 from ..ranks.shared_memory.joining import share

@@ -138,13 +138,12 @@ import tp_transformers
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.mesh import join
 from tp_transformers.ranks.shared_memory.joining import memory_of
-from tp_transformers.model.failures import begin_watch
+from tp_transformers.features.watch.calls import load_watched
 
 how, bad, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = join()
 memory = memory_of(group.process_group)
 assert memory is not None
-watching = begin_watch(group, 2.0)
 draws = random.Random(seed)
 at, within = draws.randrange(1, 60), draws.random() < 0.5
 
@@ -162,7 +161,7 @@ if group.rank == bad and within:  # between two steps of a collective: its data 
         publish()
     memory._publish = failing
 try:
-    with watching:
+    with load_watched(group, 2.0):
         for step in range(60):
             if step == at and group.rank == bad and not within:
                 fail()

@@ -21,7 +21,6 @@ from tests.support.models import Case
 from tp_transformers import UnsupportedError
 from tp_transformers.model.adapters.hotswap import HOT_SWAPS
 from tp_transformers.model.continuous_batching import OWN_CACHE
-from tp_transformers.model.failures import WATCHED_CALLS
 from tp_transformers.model.grad_scaler import SHARED_INFINITIES
 from tp_transformers.model.optimizers.step import STEPS_ON_SHARDS
 from tp_transformers.patches import Patch
@@ -151,12 +150,3 @@ def test_a_load_refuses_where_every_model_needs_the_name(monkeypatch: pytest.Mon
     with pytest.raises(UnsupportedError, match=r"safetensors \d.*: no safetensors\.torch\._to_ndarray"):
         patch.hold_for(model)
     patch.hold()  # by somebody who has no such model
-
-
-def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = WATCHED_CALLS[1]
-    monkeypatch.setattr(patch, "missing", "")
-    monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
-    made = Patch(patch.owner, patch.name, patch._install, without=patch._without)
-    made.hold_for(nn.Module())
-    assert "profile_hook_step" in made.missing

@@ -28,7 +28,7 @@ from ...logs import get_logger
 from ...marks import untyped
 from ...ranks.environment import firsts_of, host_of, node_name
 from ...ranks.group import TensorParallelGroup
-from ...ranks.watching.watch import watched_ranks
+from ...seams import together
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from .checkpoint import ShardedCheckpoint
@@ -69,7 +69,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             "ranks."
         )
     save, manifest = partial(_save_or_undo, model, Path(folder), group), Path(folder, MANIFEST_NAME)
-    with watched_ranks(group):
+    with together(group):
         on_all_copies(group, manifest, save, writes=group.is_first_replica, by_first=True)
 
 

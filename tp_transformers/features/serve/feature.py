@@ -11,7 +11,7 @@ from ...seams import Feature
 class Serve(Feature):
     """transformers' OpenAI-compatible server on N ranks, and a chat in the terminal with one."""
 
-    requires = ("shares",)
+    requires = ("shares", "watch")
 
     def commands(self) -> Mapping[str, ModuleType]:
         from . import chat, command

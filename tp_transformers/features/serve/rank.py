@@ -27,10 +27,10 @@ from ...commands.own_plan import add_plan, import_files
 from ...commands.run.errors import keep_errors
 from ...errors import MeshError, RemoteRankError, TensorParallelError, UsageError
 from ...loading.hook import enable
-from ...model.failures import WATCH
 from ...patches import replace
 from ...ranks.launch import AGAIN, end_with_parent
-from ...ranks.watching.watch import BUSY
+from ..watch.calls import WATCH
+from ..watch.watch import BUSY
 from .batches import start_batches
 from .command import STOP, add_own
 from .ports import bound

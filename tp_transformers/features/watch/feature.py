@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Option
+from ...seams import Feature, Loaded, Option
+
+if TYPE_CHECKING:
+    from ...loading.options import Options
+    from ...ranks.group import TensorParallelGroup
 
 
 class WatchOption(Option):
@@ -23,15 +27,30 @@ class WatchOption(Option):
 
 
 class Watching(Feature):
-    """Ranks of a model watch one another: `tp_watch`."""
+    """Ranks of a model watch one another: `tp_watch`, `fail_together` and `renew_process_group`."""
+
+    requires = ("places",)
+    public = dict.fromkeys(("fail_together", "renew_process_group"), ".calls")
 
     def options(self) -> Sequence[Option]:
         return (WatchOption(),)
 
-    def around_call(self, model: Any) -> AbstractContextManager[Any]:
-        from ...model.failures import fail_together
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
+        from .calls import load_watched
 
-        return fail_together(model)
+        return load_watched(group, options.get("tp_watch"))
+
+    def model_methods(self) -> Sequence[type]:
+        from .calls import WatchedModel
+
+        return (WatchedModel,)
+
+    def around_call(self, caller: Any) -> AbstractContextManager[Any]:
+        from ...ranks.group import TensorParallelGroup
+        from .calls import fail_together
+        from .watch import watched_ranks
+
+        return watched_ranks(caller) if isinstance(caller, TensorParallelGroup) else fail_together(caller)
 
 
 FEATURE = Watching()

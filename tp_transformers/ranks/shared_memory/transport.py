@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MeshError
+from ...features.places.out_of_step import out_of_step, this_collective
 from ...torch_api import current_backward
-from ..agreement import agreed, out_of_step, this_collective
+from ..agreement import agreed
 from ..limits import visible_cores
 from .interface import MAX, SUM, Transport
 from .pieces import check_dtype, chunks, combine, starts_of

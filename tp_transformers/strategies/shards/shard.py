@@ -16,7 +16,7 @@ from ...marks import Mark
 from ...ranks import direct
 from ...ranks.collectives import copy_shared, copy_to_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
-from ...ranks.watching.watch import watched_ranks
+from ...seams import together
 from ...slices.layout import Layout, Range, Shared, chunked
 from ..forward.views import local_view
 from ..parameters.sharded import own_values
@@ -150,7 +150,7 @@ class ParamShard:
         process_group, joined = self.group.process_group, self.joined(local)
         if self.layout is None or process_group is None:
             return local.clone() if joined is local else joined
-        with watched_ranks(self.group):
+        with together(self.group):
             return on_all(joined, self.shape, self.layout, process_group, self.group.device)
 
     def own(self, full: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from tests.support.pool import forget_meshes
 from tests.support.tiers import wide
 from tp_transformers.features.hub_streaming import fetch as exchange
 from tp_transformers.features.hub_streaming.remote_file import RemoteFile
+from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.ranks import group as group_module
-from tp_transformers.ranks.watching.poller import POLLER
 
 pytestmark = pytest.mark.distributed
 

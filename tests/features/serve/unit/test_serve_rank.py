@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tp_transformers import MeshError, RemoteRankError
-from tp_transformers.model.failures import WATCH
-from tp_transformers.ranks.watching.failure import Failure, lost
+from tp_transformers.features.watch.calls import WATCH
+from tp_transformers.features.watch.failure import Failure, lost
 
 pytest.importorskip("transformers.generation.continuous_batching.distributed")
 rank = pytest.importorskip("tp_transformers.features.serve.rank", exc_type=ImportError)

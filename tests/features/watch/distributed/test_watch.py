@@ -25,11 +25,11 @@ from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import MeshError, RemoteRankError, data_parallel, fail_together, renew_process_group
-from tp_transformers.model.failures import WATCHED_CALLS
+from tp_transformers.features.watch import failure
+from tp_transformers.features.watch.calls import WATCHED_CALLS
+from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.ranks.environment import this_process
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.watching import failure
-from tp_transformers.ranks.watching.poller import POLLER
 
 pytestmark = pytest.mark.distributed
 

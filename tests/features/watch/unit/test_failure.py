@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tp_transformers.ranks.watching.failure import GRACE, Report, is_identical, judge
+from tp_transformers.features.watch.failure import GRACE, Report, is_identical, judge
 
 
 def report(order: int, *, follows: bool = False, collectives: int = 3) -> Report:

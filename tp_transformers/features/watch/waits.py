@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ...logs import get_logger
-from ..group import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
+from ..places.place import Place, here
 from .failure import Failure
-from .place import Place, here
 from .poller import BEAT
 
 logger = get_logger(__name__)

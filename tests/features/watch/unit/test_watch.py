@@ -7,12 +7,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+from tp_transformers.features.watch.calls import WATCHED_CALLS
+from tp_transformers.features.watch.device import Steps
+from tp_transformers.features.watch.failure import lost
+from tp_transformers.features.watch.poller import POLLER
+from tp_transformers.features.watch.watch import Watch
+from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.watching.device import Steps
-from tp_transformers.ranks.watching.failure import lost
-from tp_transformers.ranks.watching.poller import POLLER
-from tp_transformers.ranks.watching.watch import Watch
 
 
 def watch_on(device: str) -> Watch:
@@ -57,3 +60,12 @@ def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
     assert not watch.is_urgent  # else the thread polls 200 times a second as long as the model lives
     watch.poll()
     assert watch._store.add.call_count == 1
+
+
+def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = WATCHED_CALLS[1]
+    monkeypatch.setattr(patch, "missing", "")
+    monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
+    made = Patch(patch.owner, patch.name, patch._install, without=patch._without)
+    made.hold_for(nn.Module())
+    assert "profile_hook_step" in made.missing

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store, default_pg_timeout, get_backend_config
 
 from ...errors import MeshError, error_text
+from ...ranks.group import TensorParallelGroup, bind_thread
 from ...torch_api import world
-from ..group import TensorParallelGroup, bind_thread
 
 ABORTING = 60.0
 """Seconds to wait for the abort of this rank's communicators."""

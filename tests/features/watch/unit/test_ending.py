@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.ranks.test_watch import watch_on
+from tests.features.watch.unit.test_watch import watch_on
 from tp_transformers import MeshError
+from tp_transformers.features.watch import device
+from tp_transformers.features.watch.device import Steps, check_unchanged
+from tp_transformers.features.watch.failure import lost
+from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.ranks import mesh
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.watching import device
-from tp_transformers.ranks.watching.device import Steps, check_unchanged
-from tp_transformers.ranks.watching.failure import lost
-from tp_transformers.ranks.watching.poller import POLLER
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 WAIT = 20.0

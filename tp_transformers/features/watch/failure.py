@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ...errors import RemoteRankError, error_text
 from ...marks import Mark
-from ..group import is_agreed
+from ...ranks.group import is_agreed
 
 GRACE = 3.0
 """Seconds after the first report in which the other ranks may report a failure too."""

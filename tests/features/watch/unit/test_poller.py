@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from tp_transformers.ranks.watching.poller import Poller
+from tp_transformers.features.watch.poller import Poller
 
 
 class Counted:

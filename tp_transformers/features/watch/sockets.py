@@ -15,8 +15,8 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
-from ..marks import untyped
-from ..torch_api import get_default_store
+from ...marks import untyped
+from ...torch_api import get_default_store
 
 Ends = tuple[Any, Any]
 """(local address, remote address) of a connection."""

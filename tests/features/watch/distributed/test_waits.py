@@ -26,7 +26,7 @@ from tp_transformers import (
     renew_process_group,
     save_sharded,
 )
-from tp_transformers.ranks.watching import waits
+from tp_transformers.features.watch import waits
 
 pytestmark = pytest.mark.distributed
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from ...errors import shorten
 
 _PACKAGE = __name__.partition(".")[0]
-_NOT_CALLS = tuple(f"{_PACKAGE}.{name}" for name in ("patches", "commands", "__main__"))
+_NOT_CALLS = tuple(f"{_PACKAGE}.{name}" for name in ("patches", "seams", "commands", "__main__"))
 """Modules of wrappers around a call; their functions do not name the call."""
 _COLLECTIVES = (
     f"{_PACKAGE}.ranks",
+    f"{_PACKAGE}.features.shared_memory",
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
     "torch.distributed._functional_collectives",

@@ -1,4 +1,4 @@
-"""Failures of one rank in calls of a model: all ranks raise. See `ranks.watching.watch`.
+"""Failures of one rank in calls of a model: all ranks raise. See `watch.py`.
 
 Watched are forwards, `generate`, backwards, steps of optimizers, and errors that end the process. `fail_together` is
 for user code around them.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
 from typing import Any
 
@@ -18,49 +18,49 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import MeshError, RemoteRankError, UnsupportedError
-from ..marks import Mark, untyped
-from ..patches import Patch, Undo, nothing, replace
-from ..plans.attention_heads import check_cache
-from ..ranks.direct import refuse_transforms
-from ..ranks.group import GROUP, TensorParallelGroup
-from ..ranks.mesh import forget_graphs, restart
-from ..ranks.random_state import random_states, set_random_states
-from ..ranks.sockets import store_of_ranks
-from ..ranks.watching.device import Steps, check_unchanged
-from ..ranks.watching.failure import FAILURE
-from ..ranks.watching.poller import POLLER
-from ..ranks.watching.watch import LIMIT, Watch, watched, watches
-from ..strategies import batch_sharded
-from ..strategies.shards.shard import SHARD
-from ..torch_api import DYNAMO, compiled_class, untraced
+from ...errors import MeshError, RemoteRankError, UnsupportedError
+from ...marks import Mark, untyped
+from ...patches import Patch, Undo, nothing, replace
+from ...ranks.group import GROUP, TensorParallelGroup
+from ...ranks.mesh import forget_graphs, restart
+from ...ranks.random_state import random_states, set_random_states
+from ...seams import Loaded
+from ...strategies import batch_sharded
+from ...strategies.shards.shard import SHARD
+from ...torch_api import DYNAMO, compiled_class, untraced
+from .device import Steps, check_unchanged
+from .failure import FAILURE
+from .poller import POLLER
+from .sockets import store_of_ranks
+from .watch import LIMIT, Watch, watched, watches
 
 WATCH: Mark[Watch] = Mark("tp_watch")
 """The watch for failures of other ranks, on a model and on the models inside it."""
 
 
-def begin_watch(group: TensorParallelGroup, limit: bool | float | None) -> Watch | None:
-    """Start a watch that reports a failure of any rank of `group` to the others. Collective.
+@contextmanager
+def load_watched(group: TensorParallelGroup, limit: bool | float | None) -> Iterator[Loaded]:
+    """Watch a load on the ranks of `group`, and the calls of the model that the yielded function is given.
 
-    Returns None if nothing is watched. Either all ranks pass `limit=False`, or none does.
+    Collective. Nothing is watched on one rank, and with a custom store. Either all ranks pass `limit=False`, or none.
 
     Args:
         limit: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
     """
     if group.size == 1 or limit is False or store_of_ranks() is None:
-        return None
+        yield lambda model: None
+        return
     watching = Watch(group, LIMIT if limit is None or limit is True else limit)
     for patch in WATCHED_CALLS:
         patch.hold_for(watching)
-    return watching
 
-
-def keep_watch(model: nn.Module, watching: Watch | None) -> None:
-    """Watch the calls of `model` from now on."""
-    if watching is not None:
+    def keep(model: nn.Module) -> None:
         for module in model.modules():
             if GROUP.find(module) is not None:
                 WATCH.put(module, watching)
+
+    with watching:
+        yield keep
 
 
 def watch_copies(model: nn.Module, copies: TensorParallelGroup) -> None:
@@ -88,8 +88,6 @@ class WatchedModel:
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
-        if GROUP.of(self).size > 1:
-            refuse_transforms()
         watching = WATCH.find(self)
         if watching is None:
             return call(*args, **kwargs)
@@ -97,11 +95,7 @@ class WatchedModel:
             # With a batch that is sharded, ranks have batches of their own.
             if watching.compares_calls and not any(batch_sharded(untyped(self))):
                 watching.compare_calls(args, kwargs)
-            try:
-                output = call(*args, **kwargs)
-            except RuntimeError:
-                check_cache(self, kwargs.get("past_key_values", kwargs.get("cache")))  # renamed in transformers 5.24
-                raise
+            output = call(*args, **kwargs)
         watching.owes_backward |= torch.is_grad_enabled()
         return output
 

@@ -28,15 +28,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ...errors import RemoteRankError, error_text
 from ...logs import get_logger
 from ...marks import untyped
-from .. import direct
-from ..agreement import agreed, is_agreed, out_of_step, this_call
-from ..environment import this_process
-from ..group import TensorParallelGroup
-from ..shared_memory.joining import memory_of
-from ..sockets import between, connections, limit_silence, shut, store_of_ranks
+from ...ranks import direct
+from ...ranks.agreement import agreed, is_agreed
+from ...ranks.environment import this_process
+from ...ranks.group import TensorParallelGroup
+from ...ranks.shared_memory.joining import memory_of
+from ..places.out_of_step import out_of_step, this_call
 from .device import Steps, abort
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER
+from .sockets import between, connections, limit_silence, shut, store_of_ranks
 from .waits import Waits, beat_of
 
 logger = get_logger(__name__)
@@ -141,6 +142,7 @@ class Watch:
 
         Collectives of gloo would end the process of a rank that receives more than it expects.
         """
+        direct.refuse_transforms()  # before ranks exchange anything
         named = [*enumerate(args), *kwargs.items()]
         shapes = [(name, value.shape, value.dtype) for name, value in named if isinstance(value, Tensor)]
         everyone = self.group.gather((shapes, torch.is_autocast_enabled("cpu")))

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from tests.unit.ranks.test_failure import report
+from tests.features.watch.unit.test_failure import report
+from tp_transformers.features.places import place
+from tp_transformers.features.places.place import _LIBRARIES, _OWN, Place, _call, _Frame, here
+from tp_transformers.features.watch import waits
+from tp_transformers.features.watch.failure import Failure, judge
+from tp_transformers.features.watch.waits import PATIENCE, Waits, beat_of
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.watching import place, waits
-from tp_transformers.ranks.watching.failure import Failure, judge
-from tp_transformers.ranks.watching.place import _LIBRARIES, _OWN, Place, _call, _Frame, here
-from tp_transformers.ranks.watching.waits import PATIENCE, Waits, beat_of
 
 SAVES = Place("save_pretrained", True, "train.py:12: model.save_pretrained(folder)")
 GENERATES = Place("generate", True, "train.py:14: model.generate(ids)")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_transformers.ranks.sockets import shut
+from tp_transformers.features.watch.sockets import shut
 
 
 @pytest.fixture
