@@ -182,6 +182,12 @@ def plan_options() -> Sequence[PlanOption]:
 
 
 @cache
+def model_patches() -> Sequence[Patch]:
+    """Patches of all features, held as long as a model lives that was loaded with a plan."""
+    return [patch for feature in features().values() for patch in feature.model_patches()]
+
+
+@cache
 def public_names(package: str) -> Mapping[str, str]:
     """Public names of features in a package ("" for the top level): name -> module, relative to `tp_transformers`."""
     return {

@@ -104,7 +104,7 @@ PRIVATE: dict[str, Private] = {
     "torch.Tensor._post_accumulate_grad_hooks": Private("hooks that see the gradient of one copy", "training", _RAISES),
     "torch.Tensor._version": Private("values that have changed since", "features strategies"),
     "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model"),
-    "torch.amp.GradScaler._unscale_grads_": Private("replaced", "model", "GradScaler refuses shards"),
+    "torch.amp.GradScaler._unscale_grads_": Private("replaced", "features", "GradScaler refuses shards"),
     "torch.autograd.Function._register_hook_dict": Private("a hook without a handle", "ranks"),
     "torch.autograd.forward_ad._current_level": Private("forward-mode differentiation is refused", "ranks"),
     "torch.distributed.ProcessGroup._get_backend": Private("collectives without a dispatcher", "ranks"),

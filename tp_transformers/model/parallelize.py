@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ..anatomy.mixers import HEAD_COUNTS, counts_heads_by_config
 from ..anatomy.names import base_prefix, fold_layers, is_inside, owner_of
 from ..logs import get_logger
+from ..marks import Mark
 from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
 from ..plans.fractions import check_layers_are_sharded
@@ -34,9 +35,12 @@ from .tensor_parallel_model import become_tensor_parallel, hold_patches
 
 logger = get_logger(__name__)
 
+WRAPPED: Mark[bool] = Mark("tp_wrapped")
+"""True on a model that is trained with parameters of a wrapper around the model."""
+
 
 def is_tensor_parallel(model: object) -> bool:
-    """True if `model` was loaded with a `tp_plan` by this package (also on one rank), or is a PEFT wrapper of one."""
+    """True if `model` was loaded with a `tp_plan` by this package (also on one rank), or is a wrapper of one."""
     return isinstance(GROUP.find(model), TensorParallelGroup)
 
 

@@ -23,19 +23,14 @@ from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..seams import collective, features
+from ..seams import collective, features, model_patches
 from ..strategies import local_tensor, unsharded_like
 from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
-from .adapters.files import load_adapter, save_adapter
-from .adapters.hotswap import HOT_SWAPS
-from .adapters.inject import WATCH_ADAPTERS
 from .clip import FULL_NORMS
 from .continuous_batching import OWN_CACHE
 from .generate import TensorParallelGeneration
-from .grad_scaler import SHARED_INFINITIES
 from .kernels import check_kernels
 from .nnsight import FULL_ACTIVATIONS
-from .optimizers.step import STEPS_ON_SHARDS
 from .replaced import UNSHARDED_MODULES_RAISE
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
 from .wrappers import UNSHARDED_MODELS_ONLY
@@ -79,8 +74,7 @@ class TensorParallelModel(_Model):
     ) -> None:
         """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`.
 
-        With an adapter of transformers, save the adapter alone. With `distributed_checkpoint`, each rank writes a file;
-        see `checkpoint.saving.chunks`.
+        With `distributed_checkpoint`, each rank writes a file; see `checkpoint.saving.chunks`.
         """
         if kwargs.pop("distributed_checkpoint", False):
             with self.tp_group.agree():
@@ -94,8 +88,6 @@ class TensorParallelModel(_Model):
         elif push_to_hub:
             tags = self.model_tags or ()
             save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
-        elif getattr(self, "_hf_peft_config_loaded", False):
-            save_adapter(self, Path(save_directory))
         else:
             save_pretrained(self, save_directory, *args, **kwargs)
 
@@ -107,13 +99,6 @@ class TensorParallelModel(_Model):
         save = partial(self.save_pretrained, max_shard_size=max_shard_size)
         tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
         return push(self.tp_group, save, repo_id, tags=tags, **options)
-
-    @collective
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a full PEFT adapter and keep this rank's shards. Collective."""
-        if self.tp_group.device_mesh is None:
-            return super().load_adapter(*args, **kwargs)
-        return load_adapter(self, *args, **kwargs)
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,11 +176,7 @@ class TensorParallelModel(_Model):
 
 
 _PATCHES = (
-    WATCH_ADAPTERS,
-    HOT_SWAPS,
     FULL_ACTIVATIONS,
-    STEPS_ON_SHARDS,
-    SHARED_INFINITIES,
     FULL_NORMS,
     OWN_CACHE,
     ASSIGNED_VALUES,
@@ -206,8 +187,8 @@ _PATCHES = (
 
 
 def hold_patches(model: object) -> None:
-    """Keep the patches of torch, PEFT and others that handle shards in place as long as `model` lives."""
-    for patch in (*_PATCHES, *(patch for feature in features().values() for patch in feature.model_patches())):
+    """Keep the patches of torch and others that handle shards in place as long as `model` lives."""
+    for patch in (*_PATCHES, *model_patches()):
         patch.hold_for(model)
 
 

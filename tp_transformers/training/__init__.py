@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
-    from ..model.optimizers.groups import parameter_groups
+    from ..features.optimizers.groups import parameter_groups
     from ..strategies.shards.full_parameters import full_parameters
     from .expert_load import ExpertLoad
     from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -18,7 +18,6 @@ else:
             "expert_load": "ExpertLoad",
             "optimizer_state": "load_optimizer_state_dict optimizer_state_dict",
             ".strategies.shards.full_parameters": "full_parameters",
-            ".model.optimizers.groups": "parameter_groups",
         },
     )
 

@@ -15,7 +15,7 @@ from ..checkpoint.quantization.packed import check_not_packed
 from ..errors import MeshError, UnsupportedError, describe
 from ..features.watch.calls import watch_copies
 from ..marks import untyped
-from ..model.adapters.prompts import PROMPTED
+from ..model.parallelize import WRAPPED
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
 from ..ranks.shared_memory.joining import share
@@ -146,7 +146,7 @@ def _fault(model: PreTrainedModel, mode: str, options: dict[str, Any]) -> str | 
         )
     if hasattr(model, "set_requires_gradient_sync"):
         return "data_parallel: the model is data-parallel already"
-    if PROMPTED.name in model.__dict__:
+    if WRAPPED.name in model.__dict__:
         return describe(
             "data_parallel",
             got="a model whose prompts are parameters of the PeftModel around the model",

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.quantization.packed import packed_weights, unpacked_only
 from ..errors import MeshError, UnsupportedError
 from ..model.clip import clip_grad_norm_
-from ..model.optimizers.scopes import check_in_backward
+from ..model.optimizer_scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel
 from ..patches import Undo, replace, replace_all
 from ..ranks.collectives import gather_from_region

@@ -19,10 +19,10 @@ from transformers.generation.continuous_batching import continuous_api
 
 from tests.support.models import Case
 from tp_transformers import UnsupportedError
-from tp_transformers.model.adapters.hotswap import HOT_SWAPS
+from tp_transformers.features.optimizers.grad_scaler import SHARED_INFINITIES
+from tp_transformers.features.optimizers.step import STEPS_ON_SHARDS
+from tp_transformers.features.peft.hotswap import HOT_SWAPS
 from tp_transformers.model.continuous_batching import OWN_CACHE
-from tp_transformers.model.grad_scaler import SHARED_INFINITIES
-from tp_transformers.model.optimizers.step import STEPS_ON_SHARDS
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
 from tp_transformers.strategies import SHARD

@@ -24,7 +24,7 @@ import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import llama_config, load, observe
 from tp_transformers import PlanError
-from tp_transformers.model.adapters import shard as adapters
+from tp_transformers.features.peft import shard as adapters
 from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import resolve
 from tp_transformers.slices.layout import Layout, chunked

@@ -120,16 +120,23 @@ def _refusals() -> list[str]:
 
 def _patched() -> dict[str, list[str]]:
     """Changes to other libraries, by `enable()` and by tensor-parallel models."""
-    from ...loading import hook  # noqa: F401 - imports all patches
     from ...patches import patched_names
 
+    _import_patches()
     return patched_names()
 
 
 def _lacking() -> dict[str, str]:
     """Names that the installed releases lack, and the consequences."""
     from ... import torch_api
-    from ...loading import hook  # noqa: F401 - imports all patches
     from ...patches import missing_names
 
+    _import_patches()
     return {**torch_api.lacking(), **missing_names()}
+
+
+def _import_patches() -> None:
+    from ...loading import hook  # noqa: F401 - imports those of the core
+    from ...seams import model_patches
+
+    model_patches()

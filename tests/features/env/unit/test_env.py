@@ -18,6 +18,7 @@ from tests.support.commands import main
 from tp_transformers import patches, torch_api, transformers_api
 from tp_transformers.loading import hook  # noqa: F401 - makes all patches, before a test takes them away
 from tp_transformers.patches import Patch, nothing, replace_all
+from tp_transformers.seams import model_patches
 
 
 def env(*arguments: str, **variables: str) -> str:
@@ -53,6 +54,7 @@ def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monk
 
 def test_what_the_installed_releases_lack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(__name__="library.module")
+    model_patches()
     monkeypatch.setattr(patches, "_all", [])
     Patch("library", "doubling", lambda: replace_all([(library, "_double", lambda original: None)]))
     Patch("library", "halving", lambda: replace_all([(library, "_halve", lambda original: None)]), without=nothing)

@@ -26,9 +26,9 @@ from tests.distributed.checkpoint.test_quantized import (
     packed_folder,
     stay_packed,
 )
-from tests.distributed.model.test_adapters import train_all
 from tests.distributed.test_architectures import assert_as_outlined, compare_and_save
 from tests.distributed.test_compiled import check
+from tests.features.peft.distributed.test_adapters import train_all
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant
 from tests.support.comparisons import assert_same_files, equal_parameters, relative
 from tests.support.models import load, logits_of, with_shares

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...errors import UnsupportedError
+from ...model.optimizer_scopes import check_optimizer, scope_of
 from ...patches import Patch, Undo, replace, replace_all
 from ...strategies import SHARD, local_tensor
 from ...strategies.parameters.sharded import FULL, IS_OPEN, check_pickled, is_sharded, know, laid_out
 from ...strategies.parameters.tensors import HAS_LOCAL
-from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 
 Step = Callable[..., Any]

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...marks import Mark, untyped
+from ...marks import untyped
+from ...model.parallelize import WRAPPED
 from ...plans.attention_heads import AttentionHeads
 from ...ranks import direct
 from ...ranks.collectives import copy_to_region
@@ -21,8 +22,6 @@ from ...slices.layout import Layout
 from ...strategies import take
 from .shard import check_no_copies, check_no_order, unsupported
 
-PROMPTED: Mark[bool] = Mark("tp_prompted")
-"""True on a model with prompts, which are parameters of the PeftModel around the model."""
 KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 """Types of prompts that enter a model in place of embeddings, or as its cache."""
 
@@ -39,7 +38,7 @@ def set_up_prompts(peft_model: Any, adapter_name: str) -> None:
         if kind == "PREFIX_TUNING" and peft_model.base_model.config.is_encoder_decoder:
             raise unsupported("peft", "prefixes of an encoder and a decoder")
         type(peft_model)._setup_prompt_encoder(peft_model, adapter_name)
-    PROMPTED.put(peft_model.base_model, True)
+    WRAPPED.put(peft_model.base_model, True)
     for param in peft_model.prompt_encoder[adapter_name].parameters():
         direct.broadcast(param.data, group.process_group, 0)
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
 from ...marks import untyped
+from ...model.state_dict import keep_state, split_module
 from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split
@@ -28,7 +29,6 @@ from ...strategies import (
 )
 from ...strategies.shards.full_parameters import full_parameters
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
-from ..state_dict import keep_state, split_module
 from .kinds import adapted_class
 from .layers import AdaptedFactors, SlicedDropout, inputs_split, split_of
 from .lora import AdaptedLora

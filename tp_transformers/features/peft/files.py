@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -23,10 +24,33 @@ from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
 from ...ranks.group import GROUP
+from ...seams import collective
 from ...transformers_api import LoadStateDictInfo
 from .shard import unsupported
 
 ADAPTER_FILE = "adapter_model.safetensors"
+_Model: Any = object
+"""Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
+
+
+class AdaptedModel(_Model):
+    """Methods of a loaded model that read and write adapters of transformers' `add_adapter` and `load_adapter`."""
+
+    @collective
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a full PEFT adapter and keep this rank's shards. Collective."""
+        if self.tp_group.device_mesh is None:
+            return super().load_adapter(*args, **kwargs)
+        return load_adapter(self, *args, **kwargs)
+
+    @collective
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Write the active adapter alone, of a model with one. Collective; see `save_adapter`."""
+        is_adapted = getattr(self, "_hf_peft_config_loaded", False)
+        if is_adapted and not (kwargs.get("push_to_hub") or kwargs.get("distributed_checkpoint")):
+            save_adapter(self, Path(save_directory))
+        else:
+            super().save_pretrained(save_directory, *args, **kwargs)
 
 
 def save_peft_model(peft_model: Any, *args: Any, **kwargs: Any) -> None:

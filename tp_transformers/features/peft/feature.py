@@ -1,0 +1,29 @@
+"""Adapters of PEFT on a tensor-parallel model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...seams import Feature
+
+if TYPE_CHECKING:
+    from ...patches import Patch
+
+
+class Adapters(Feature):
+    """PEFT around a loaded model, and the methods of transformers that load and save an adapter."""
+
+    def model_methods(self) -> Sequence[type]:
+        from .files import AdaptedModel
+
+        return (AdaptedModel,)
+
+    def model_patches(self) -> Sequence[Patch]:
+        from .hotswap import HOT_SWAPS
+        from .inject import WATCH_ADAPTERS
+
+        return (WATCH_ADAPTERS, HOT_SWAPS)
+
+
+FEATURE = Adapters()
