@@ -131,7 +131,7 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state": Private(
         "the same", "training", _RAISES
     ),
-    "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "model strategies"),
+    "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "features model strategies"),
     "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
     "torch.distributed.tensor.distribute_module._distribute_module_applied": Private("left out of copies", "model"),
     "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "strategies"),
@@ -140,7 +140,7 @@ PRIVATE: dict[str, Private] = {
     "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "model training"),
     "torch.nn.Module._forward_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._load_state_dict_pre_hooks": Private("left out of copies", "model"),
-    "torch.nn.Module._modules": Private("the module's own", "model strategies"),
+    "torch.nn.Module._modules": Private("the module's own", "features model strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
         "anatomy checkpoint features loading model strategies training",
