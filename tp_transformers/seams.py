@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 from .errors import PlanError, shown
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
     from .loading.options import Options
@@ -132,6 +133,9 @@ class Feature:
     def check_save(self, folder: Path, variant: str | None) -> None:
         """Raise for a folder or a variant in which a standard checkpoint would be taken for one of this feature, or be
         hidden by one. A rank that writes calls it, with the folder locked, before it writes there."""
+
+    def sharded(self, module: nn.Module) -> None:
+        """Add hooks to a module of a loaded model whose parameters have been sharded."""
 
     def model_methods(self) -> Sequence[type]:
         """Classes whose methods a loaded model has before those of the core; each calls `super()`."""

@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
+    from ..features.dcp.load import load_distributed_checkpoint
     from ..features.presharded.checkpoint import verify_sharded
-    from .reading.distributed import load_distributed_checkpoint
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "reading.distributed": "load_distributed_checkpoint",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = ["load_distributed_checkpoint", "verify_sharded"]

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from .. import seams
 from ..anatomy.linears import features
-from ..checkpoint.saving.dcp import placed
 from ..errors import UnsupportedError
 from ..marks import untyped
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -37,11 +37,12 @@ from ..strategies.parameters.sharded import check_pickled, full_values, is_shard
 
 
 def keep_state(module: nn.Module) -> None:
-    """Let `module` save shards with their placement, load full tensors, and keep its shards in deep copies.
+    """Let `module` load full tensors, and keep its shards in deep copies; features add their hooks.
 
     The hooks are on the module, so that they also run under a wrapper of the model.
     """
-    module.register_state_dict_post_hook(_set_placement)
+    for feature in seams.features().values():
+        feature.sharded(module)
     module.register_load_state_dict_pre_hook(_load_own_shards)
     untyped(module).tp_copies = _Copies(module)
 
@@ -57,14 +58,6 @@ class _Copies:
             if id(param) in memo and hasattr(param, SHARD.name):
                 SHARD.put(memo[id(param)], SHARD.of(param))
         return _Copies(memo.get(id(self.module), self.module))
-
-
-def _set_placement(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Replace plain shards in a state dict by tensors that torch.distributed.checkpoint can save."""
-    for name, param in module._parameters.items():
-        value = state.get(prefix + name)
-        if param is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            state[prefix + name] = placed(value, param)
 
 
 def _load_own_shards(

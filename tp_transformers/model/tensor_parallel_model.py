@@ -13,11 +13,9 @@ from torch import nn
 
 from ..checkpoint.quantization.packed import check_not_packed, packed_weights
 from ..checkpoint.reading.report import LoadReport
-from ..checkpoint.saving.chunks import save_chunks
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
-from ..errors import UnsupportedError
 from ..marks import untyped
 from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution
@@ -72,20 +70,8 @@ class TensorParallelModel(_Model):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`.
-
-        With `distributed_checkpoint`, each rank writes a file; see `checkpoint.saving.chunks`.
-        """
-        if kwargs.pop("distributed_checkpoint", False):
-            with self.tp_group.agree():
-                check_not_packed(self, "distributed_checkpoint")
-                given = dict(zip(("is_main_process", "state_dict"), args, strict=False), push_to_hub=push_to_hub)
-                for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
-                    if (given | kwargs).get(name) not in (None, False):
-                        got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."
-                        raise UnsupportedError("save_pretrained", got=got, expected="full tensors", fix=fix)
-            save_chunks(self, Path(save_directory))
-        elif push_to_hub:
+        """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`."""
+        if push_to_hub:
             tags = self.model_tags or ()
             save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
         else:

@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING
 from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
+    from ..features.dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
     from ..features.optimizers.groups import parameter_groups
     from ..strategies.shards.full_parameters import full_parameters
     from .expert_load import ExpertLoad
-    from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "expert_load": "ExpertLoad",
-            "optimizer_state": "load_optimizer_state_dict optimizer_state_dict",
             ".strategies.shards.full_parameters": "full_parameters",
         },
     )

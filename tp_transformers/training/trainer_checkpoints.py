@@ -14,15 +14,15 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, get_last_checkpoint
 
-from ..checkpoint.reading.distributed import load_distributed_checkpoint
 from ..checkpoint.saving.machines import lacking, sight
 from ..errors import CheckpointError, UnsupportedError
+from ..features.dcp.load import load_distributed_checkpoint
+from ..features.dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
 from ..ranks.environment import host_of, node_name
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_states, set_random_states
-from .optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from .replicas import check_replicas
 
 logger = get_logger(__name__)

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.utils import PushToHubMixin
@@ -236,64 +235,6 @@ def test_the_file_of_one_rank_is_refused_on_others(pool: Any, cases: Any, tmp_pa
         for text in said:
             assert "got the shard of rank 0 of 2, expected the shard of rank 1 of 2, or the full tensor" in text
             assert "let every rank save and load a file of its own" in text
-
-
-# -- torch.distributed.checkpoint
-
-
-def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Two steps, then a distributed checkpoint of model and optimizer; returns both whole."""
-    model = load(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
-        optimizer.step()
-    state = {"model": model.state_dict(), "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=target)
-    weights = full_parameters(model)
-    moments = {
-        name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])
-        for name, param in model.named_parameters()
-    }
-    return weights, moments
-
-
-def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
-    """A fresh model and optimizer, which take what was saved; returns both whole, and the loss of another step."""
-    model = load(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    state = {"model": model.state_dict(), "optimizer": tp_transformers.training.optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=target)
-    model.load_state_dict(state["model"])
-    tp_transformers.training.load_optimizer_state_dict(model, optimizer, state["optimizer"])
-    weights = full_parameters(model)
-    moments = {
-        name: tp_transformers.full_tensor(param, optimizer.state[param]["exp_avg_sq"])
-        for name, param in model.named_parameters()
-    }
-    model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.backward()
-    optimizer.step()
-    return weights, moments, model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.item()
-
-
-def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path) -> None:
-    for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2))):
-        folder, target = cases(*heads).folder, str(tmp_path / str(heads))
-        (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
-        for weights, _ in others:  # what several ranks hold may be written by any of them
-            assert different_tensors(weights, saved) == []
-        losses = set()
-        for size in (sizes[1], 1):
-            for weights, loaded, loss in pool.run(size, load_saved, folder, target):
-                assert different_tensors(weights, saved) == [], (heads, size)
-                assert different_tensors(loaded, moments) == []
-                losses.add(round(loss, 3))
-        assert len(losses) == 1
-        # A model without a plan takes the same checkpoint.
-        plain = AutoModelForCausalLM.from_pretrained(folder)
-        state = {"model": plain.state_dict()}
-        dcp.load(state, checkpoint_id=target, no_dist=True)
-        assert all(torch.equal(value, state["model"][name]) for name, value in saved.items())
 
 
 # -- the Hub

@@ -1,23 +1,41 @@
-"""Checkpoints of torch.distributed.checkpoint: `save_pretrained(folder, distributed_checkpoint=True)`, read back."""
+"""Checkpoints of torch.distributed.checkpoint; `save_pretrained(folder, distributed_checkpoint=True)`, read back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from ...seams import Feature
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...loading.storage import Storage
 
 
 class DistributedCheckpoints(Feature):
-    """Chunks of tensors, in one file a rank."""
+    """Chunks of tensors, in one file a rank; states of models and optimizers that torch saves as such."""
+
+    public: ClassVar[Mapping[str, str]] = {
+        "checkpoint.load_distributed_checkpoint": ".load",
+        "training.load_optimizer_state_dict": ".optimizer_state",
+        "training.optimizer_state_dict": ".optimizer_state",
+    }
 
     def storages(self) -> Sequence[type[Storage]]:
-        from .storage import ChunkFiles
+        from .chunks import ChunkFiles
 
         return (ChunkFiles,)
+
+    def sharded(self, module: nn.Module) -> None:
+        from .local_shard import place_in_state
+
+        module.register_state_dict_post_hook(place_in_state)
+
+    def model_methods(self) -> Sequence[type]:
+        from .save import DistributedSaves
+
+        return (DistributedSaves,)
 
 
 FEATURE = DistributedCheckpoints()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -88,6 +88,14 @@ class LocalShard(ShardTensor):
             offsets[0], sizes[0] = self.tp_shard.rows[0], self.tp_shard.rows[1] - self.tp_shard.rows[0]
         offsets[dim], sizes[dim] = entry.start, entry.length
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def place_in_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """State-dict hook: replace plain shards by tensors that torch.distributed.checkpoint can save."""
+    for name, param in module._parameters.items():
+        value = state.get(prefix + name)
+        if param is not None and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[prefix + name] = placed(value, param)
 
 
 def placed(local: Tensor, param: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from tests.features.dcp.unit.test_distributed import Program, with_metadata
 from tests.support.pool import Pool, WorkerError
-from tests.unit.checkpoint.test_distributed import Program, with_metadata
 from tp_transformers.checkpoint import load_distributed_checkpoint
 
 pytestmark = pytest.mark.distributed

@@ -1,10 +1,11 @@
-"""Shards in one file a rank, in the format of transformers' `save_pretrained(distributed_checkpoint=True)`.
+"""`save_pretrained(distributed_checkpoint=True)`: shards in one file a rank, in the format of transformers.
 
-Transformers loads them on any mesh, and so does a load with a plan; see `checkpoint.reading.chunks`.
+Transformers loads them on any mesh, and so does a load with a plan; see chunks.py.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,48 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ...checkpoint.quantization.packed import check_not_packed
+from ...checkpoint.saving.machines import on_all_copies
+from ...checkpoint.saving.save import write_configs
+from ...checkpoint.saving.writer import make_folder, named
+from ...errors import UnsupportedError
 from ...ranks.group import GROUP, TensorParallelGroup
-from ..reading.chunks import chunk_files
-from .dcp import LocalShard
-from .machines import on_all_copies
-from .save import write_configs
-from .writer import make_folder, named
+from ...seams import collective
+from .chunks import chunk_files
+from .local_shard import LocalShard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_Model: Any = object
+"""Base of the methods; in the class of a model, a PreTrainedModel follows it in the MRO."""
+
+
+class DistributedSaves(_Model):
+    """Methods of a loaded model."""
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, distributed_checkpoint: bool = False, **kwargs: Any
+    ) -> None:
+        """Write the checkpoint; with `distributed_checkpoint`, each rank writes a file. Collective.
+
+        Raises UnsupportedError for it with packed weights, `push_to_hub`, `state_dict` or `variant`.
+        """
+        if distributed_checkpoint:
+            given = dict(zip(("is_main_process", "state_dict"), args, strict=False))
+            self._save_chunks(Path(save_directory), **given, **kwargs)
+        else:
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    @collective
+    def _save_chunks(self, folder: Path, **given: Any) -> None:
+        with self.tp_group.agree():
+            check_not_packed(self, "distributed_checkpoint")
+            for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
+                if given.get(name) not in (None, False):
+                    got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."
+                    raise UnsupportedError("save_pretrained", got=got, expected="full tensors", fix=fix)
+        save_chunks(self, folder)
 
 
 def save_chunks(model: PreTrainedModel, folder: Path) -> None:

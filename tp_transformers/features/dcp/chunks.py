@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...checkpoint.reading.header import Checkpoint, read_header
 from ...errors import CheckpointError
+from ...loading.storage import Asked, Storage
+from ...ranks.group import TensorParallelGroup
 from ...slices.composed import concat
 from ...slices.lazy import LazyTensor
 from ...slices.source import Source
-from .header import Checkpoint, read_header
 
 Chunk = tuple[tuple[int, ...], LazyTensor]
 """The offsets of a chunk in the full tensor, and the chunk."""
@@ -45,6 +47,29 @@ class ChunkedCheckpoint(Checkpoint):
         for name, tensor in tensors.items():
             self._chunks.setdefault(name, []).append((offsets.get(name, ()), tensor))
         return {}
+
+
+class ChunkFiles(Storage):
+    """The files of all ranks of a save, in one folder."""
+
+    has_own_names = True
+    checkpoint = ChunkedCheckpoint
+
+    def __init__(self, found: Sequence[str]) -> None:
+        self.found = found
+
+    @classmethod
+    def find(cls, asked: Asked) -> Storage | None:
+        arguments = asked.arguments
+        if asked.folder is None or any(arguments.get(name) for name in ("variant", "state_dict", "gguf_file")):
+            return None
+        files = chunk_files(asked.folder)
+        return cls(files) if files else None
+
+    def files(
+        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
+    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+        return self.found, None
 
 
 def chunk_files(folder: Path) -> list[str]:

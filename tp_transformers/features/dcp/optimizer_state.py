@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..checkpoint.saving.dcp import LocalShard, placed
-from ..errors import CheckpointError, UnsupportedError
-from ..ranks.group import GROUP
-from ..strategies import local_tensor
-from ..strategies.parameters.sharded import laid_out
+from ...errors import CheckpointError, UnsupportedError
+from ...ranks.group import GROUP
+from ...strategies import local_tensor
+from ...strategies.parameters.sharded import laid_out
+from .local_shard import LocalShard, placed
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
