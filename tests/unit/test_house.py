@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15715
+CORE = 15714
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43889
+PACKAGE = 43888
 """Lines of the package, likewise."""
 FROM_CORE = 57
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
