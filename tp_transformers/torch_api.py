@@ -140,7 +140,7 @@ PRIVATE: dict[str, Private] = {
     "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "model training"),
     "torch.nn.Module._forward_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._load_state_dict_pre_hooks": Private("left out of copies", "model"),
-    "torch.nn.Module._modules": Private("the module's own", "features model strategies"),
+    "torch.nn.Module._modules": Private("the module's own", "features strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
         "anatomy checkpoint features loading model strategies training",

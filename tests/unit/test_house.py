@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15714
+CORE = 15773
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43888
+PACKAGE = 43924
 """Lines of the package, likewise."""
-FROM_CORE = 57
+FROM_CORE = 51
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
 BETWEEN_FEATURES = 77
 """Imports of one feature by another that does not require it, likewise."""

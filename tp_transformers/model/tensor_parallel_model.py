@@ -24,13 +24,9 @@ from ..seams import collective, features, model_patches
 from ..strategies import local_tensor, unsharded_like
 from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from .clip import FULL_NORMS
-from .continuous_batching import OWN_CACHE
 from .generate import TensorParallelGeneration
-from .kernels import check_kernels
 from .nnsight import FULL_ACTIVATIONS
-from .replaced import UNSHARDED_MODULES_RAISE
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
-from .wrappers import UNSHARDED_MODELS_ONLY
 
 _Model: Any = object
 """Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
@@ -131,18 +127,6 @@ class TensorParallelModel(_Model):
             return resize()
         return resize_embeddings(self, resize)
 
-    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
-        """Replace forwards by kernels of the Hub. Collective.
-
-        Raises UnsupportedError on all ranks if a kernel would skip communication; see `check_kernels`.
-        """
-        use = partial(super().set_use_kernels, use_kernels, *args, **kwargs)
-        if not use_kernels:
-            use()
-            return
-        with check_kernels(self):
-            use()
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Implement `to`, `half`, `cuda`, ...: shards stay shards, on the mesh's own device."""
         check_device(fn, self.tp_group)
@@ -163,11 +147,8 @@ class TensorParallelModel(_Model):
 _PATCHES = (
     FULL_ACTIVATIONS,
     FULL_NORMS,
-    OWN_CACHE,
     ASSIGNED_VALUES,
     FULL_BYTES,
-    UNSHARDED_MODELS_ONLY,
-    UNSHARDED_MODULES_RAISE,
 )
 
 

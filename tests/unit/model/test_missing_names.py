@@ -22,7 +22,7 @@ from tp_transformers import UnsupportedError
 from tp_transformers.features.optimizers.grad_scaler import SHARED_INFINITIES
 from tp_transformers.features.optimizers.step import STEPS_ON_SHARDS
 from tp_transformers.features.peft.hotswap import HOT_SWAPS
-from tp_transformers.model.continuous_batching import OWN_CACHE
+from tp_transformers.features.serve.continuous_batching import OWN_CACHE
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
 from tp_transformers.strategies import SHARD

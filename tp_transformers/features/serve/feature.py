@@ -1,11 +1,15 @@
-"""Serving: `tp-transformers serve` and `tp-transformers chat`."""
+"""Serving: continuous batching, `tp-transformers serve` and `tp-transformers chat`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ...seams import Feature
+
+if TYPE_CHECKING:
+    from ...patches import Patch
 
 
 class Serve(Feature):
@@ -17,6 +21,11 @@ class Serve(Feature):
         from . import chat, command
 
         return {"serve": command, "chat": chat}
+
+    def model_patches(self) -> Sequence[Patch]:
+        from .continuous_batching import OWN_CACHE
+
+        return (OWN_CACHE,)
 
 
 FEATURE = Serve()

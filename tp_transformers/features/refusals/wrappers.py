@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import UnsupportedError
-from ..patches import Patch, replace
-from ..ranks.group import agreed
-from ..strategies import SHARD
+from ...errors import UnsupportedError
+from ...patches import Patch, replace
+from ...ranks.group import agreed
+from ...strategies import SHARD
 
 
 def _init(original: Callable[..., Any], wrapper: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MeshError, UnsupportedError
-from ..marks import Mark, untyped
-from ..patches import Patch, Undo, replace, replace_all
-from ..ranks import direct
-from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import LocalConfig
+from ...errors import MeshError, UnsupportedError
+from ...marks import Mark, untyped
+from ...patches import Patch, Undo, replace, replace_all
+from ...ranks import direct
+from ...ranks.group import GROUP, TensorParallelGroup
+from ...strategies import LocalConfig
 
 _MODULE = "transformers.generation.continuous_batching.continuous_api"
 

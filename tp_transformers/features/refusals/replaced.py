@@ -11,11 +11,11 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import UnsupportedError
-from ..patches import Patch
-from ..ranks.group import agreed
-from ..strategies import STRATEGY
-from ..strategies.signature import FEATURES
+from ...errors import UnsupportedError
+from ...patches import Patch
+from ...ranks.group import agreed
+from ...strategies import STRATEGY
+from ...strategies.signature import FEATURES
 
 
 class _Unsharded:

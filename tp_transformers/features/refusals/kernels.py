@@ -8,15 +8,32 @@ experts of GPT-OSS, reads the parameters of the modules inside it and never call
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..anatomy.names import fold_layers
-from ..errors import UnsupportedError
-from ..ranks.group import GROUP
-from ..strategies import TensorParallelLayer
+from ...anatomy.names import fold_layers
+from ...errors import UnsupportedError
+from ...marks import untyped
+from ...ranks.group import GROUP
+from ...strategies import TensorParallelLayer
+
+_Model: Any = object
+"""Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
+
+
+class KernelModel(_Model):
+    """The method of a loaded model that puts kernels in place of forwards."""
+
+    def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+        """Replace forwards by kernels of the Hub. Collective.
+
+        Raises UnsupportedError on all ranks if a kernel would skip communication; see `check_kernels`.
+        """
+        with check_kernels(untyped(self)) if use_kernels else nullcontext():
+            super().set_use_kernels(use_kernels, *args, **kwargs)
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""Refusals of code that would compute something else with a tensor-parallel model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...seams import Feature
+
+if TYPE_CHECKING:
+    from ...patches import Patch
+
+
+class Refusals(Feature):
+    """Wrappers, replaced modules and kernels that do not fit shards raise on all ranks."""
+
+    def model_methods(self) -> Sequence[type]:
+        from .kernels import KernelModel
+
+        return (KernelModel,)
+
+    def model_patches(self) -> Sequence[Patch]:
+        from .replaced import UNSHARDED_MODULES_RAISE
+        from .wrappers import UNSHARDED_MODELS_ONLY
+
+        return (UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE)
+
+
+FEATURE = Refusals()
