@@ -1,10 +1,19 @@
 """Debugging: shards of a model and of its activations, and checks that ranks have the same inputs and replicas."""
 
-from .model.same_inputs import check_inputs
-from .plans.attention_heads import head_counts
-from .strategies.activations import full_activation, local_activation
-from .training.partition import Partition, partition
-from .training.replicas import check_replicas
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .namespaces import lazy_names
+
+if TYPE_CHECKING:
+    from .features.activations.activations import full_activation, local_activation
+    from .features.debug.partition import Partition, partition
+    from .features.debug.replicas import check_replicas
+    from .features.debug.same_inputs import check_inputs
+    from .plans.attention_heads import head_counts
+else:
+    __getattr__, __dir__ = lazy_names(__name__, {".plans.attention_heads": "head_counts"})
 
 __all__ = [
     "Partition",

@@ -97,7 +97,7 @@ PRIVATE: dict[str, Private] = {
     ),
     "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "model strategies training"),
     "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model strategies"),
-    "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "features model strategies"),
+    "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "features strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
     "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),

@@ -23,7 +23,6 @@ from ..checkpoint.quantization.format import Quantization
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
 from ..model.parallelize import parallelize
-from ..model.same_inputs import check_if_enabled
 from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
@@ -192,7 +191,6 @@ def _load_tensor_parallel(
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
         # 6. Shard parameters that transformers has initialised because the checkpoint lacked them.
         partition_initialized(model, current.resolution, group)
-        check_if_enabled(model)
         TRAINER.hold_for(model)
         ACCELERATOR.hold_for(model)
         for done in around:

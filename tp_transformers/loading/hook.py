@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..model.nnsight import ANY_RANKS, FULL_ACTIVATIONS
 from ..patches import Patch, Undo, nothing, replace_all
 from ..seams import features
 from ..training.trainer_patch import TRAINER
@@ -39,8 +38,6 @@ _HOOK = Patch("transformers", "from_pretrained", _replace_all)
 _HELD = (
     _HOOK,
     Patch("transformers", "register_strategy", _name_registration, without=nothing),
-    ANY_RANKS,
-    FULL_ACTIVATIONS,  # a model may be loaded after nnsight has made its tree
     TRAINER,
     *(patch for feature in features().values() for patch in feature.clients()),
 )

@@ -28,7 +28,6 @@ from ..strategies import (
     mix_locally,
 )
 from ..strategies.signature import FEATURES
-from .attentions import return_full_attentions
 from .dropout import FullMasks, OwnRandomness, SharedRandomness
 from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
@@ -62,7 +61,6 @@ def parallelize(
     # 4. Communication.
     if group.device_mesh is not None:
         _attach_strategies(model, resolution, shards, group, group.device_mesh)
-        return_full_attentions(model, resolution.attention, group)
         _attach_randomness(model, resolution, group)
     # 5. The model, and the models inside it, become TensorParallelModels.
     hold_patches(model)

@@ -25,7 +25,6 @@ from ..strategies import local_tensor, unsharded_like
 from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
-from .nnsight import FULL_ACTIVATIONS
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
 
 _Model: Any = object
@@ -145,7 +144,6 @@ class TensorParallelModel(_Model):
 
 
 _PATCHES = (
-    FULL_ACTIVATIONS,
     FULL_NORMS,
     ASSIGNED_VALUES,
     FULL_BYTES,

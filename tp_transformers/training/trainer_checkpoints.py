@@ -18,12 +18,12 @@ from ..checkpoint.saving.machines import lacking, sight
 from ..errors import CheckpointError, UnsupportedError
 from ..features.dcp.load import load_distributed_checkpoint
 from ..features.dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from ..features.debug.replicas import check_replicas
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
 from ..ranks.environment import host_of, node_name
 from ..ranks.group import TensorParallelGroup
 from ..ranks.random_state import random_states, set_random_states
-from .replicas import check_replicas
 
 logger = get_logger(__name__)
 

@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..anatomy.names import folded, layer_number
-from ..errors import UnsupportedError
-from ..plans.bind import Resolution
-from ..ranks.group import GROUP
-from ..strategies.signature import BATCH
-from ..text import spans
-from .data_parallel import ranks_of
+from ...anatomy.names import folded, layer_number
+from ...errors import UnsupportedError
+from ...plans.bind import Resolution
+from ...ranks.group import GROUP
+from ...strategies.signature import BATCH
+from ...text import spans
+from ...training.data_parallel import ranks_of
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..anatomy.attention import HEADS, is_cross_attention
-from ..errors import UnsupportedError
-from ..plans.attention_heads import AttentionHeads
-from ..ranks.collectives import Group, gather_from_region
-from ..ranks.group import TensorParallelGroup
-from ..slices.layout import Split
-from ..torch_api import tree_map_only
+from ...anatomy.attention import HEADS, is_cross_attention
+from ...errors import UnsupportedError
+from ...plans.attention_heads import AttentionHeads
+from ...ranks.collectives import Group, gather_from_region
+from ...ranks.group import TensorParallelGroup
+from ...slices.layout import Split
+from ...torch_api import tree_map_only
 
 FIELDS = {"attentions": False, "cross_attentions": True}
 """Attention fields in the output of a stack of layers -> True for cross-attention."""

@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
-from ..marks import untyped
-from ..ranks import direct
-from ..ranks.collectives import Group, apply_function
-from ..slices.layout import Layout, ShardRange, Split
-from .forward.communication import Communication
-from .shards.slicing import take
-from .signature import ANY, FEATURES, REPLICATED
+from ...errors import UnsupportedError
+from ...marks import untyped
+from ...ranks import direct
+from ...ranks.collectives import Group, apply_function
+from ...slices.layout import Layout, ShardRange, Split
+from ...strategies.forward.communication import Communication
+from ...strategies.shards.slicing import take
+from ...strategies.signature import ANY, FEATURES, REPLICATED
 
 Side = Literal["input", "output"]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
-from ..patches import Patch, Undo, nothing, replace, replace_all
-from ..slices.layout import Split
-from ..strategies.activations import (
+from ...errors import UnsupportedError
+from ...patches import Patch, Undo, nothing, replace, replace_all
+from ...slices.layout import Split
+from ...strategies.signature import BATCH, SEQUENCE
+from .activations import (
     Side,
     features_split,
     full_activation,
@@ -26,7 +27,6 @@ from ..strategies.activations import (
     own_features,
     strategy_of,
 )
-from ..strategies.signature import BATCH, SEQUENCE
 
 _MODULE, _LOADER = "nnsight.intervention.interleaver", "nnsight.modeling.huggingface"
 

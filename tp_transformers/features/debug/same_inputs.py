@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ..errors import MeshError, UnsupportedError
-from ..features.places.place import named_inputs
-from ..ranks.group import GROUP, agreed, differing
-from ..ranks.random_state import random_state
-from ..strategies import batch_sharded
-from .generate import fingerprint
+from ...errors import MeshError, UnsupportedError
+from ...model.generate import fingerprint
+from ...ranks.group import GROUP, agreed, differing
+from ...ranks.random_state import random_state
+from ...strategies import batch_sharded
+from ..places.place import named_inputs
 
 SWITCH = "TP_TRANSFORMERS_DEBUG"
 """Environment variable; unless it is empty or 0, every loaded model is checked."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedError
-from ..ranks import direct
-from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import SHARD, local_tensor
-from ..strategies.shards.replicas import ReplicatedSlice, replicated_slices
+from ...errors import UnsupportedError
+from ...ranks import direct
+from ...ranks.group import GROUP, TensorParallelGroup
+from ...strategies import SHARD, local_tensor
+from ...strategies.shards.replicas import ReplicatedSlice, replicated_slices
 
 CHUNK = 1 << 20
 """Elements per step of a fingerprint."""

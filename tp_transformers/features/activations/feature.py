@@ -1,0 +1,42 @@
+"""Full activations of sharded models: for hooks, `output_attentions`, and nnsight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...seams import Feature, Loaded
+
+if TYPE_CHECKING:
+    from ...loading.options import Options
+    from ...patches import Patch
+    from ...ranks.group import TensorParallelGroup
+
+
+class Activations(Feature):
+    """`tp_transformers.debug.full_activation` and `local_activation`, attentions of all heads, patches of nnsight."""
+
+    public = dict.fromkeys(("debug.full_activation", "debug.local_activation"), ".activations")
+
+    @contextmanager
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+        from .attentions import return_full_attentions
+
+        def gather(model: Any) -> None:
+            return_full_attentions(model, model.tp_resolution.attention, group)
+
+        yield gather
+
+    def clients(self) -> Sequence[Patch]:
+        from .nnsight import ANY_RANKS, FULL_ACTIVATIONS
+
+        return ANY_RANKS, FULL_ACTIVATIONS  # a model may be loaded after nnsight has made its tree
+
+    def model_patches(self) -> Sequence[Patch]:
+        from .nnsight import FULL_ACTIVATIONS
+
+        return (FULL_ACTIVATIONS,)
+
+
+FEATURE = Activations()

@@ -1,0 +1,34 @@
+"""Checks of what ranks have to have in common, and a picture of what each holds: `tp_transformers.debug`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ...seams import Feature, Loaded
+
+if TYPE_CHECKING:
+    from ...loading.options import Options
+    from ...ranks.group import TensorParallelGroup
+
+
+class Debugging(Feature):
+    """`check_inputs`, `check_replicas`, `partition`; with TP_TRANSFORMERS_DEBUG, the first of every loaded model."""
+
+    requires = ("places",)
+    public = {  # noqa: RUF012 - of Feature
+        "debug.Partition": ".partition",
+        "debug.check_inputs": ".same_inputs",
+        "debug.check_replicas": ".replicas",
+        "debug.partition": ".partition",
+    }
+
+    @contextmanager
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+        from .same_inputs import check_if_enabled
+
+        yield check_if_enabled
+
+
+FEATURE = Debugging()
