@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15773
+CORE = 15904
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 43924
+PACKAGE = 44000
 """Lines of the package, likewise."""
-FROM_CORE = 51
+FROM_CORE = 45
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 77
+BETWEEN_FEATURES = 74
 """Imports of one feature by another that does not require it, likewise."""
 
 
