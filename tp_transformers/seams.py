@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .loading.options import Options
     from .loading.storage import Storage
     from .patches import Patch
+    from .plans.entry import Entry
     from .plans.rules import Plan
     from .ranks.group import TensorParallelGroup
     from .strategies import TensorParallelLayer
@@ -113,6 +114,10 @@ class Feature:
     def measures(self) -> Mapping[str, Measure]:
         """Values of `tp_shares`: name -> the way to find the shares at the load. Collective over the group."""
         return {}
+
+    def sections(self) -> Sequence[type[Entry]]:
+        """Sections of plan files beside `attention`: their entries describe modules whose heads are split."""
+        return ()
 
     def storages(self) -> Sequence[type[Storage]]:
         """Storages of weights; a load asks them in this order."""

@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15904
+CORE = 15964
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44000
+PACKAGE = 44079
 """Lines of the package, likewise."""
-FROM_CORE = 45
+FROM_CORE = 41
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 74
+BETWEEN_FEATURES = 72
 """Imports of one feature by another that does not require it, likewise."""
 
 

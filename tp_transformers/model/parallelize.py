@@ -10,22 +10,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..anatomy.mixers import HEAD_COUNTS, counts_heads_by_config
 from ..anatomy.names import base_prefix, fold_layers, is_inside, owner_of
 from ..logs import get_logger
 from ..marks import Mark
-from ..plans.attention_heads import count_heads, set_own
 from ..plans.bind import Resolution, resolve
 from ..plans.fractions import check_layers_are_sharded
 from ..plans.rules import Plan
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import (
-    LocalConfig,
     ParamShard,
     TensorParallelLayer,
     attach,
     join_layers,
-    mix_locally,
 )
 from ..strategies.signature import FEATURES
 from .dropout import FullMasks, OwnRandomness, SharedRandomness
@@ -57,7 +53,8 @@ def parallelize(
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shards = {name: _local_parameter(model, name, resolution, group) for name in names}
     # 3. Local head counts, set on the modules: the config is shared and stays unchanged.
-    _count_local_heads(model, resolution, group)
+    for name, heads in (*resolution.attention.items(), *resolution.split_heads.items()):
+        heads.count(model, name, group.rank)
     # 4. Communication.
     if group.device_mesh is not None:
         _attach_strategies(model, resolution, shards, group, group.device_mesh)
@@ -109,18 +106,6 @@ def _local_parameter(model: nn.Module, name: str, resolution: Resolution, group:
     return shard
 
 
-def _count_local_heads(model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup) -> None:
-    """Set this rank's head counts on attention modules and mixers."""
-    for name, heads in resolution.attention.items():
-        count_heads(model, name, heads, group.rank)
-    for name, mixer in resolution.mixers.items():
-        module = model.get_submodule(name)
-        if counts_heads_by_config(module):
-            module.config = LocalConfig(module.config, **dict.fromkeys(HEAD_COUNTS, mixer.heads.widths[group.rank]))
-        for owner in ("", *(child.rpartition(".")[0] for child in mixer.local)):
-            set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), mixer.attributes(group.rank))
-
-
 def _attach_strategies(
     model: nn.Module,
     resolution: Resolution,
@@ -128,7 +113,7 @@ def _attach_strategies(
     group: TensorParallelGroup,
     mesh: DeviceMesh,
 ) -> None:
-    """Attach strategies to modules that communicate, hold a sharded parameter, or mix tokens by heads."""
+    """Attach strategies to modules that communicate, hold a sharded parameter, or compute with this rank's heads."""
     takes_dtensors = any(strategy.passes_dtensors for strategy in resolution.module_strategies.values())
     owners = dict(resolution.module_strategies)
     for name in resolution.param_strategies:
@@ -142,10 +127,8 @@ def _attach_strategies(
     for module in model.modules():
         if module._parameters:
             keep_state(module)
-    for name, mixer in resolution.mixers.items():
-        inside = tuple(f"{name}.{child}." for child in mixer.local)
-        read = {param[len(name) + 1 :]: shard for param, shard in shards.items() if param.startswith(inside)}
-        mix_locally(model.get_submodule(name), read, mixer.splits, mixer.states, group.rank)
+    for name, heads in resolution.split_heads.items():
+        heads.attach(model, name, shards, group.rank)
 
 
 def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:

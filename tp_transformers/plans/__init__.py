@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
-    from .rule import Attention, Rule
+    from .attention import Attention
+    from .rule import Rule
     from .rules import Plan
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {"rule": "Attention Rule", "rules": "Plan"})
+    __getattr__, __dir__ = lazy_names(__name__, {"attention": "Attention", "rule": "Rule", "rules": "Plan"})
 
 __all__ = ["Attention", "Plan", "Rule"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,10 +12,11 @@ from ..errors import UnsupportedError
 from ..ranks.group import GROUP
 from ..slices.layout import Split, packed
 from ..strategies import LocalConfig
+from .entry import SplitHeads, set_own
 
 
 @dataclass(frozen=True)
-class AttentionHeads:
+class AttentionHeads(SplitHeads):
     """Splits of the heads of one attention module."""
 
     query: Split
@@ -56,32 +56,12 @@ class AttentionHeads:
         counts = self.attributes(rank)
         return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
 
-
-@dataclass
-class AttentionSplits:
-    """Splits of all attention in a model."""
-
-    heads: dict[str, AttentionHeads] = field(default_factory=dict)
-    splits: dict[str, Split] = field(default_factory=dict)
-    """Projection, parameter or attention module -> split of its heads."""
-    replicated: dict[str, str] = field(default_factory=dict)
-    """Child that is replicated because there are more ranks than heads -> its attention module or mixer."""
-
-
-def count_heads(model: nn.Module, name: str, heads: AttentionHeads, rank: int) -> None:
-    """Set the local head counts of `rank` on the attention `name` of `model`; the shared config does not change."""
-    module: Any = model.get_submodule(name)
-    for holder in (name, *heads.holders):
-        set_own(model.get_submodule(holder), heads.attributes(rank))
-    if hasattr(module, "config") and (heads.is_fused or reads_counts_of_config(module)):
-        module.config = LocalConfig(module.config, **heads.config_attributes(rank))
-
-
-def set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:
-    """Set the attributes that the module has."""
-    for name, value in attributes.items():
-        if hasattr(module, name):
-            setattr(module, name, value)
+    def count(self, model: nn.Module, name: str, rank: int) -> None:
+        module: Any = model.get_submodule(name)
+        for holder in (name, *self.holders):
+            set_own(model.get_submodule(holder), self.attributes(rank))
+        if hasattr(module, "config") and (self.is_fused or reads_counts_of_config(module)):
+            module.config = LocalConfig(module.config, **self.config_attributes(rank))
 
 
 def head_counts(model: Any) -> dict[str, tuple[int, int]]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..anatomy.attention import config_around
-from ..anatomy.names import base_prefix, fold_layers, is_inside, tied_parameters
+from ..anatomy.names import base_prefix, fold_layers, tied_parameters
 from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
 from ..seams import plan_options
@@ -26,13 +26,14 @@ from ..strategies import (
     style_hint,
 )
 from ..strategies.signature import FEATURES
-from .attention_heads import AttentionHeads, AttentionSplits
+from .attention import Attention
+from .attention_heads import AttentionHeads
 from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
 from .checks.widths import misfits
+from .entry import Matches, SplitHeads
 from .heads import split_attention
-from .mixers import MixerHeads, split_mixers
 from .rule import UNRULED, Rule
-from .rules import Plan
+from .rules import Plan, sections
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,8 @@ class Resolution:
     attention: Mapping[str, AttentionHeads]
     layouts: Mapping[str, Layout | None]
     """Parameter name -> the indices that each rank holds; None if it is replicated."""
-    mixers: Mapping[str, MixerHeads] = field(default_factory=dict)
+    split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)
+    """Module of a section that a feature adds -> its heads."""
     uncovered: tuple[str, ...] = ()
     """Parameters without a rule, which are replicated."""
     notes: tuple[str, ...] = ()
@@ -117,50 +119,42 @@ class _Resolver:
     def resolve(self) -> Resolution:
         """Match, bind and check; see the function `resolve`."""
         self._check_architecture()
-        rules = self._known_rules()
-        module_rules = self._match(rules, self.modules)
-        param_rules = self._match(rules, self.parameters)
-        self._report_unmatched(module_rules, param_rules)
-        if self.plan.declared:
-            self._follow_tied(module_rules)
-        attention, faults = AttentionSplits(), self.faults
-        splits, replicated = attention.splits, attention.replicated
-        mixers = split_mixers(
-            self.plan.mixers, self.modules, self.prefix, self.ranks, faults, splits, replicated, module_rules
-        )
-        split_attention(self.plan, self.model, module_rules, param_rules, self.prefix, self.ranks, faults, attention)
-        module_strategies = {name: self._bind(name, rule, attention) for name, rule in module_rules.items()}
+        matches = self._matches()
+        module_rules, param_rules = matches.module_rules, matches.param_rules
+        split_heads: dict[str, SplitHeads] = {}
+        for kind in sections().values():
+            split_heads.update(kind.split(matches) if kind is not Attention else {})
+        attention = split_attention(matches)
+        module_strategies = {name: self._bind(name, rule, matches) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
-                param_strategies[name] = self._bind(owner, param_rules[name], attention, name)
+                param_strategies[name] = self._bind(owner, param_rules[name], matches, name)
                 rule_names[name] = param_rules[name].strategy_name
             elif owner in module_strategies:
                 param_strategies[name] = module_strategies[owner]
                 rule_names[name] = module_rules[owner].strategy_name
             else:
                 uncovered.append(name)
-        self.faults.extend(
-            f"{fold_layers(name)}: it is in a mixer with sharded heads, and no rule says how it is; name it there"
-            for name in uncovered
-            if any(is_inside(name, mixer) for mixer in mixers)
-        )
         self._check_modules(module_strategies, param_rules)
         layouts = self._lay_out(param_strategies)
         bound = BoundPlan(
-            self.modules, self.parameters, module_strategies, param_strategies, layouts, attention, self.size
+            *(self.modules, self.parameters, module_strategies, param_strategies, layouts),
+            *(attention, matches.splits, self.size),
         )
         if self.plan.declared:
             self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(self.modules, module_strategies, splits.keys() | replicated, self.ranks))
+            self.faults.extend(
+                misfits(self.modules, module_strategies, matches.splits.keys() | matches.replicated, self.ranks)
+            )
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
-        names = ", ".join(sorted(set(map(fold_layers, replicated.values()))))
+        names = ", ".join(sorted(set(map(fold_layers, matches.replicated.values()))))
         notes = (
             f"{names}: {self.size} ranks are more than the heads, so every rank computes all of them; the rest is "
             "still split",
@@ -168,14 +162,35 @@ class _Resolver:
         return Resolution(
             module_strategies,
             param_strategies,
-            attention.heads,
+            attention,
             layouts,
-            mixers,
+            split_heads,
             tuple(uncovered),
             (*(notes if names else ()), *self.plan.notes),
             rule_names,
-            frozenset(replicated),
+            frozenset(matches.replicated),
             self.plan,
+        )
+
+    def _matches(self) -> Matches:
+        plan, rules = self.plan, self._known_rules()
+        module_rules = self._match(rules, self.modules)
+        param_rules = self._match(rules, self.parameters)
+        self._report_unmatched(module_rules, param_rules)
+        if plan.declared:
+            self._follow_tied(module_rules)
+        return Matches(
+            (*plan.attention, *plan.entries),
+            plan.inner_model_around,
+            plan.declared,
+            self.model,
+            self.prefix,
+            self.ranks,
+            self.modules,
+            self.parameters,
+            module_rules,
+            param_rules,
+            self.faults,
         )
 
     def _check_architecture(self) -> None:
@@ -235,10 +250,10 @@ class _Resolver:
             for param_type, _ in self.modules[name].named_parameters():
                 bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
-    def _bind(self, owner: str, rule: Rule, attention: AttentionSplits, name: str | None = None) -> TensorParallelLayer:
+    def _bind(self, owner: str, rule: Rule, matches: Matches, name: str | None = None) -> TensorParallelLayer:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{replicated}.") for replicated in attention.replicated):
+        if strategy is None or any(f"{name}.".startswith(f"{replicated}.") for replicated in matches.replicated):
             if strategy is not None and strategy.shards_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
@@ -260,7 +275,7 @@ class _Resolver:
             self.size,
             name=name,
             ranks=self.ranks,
-            split=attention.splits.get(name),
+            split=matches.splits.get(name),
             parts=vars(module).get(rule.parts) if isinstance(rule.parts, str) else rule.parts,
             unit=rule.unit,
             widths=rule.widths,

@@ -12,11 +12,12 @@ from ..anatomy.attention import HEAD_SIZES, attention_config, first_of, head_cou
 from ..anatomy.linears import features, input_width, output_width
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
-from ..slices.layout import Ranks, Split, count_of, heads, interleaved, packed
+from ..slices.layout import Split, count_of, heads, interleaved, packed
 from ..strategies.signature import FEATURES
-from .attention_heads import AttentionHeads, AttentionSplits
+from .attention import Attention
+from .attention_heads import AttentionHeads
+from .entry import Matches
 from .rule import UNRULED, Rule
-from .rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,28 +39,17 @@ _ABSENT = ({"value"}, {"key", "value"})
 """Roles that attention may lack: its values are its keys, or keys and values are those of another layer."""
 
 
-def split_attention(
-    plan: Plan,
-    model: PreTrainedModel,
-    module_rules: dict[str, Rule],
-    param_rules: Mapping[str, Rule],
-    prefix: str,
-    ranks: Ranks,
-    faults: list[str],
-    attention_splits: AttentionSplits,
-) -> None:
-    """Split the heads of every attention module with sharded projections.
+def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
+    """Split the heads of every attention module with sharded projections; see `Entry.split`.
 
-    Args:
-        plan: has the attention modules; if it, or the plan of an inner model, has none, they are recognised by
-            PROJECTIONS.
-        module_rules: module -> its rule; rules that a declared plan lacks are added.
-        param_rules: parameter -> its own rule.
-        faults: list of faults; new ones are added.
-        attention_splits: splits of mixers; those of attention are added.
+    If the plan, or the plan of an inner model, has no attention modules, they are recognised by PROJECTIONS. Rules that
+    a declared plan lacks are added.
     """
-    modules, fault_count, size = dict(model.named_modules()), len(faults), count_of(ranks)
-    for name, (around, children, blocks) in _groups(plan, modules, prefix, faults).items():
+    model, modules, faults = matches.model, matches.modules, matches.faults
+    module_rules, param_rules = matches.module_rules, matches.param_rules
+    fault_count, size = len(faults), count_of(matches.ranks)
+    heads_by_module: dict[str, AttentionHeads] = {}
+    for name, (around, children, blocks) in _groups(matches).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
         if not _stays_sharded(name, roles, module_rules, faults):
             continue
@@ -71,15 +61,15 @@ def split_attention(
         if query % count or kv % count:
             faults.append(f"attention {name}: {query} query and {kv} key/value heads are not those of {count} blocks")
             continue
-        if plan.declared and not plan.names_attention(name, prefix):
+        if matches.declared and not _is_described(name, matches):
             _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
         followers = [child for names in roles.values() for child in names]
         if size > query // count:
-            attention_splits.replicated.update(dict.fromkeys((*followers, name), name))
+            matches.replicated.update(dict.fromkeys((*followers, name), name))
             continue
-        block_splits, hidden = heads(query // count, kv // count, ranks), roles.pop("with_hidden", [])
+        block_splits, hidden = heads(query // count, kv // count, matches.ranks), roles.pop("with_hidden", [])
         holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
-        attention_splits.heads[name] = AttentionHeads(
+        heads_by_module[name] = AttentionHeads(
             packed([block_splits[0]] * count),
             packed([block_splits[1]] * count),
             is_fused=bool({"fused", "interleaved"} & roles.keys()),
@@ -89,11 +79,11 @@ def split_attention(
             hidden=tuple(hidden),
             repeats=_repeats(modules[name], roles, query, attention_config(modules[name], model)),
         )
-        attention_splits.splits[name] = attention_splits.heads[name].query
-        rules = {child: module_rules.get(child) or param_rules.get(child) for child in followers}
-        _split_children(roles, block_splits, blocks, rules, faults, attention_splits)
+        matches.splits[name] = heads_by_module[name].query
+        _split_children(roles, block_splits, blocks, matches)
     if len(faults) == fault_count:  # faults in the description of attention are reported alone
-        faults.extend(_unrecognised(modules, model, module_rules, attention_splits, ranks))
+        faults.extend(_unrecognised(matches))
+    return heads_by_module
 
 
 def _stays_sharded(
@@ -150,18 +140,16 @@ def _split_children(
     roles: Mapping[str, list[str]],
     block_splits: tuple[Split, Split],
     blocks: Mapping[str, int],
-    rules: Mapping[str, Rule | None],
-    faults: list[str],
-    attention_splits: AttentionSplits,
+    matches: Matches,
 ) -> None:
     """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
-        rule = rules[child]
+        rule = matches.module_rules.get(child) or matches.param_rules.get(child)
         if rule is None:
             continue
-        attention_splits.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
+        matches.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
         if rule.parts is not None and role != "fused":
-            faults.append(
+            matches.faults.append(
                 f"{fold_layers(child)}: attention splits it by heads, as {role}, which has no parts; leave parts out, "
                 "or make its role in the plan's attention fused"
             )
@@ -179,21 +167,15 @@ def _role_split(role: str, block_splits: tuple[Split, Split], rule: Rule) -> Spl
     return kv if role in ("key", "value", "key_value", "with_key") else query
 
 
-def _unrecognised(
-    modules: Mapping[str, nn.Module],
-    model: PreTrainedModel,
-    module_rules: Mapping[str, Rule],
-    attention_splits: AttentionSplits,
-    ranks: Ranks,
-) -> Iterator[str]:
+def _unrecognised(matches: Matches) -> Iterator[str]:
     """Faults: attention that is sharded without a description of its heads, unless evenly and into complete heads."""
-    size = count_of(ranks)
-    known = attention_splits.splits.keys() | attention_splits.replicated.keys()
-    for child, rule in module_rules.items():
+    modules, ranks, size = matches.modules, matches.ranks, count_of(matches.ranks)
+    known = matches.splits.keys() | matches.replicated.keys()
+    for child, rule in matches.module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
             continue
-        common = math.gcd(*head_counts(modules[name], attention_config(modules[name], model)))
+        common = math.gcd(*head_counts(modules[name], attention_config(modules[name], matches.model)))
         if common % size or ranks != size:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
             wanted = f"for {size}" if ranks == size else f"by shares of {size}"
@@ -204,21 +186,27 @@ def _unrecognised(
             )
 
 
-def _groups(
-    plan: Plan, modules: Mapping[str, nn.Module], prefix: str, faults: list[str]
-) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
+def _is_described(name: str, matches: Matches) -> bool:
+    """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
+    around = matches.inner_model_around
+    described = (around(entry.full(matches.prefix)) for entry in matches.entries if isinstance(entry, Attention))
+    return around(name) in described
+
+
+def _groups(matches: Matches) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
     """Attention module -> (it or a module around it, that module's children and blocks by role).
 
     From the attention entries of plans, or else from PROJECTIONS.
     """
+    prefix, modules, faults = matches.prefix, matches.modules, matches.faults
     groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]] = {}
     for name, module in modules.items():
-        for projections in () if plan.names_attention(name, prefix) else (PROJECTIONS, LATENT_PROJECTIONS):
+        for projections in () if _is_described(name, matches) else (PROJECTIONS, LATENT_PROJECTIONS):
             children = dict(_present(module, projections))
             lacking = projections.keys() - children.keys() - {"with_query"}
             if not lacking or (lacking in _ABSENT and is_attention(module) and not _has_others(module, children)):
                 groups[name] = name, children, {}
-    for group in plan.attention:
+    for group in (entry for entry in matches.entries if isinstance(entry, Attention)):
         names = list(group.match(modules, prefix))
         if not names and not group.optional:
             hint = hint_for(faults, group.full(prefix), map(fold_layers, modules))

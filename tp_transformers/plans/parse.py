@@ -6,33 +6,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import PlanError, describe, nearest, shorten, shown
 from ..seams import Measure, features, plan_options
 from ..strategies import TensorParallelLayer, as_strategy
-
-ATTENTION_ROLES = (
-    *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
-    *("with_query", "with_key", "with_hidden"),
-)
-"""Roles of an attention module's children; see `model_plans/README.md`."""
-ATTENTION_FLAGS = ("optional", "gathered")
-"""Boolean fields of an attention module's entry."""
-
-IMPLIED: Mapping[str, Any] = {
-    "query": "colwise",
-    "key": "colwise",
-    "value": "colwise",
-    "key_value": "colwise",
-    "fused": {"strategy": "packed_colwise", "parts": ["query", "key", "value"]},
-    "interleaved": "colwise",
-    "output": "rowwise",
-}
-"""Rules of an attention module's projections, by role, unless the plan has rules for them."""
-IMPLIED_GATHERED: Mapping[str, Any] = {role: "rowwise_rep" if role == "output" else "colwise_rep" for role in IMPLIED}
-"""The same for attention that gathers: every rank computes with all heads."""
 
 DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
@@ -41,23 +20,28 @@ LARGEST = sys.float_info.max
 """The largest share."""
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths")
-SECTIONS = ("model_type", "extends", *IN_BASE_MODEL, "heads", "rules", "attention", "mixers")
+RULES = (*IN_BASE_MODEL, "heads", "rules")
+"""Sections of rules."""
 
 MAX_NAME = 500
 """Maximum characters of a name."""
 
 
-def check_sections(data: Any, source: str) -> list[str]:
-    """List the faults of a plan's sections. Raises PlanError if `data` is not a mapping."""
+def check_sections(data: Any, source: str, entries: Iterable[str]) -> list[str]:
+    """List the faults of a plan's sections; `entries`: sections beside those of rules.
+
+    Raises PlanError if `data` is not a mapping.
+    """
+    sections = ("model_type", "extends", *RULES, *entries)
     if not isinstance(data, Mapping):
         got = "nothing" if data is None else f"a {type(data).__name__}"
-        expected, fix = f"a mapping of {', '.join(SECTIONS)}", "See model_plans/llama.yaml for one."
+        expected, fix = f"a mapping of {', '.join(sections)}", "See model_plans/llama.yaml for one."
         raise PlanError(describe(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix))
     arguments = [key for key in ("shares", *(option.name for option in plan_options())) if key in data]
-    unknown = [key for key in data if not (isinstance(key, str) and key in (*SECTIONS, *arguments))]
-    hint = nearest(unknown[0], SECTIONS) if unknown and is_name(unknown[0]) else ""
+    unknown = [key for key in data if not (isinstance(key, str) and key in (*sections, *arguments))]
+    hint = nearest(unknown[0], sections) if unknown and is_name(unknown[0]) else ""
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    faults = [f"unknown section {shown(key)}{hint}{more}; sections are {', '.join(SECTIONS)}" for key in unknown[:1]]
+    faults = [f"unknown section {shown(key)}{hint}{more}; sections are {', '.join(sections)}" for key in unknown[:1]]
     faults += [f"{key} is no section; pass tp_{key}={shown(data[key])} to from_pretrained" for key in arguments]
     return faults
 
@@ -185,37 +169,3 @@ def is_count(value: Any) -> bool:
 def is_parts(value: Any) -> bool:
     """True for a tuple of numbers and names; their meaning depends on the module."""
     return isinstance(value, tuple) and all(is_name(part) or is_number(part) for part in value)
-
-
-def attention_arguments(pattern: str, children: Any, faults: list[str]) -> dict[str, Any]:
-    """Arguments of `Attention` for a line of the section `attention`."""
-    options = dict(children) if isinstance(children, Mapping) else {}
-    flags = {name: options.pop(name, False) for name in ATTENTION_FLAGS}
-    faults.extend(
-        f"attention {pattern}: {name} is {shown(value)}, not true or false"
-        for name, value in flags.items()
-        if not isinstance(value, bool)
-    )
-    blocks = options.pop("blocks", {})
-    roles = {role: names_of(names or ()) for role, names in options.items()}
-    if not isinstance(blocks, Mapping) or blocks.keys() - roles.keys() or len({1, *blocks.values()}) > 2:
-        faults.append(f"attention {pattern}: blocks is {shown(blocks)}, not one number for some of its roles")
-        blocks = {}
-    if not roles or None in roles.values() or roles.keys() - set(ATTENTION_ROLES):
-        faults.append(
-            f"attention {pattern}: {shown(children)} does not map {', '.join(ATTENTION_ROLES)} to child names"
-        )
-    return {
-        "pattern": pattern,
-        "children": roles,
-        **{name: bool(value) for name, value in flags.items()},
-        "blocks": blocks,
-        "in_base_model": True,
-    }
-
-
-def implied_rules(pattern: str, children: Mapping[str, tuple[str, ...]], gathered: bool) -> Iterator[dict[str, Any]]:
-    """Arguments of `Rule` for the projections of attention at `pattern`; a module may lack some of them."""
-    for role, strategy in (IMPLIED_GATHERED if gathered else IMPLIED).items():
-        for child in children.get(role) or ():
-            yield rule_arguments(f"{pattern}.{child}", strategy, "optional", []) or {}

@@ -1,8 +1,7 @@
-"""Entries of a plan: a rule for modules or parameters, and a description of attention."""
+"""Rules: entries of a plan for modules or parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -42,16 +41,3 @@ class Rule(Pattern):
     def instance(self) -> TensorParallelLayer | None:
         """The strategy object; None if there is none of that name."""
         return STRATEGIES.find(self.strategy) if isinstance(self.strategy, str) else as_strategy(self.strategy)
-
-
-@dataclass(frozen=True)
-class Attention(Pattern):
-    """Attention modules that match `pattern`: their projections are sharded by complete heads."""
-
-    children: Mapping[str, tuple[str, ...]]
-    """Role (one of ATTENTION_ROLES) -> names of child modules or parameters."""
-    optional: bool = False
-    gathered: bool = False
-    """True if projections are sharded and their outputs gathered, so that every rank computes with all heads."""
-    blocks: Mapping[str, int] = field(default_factory=dict)
-    """Role -> number of blocks of heads, stored one after the other; each block is sharded."""

@@ -5,33 +5,35 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..anatomy.classes import inner_models
 from ..anatomy.names import base_prefix, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
+from ..seams import features
 from ..slices.layout import Ranks, ranks_of
+from .attention import Attention
 from .catalogue import available_plans
-from .mixers import Mixer, mixer_arguments, mixer_rules
+from .entry import Entry
 from .parse import (
     DECLARED,
     IN_BASE_MODEL,
-    attention_arguments,
+    RULES,
     check_sections,
     entries,
-    implied_rules,
     is_name,
     names_of,
     rule_arguments,
 )
-from .rule import Attention, Rule
+from .rule import Rule
 from .yaml_file import read_plan_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-P = TypeVar("P", Rule, Attention, Mixer)
+P = TypeVar("P", Rule, Attention, Entry)
 
 MOST_EXTENDED = 20
 """Maximum length of a chain of plans that extend each other."""
@@ -46,7 +48,8 @@ class Plan:
     rules: tuple[Rule, ...]
     attention: tuple[Attention, ...] = ()
     """Attention modules; if empty, they are recognised by the names of their projections."""
-    mixers: tuple[Mixer, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    """Entries of sections that features add."""
     model_types: tuple[str, ...] = ()
     """Values of `config.model_type` that the plan supports; empty: any."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -79,7 +82,7 @@ class Plan:
 
         `extending`: the chain of files with `extends:` that led here.
         """
-        faults = check_sections(data, source)
+        faults = check_sections(data, source, sections())
         base = cls(source, ())
         if data.get("extends") == DECLARED:
             base = cls(source, (), declared=True, extends_declared=True)
@@ -88,24 +91,18 @@ class Plan:
         elif data.get("extends") is not None:
             faults.append(f"extends is {shown(data['extends'])}, not the name of a plan")
         rules: dict[tuple[bool, str], Rule | None] = {(rule.in_base_model, rule.pattern): rule for rule in base.rules}
-        for section in ("base_model", "optional", "heads", "rules"):
+        for section in RULES:
             for pattern, value in entries(data, section, faults):
                 # null removes the extended plan's rule.
                 arguments = None if value is None else rule_arguments(pattern, value, section, faults)
                 rules[section in IN_BASE_MODEL, pattern] = None if arguments is None else Rule(**arguments)
-        attention: dict[str, Attention | None] = {entry.pattern: entry for entry in base.attention}
-        for pattern, entry_data in entries(data, "attention", faults):
-            attention[pattern] = entry = (
-                None if entry_data is None else Attention(**attention_arguments(pattern, entry_data, faults))
-            )
-            implied = () if entry is None else implied_rules(pattern, entry.children, entry.gathered)
-            _imply(rules, "attention", pattern, implied)
-        mixers: dict[str, Mixer | None] = {mixer.pattern: mixer for mixer in base.mixers}
-        for pattern, entry_data in entries(data, "mixers", faults):
-            mixers[pattern] = mixer = (
-                None if entry_data is None else Mixer(**mixer_arguments(pattern, entry_data, faults))
-            )
-            _imply(rules, "mixers", pattern, () if mixer is None else mixer_rules(pattern, mixer.children))
+        described: dict[tuple[str, str], Entry | None] = {
+            (entry.section, entry.pattern): entry for entry in (*base.attention, *base.entries)
+        }
+        for section, kind in sections().items():
+            for pattern, value in entries(data, section, faults):
+                described[section, pattern] = entry = None if value is None else kind.parse(pattern, value, faults)
+                _imply(rules, section, pattern, () if entry is None else entry.rules())
         model_types = names_of(data.get("model_type") or ())
         if model_types is None:
             faults.append(f"model_type is {shown(data['model_type'])}, neither a name nor a list of names")
@@ -114,8 +111,8 @@ class Plan:
         return cls(
             source,
             tuple(rule for rule in rules.values() if rule is not None),
-            tuple(entry for entry in attention.values() if entry is not None),
-            tuple(mixer for mixer in mixers.values() if mixer is not None),
+            tuple(entry for entry in described.values() if isinstance(entry, Attention)),
+            tuple(entry for entry in described.values() if not isinstance(entry, Attention | None)),
             model_types or (),
             declared=base.declared,
             extends_declared=base.extends_declared,
@@ -138,8 +135,8 @@ class Plan:
         return plan if plan.rules else None
 
     def completed(self, model: PreTrainedModel) -> Plan:
-        """Add the rules that the class of `model` declares, if the plan extends them, and the rules that attention and
-        mixers imply, for modules without explicit rules."""
+        """Add the rules that the class of `model` declares, if the plan extends them, and the rules that entries
+        of other sections imply, for modules without explicit rules."""
         if not (self.extends_declared or any(rule.implied for rule in self.rules)):
             return self
         prefix, source = base_prefix(model), self.source
@@ -177,7 +174,7 @@ class Plan:
         """
         prefix, inner_names = base_prefix(model), list[str]()
         ruled = [rule.full(prefix) for rule in self.rules if not self.declared]
-        rules, attention, mixers = list[Rule](), list[Attention](), list[Mixer]()
+        rules, attention, others = list[Rule](), list[Attention](), list[Entry]()
         for name, inner_model in inner_models(model):
             is_ruled = any(is_inside(name, outer) for outer in inner_names) or any(
                 is_inside(rule, name) for rule in ruled
@@ -190,7 +187,7 @@ class Plan:
             inner_names += [name, *(f"{name}.{inner}" for inner in plan.inner_models)]
             rules += [_nested(name, rule, inner_model) for rule in plan.rules]
             attention += [_nested(name, entry, inner_model) for entry in plan.attention]
-            mixers += [_nested(name, entry, inner_model) for entry in plan.mixers]
+            others += [_nested(name, entry, inner_model) for entry in plan.entries]
             if inner_model.config is model.config.get_text_config():
                 rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
         if not inner_names:
@@ -209,18 +206,12 @@ class Plan:
             source=f"{self.source}, with ours for {', '.join(inner_names)}" if self.declared else self.source,
             rules=(*(rule for rule in remaining if rule.pattern not in added), *rules),
             attention=(*self.attention, *attention),
-            mixers=(*self.mixers, *mixers),
+            entries=(*self.entries, *others),
         )
 
     def inner_model_around(self, name: str) -> str:
         """The inner model around a module, parameter or pattern of that name; "" if there is none."""
         return max((inner for inner in self.inner_models if is_inside(name, inner)), key=len, default="")
-
-    def names_attention(self, name: str, prefix: str) -> bool:
-        """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
-        return any(
-            self.inner_model_around(entry.full(prefix)) == self.inner_model_around(name) for entry in self.attention
-        )
 
     @property
     def numbers(self) -> tuple[float, ...] | None:
@@ -241,6 +232,13 @@ class Plan:
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""
         return {rule.full(base_model_prefix): rule.strategy_name for rule in self.rules}
+
+
+@cache
+def sections() -> Mapping[str, type[Entry]]:
+    """Sections of plans beside those of rules: name -> class of its entries."""
+    kinds: list[type[Entry]] = [Attention, *(kind for feature in features().values() for kind in feature.sections())]
+    return {kind.section: kind for kind in kinds}
 
 
 def _nested(name: str, entry: P, inner_model: PreTrainedModel) -> P:

@@ -11,7 +11,6 @@ from .experts import IsolatedParallel, MoEExpertsParallel
 from .forward.attach import LocalConfig, attach, block_of, join_layers, open_forward, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
-from .mixers.reading import mix_locally
 from .registry import STRATEGIES, ParallelInterface
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shards.shard import (

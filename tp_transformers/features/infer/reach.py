@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...anatomy.mixers import first_long_dim
+from ..mixers.counts import first_long_dim
 from .experts import Feeds, probe_experts
 from .seen import Seen, read_outside
 

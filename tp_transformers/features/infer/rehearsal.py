@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from ...anatomy.linears import features, has_inputs_first
 from ...anatomy.norms import is_norm
 from ...errors import error_text, shorten
-from ...plans.attention_heads import count_heads
 from ...plans.bind import Resolution
 from ...slices.layout import Layout
 from ...strategies.shards.slicing import take
@@ -48,7 +47,7 @@ def misfit(
     for rank in _different(resolution, size):
         local = copy.deepcopy(model)
         for name, heads in resolution.attention.items():
-            count_heads(local, name, heads, rank)
+            heads.count(local, name, rank)
         trace = Trace()
         try:
             with torch.no_grad(), _hooked(_sharding_hooks(local, resolution, calls, rank)), traced(local, trace):

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...seams import Feature
 
 if TYPE_CHECKING:
+    from ...plans.entry import Entry
     from ...strategies import TensorParallelLayer
 
 
 class Mixers(Feature):
-    """The strategies of their modules."""
+    """The section `mixers` of plans, and the strategies of mixers' modules."""
+
+    def sections(self) -> Sequence[type[Entry]]:
+        from .mixer import Mixer
+
+        return (Mixer,)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from ...strategies.mixers.channelwise import ChannelwiseParallel
-        from ...strategies.mixers.gated_norm import GatedNormParallel
-        from ...strategies.mixers.inner import InnerRowwiseParallel
+        from .channelwise import ChannelwiseParallel
+        from .gated_norm import GatedNormParallel
+        from .inner import InnerRowwiseParallel
 
         return {
             "channelwise": ChannelwiseParallel(use_dtensor=False),

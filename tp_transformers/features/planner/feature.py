@@ -11,6 +11,8 @@ from ...seams import Feature
 class Planner(Feature):
     """The memory of every rank before a load, and the list of architectures with plans."""
 
+    requires = ("mixers",)
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command, plans
 

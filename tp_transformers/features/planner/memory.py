@@ -176,7 +176,7 @@ def plan_memory(
         tuple(_heads(survey, resolution, size)),
         sum(buffer.numel() * dtypes.get(name, buffer.dtype).itemsize for name, buffer in model.named_buffers()),
         tuple(cached),
-        tuple(mixer_states(model, resolution.mixers, size, batch=batch)) if context else (),
+        tuple(mixer_states(model, resolution.split_heads, size, batch=batch)) if context else (),
         tuple(note for note in (*survey.notes, *resolution.notes, warning) if note is not None),
         optimizer,
         allow_replicated,

@@ -18,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...anatomy.names import CACHES, layer_number
 from ...errors import error_text, shorten
-from ...plans.mixers import MixerHeads
+from ...plans.entry import SplitHeads
+from ..mixers.mixer import MixerHeads
 
 TOKENS = 8
 """Tokens that a mixer computes: more than the kernel size of convolutions, so that their states have full size."""
@@ -38,7 +39,7 @@ class States:
 
 
 def mixer_states(
-    model: PreTrainedModel, mixers: Mapping[str, MixerHeads], size: int, *, batch: int
+    model: PreTrainedModel, mixers: Mapping[str, SplitHeads], size: int, *, batch: int
 ) -> Iterator[States]:
     """Measure the states of every mixer for `batch` sequences of any length, on each of `size` ranks.
 
@@ -47,6 +48,8 @@ def mixer_states(
         mixers: module -> splits of its heads.
     """
     for name, mixer_heads in mixers.items():
+        if not isinstance(mixer_heads, MixerHeads):
+            continue
         try:
             kept = _kept(model, name, batch)
         except Exception as error:  # its forward needs other arguments

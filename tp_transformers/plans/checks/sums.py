@@ -13,7 +13,7 @@ from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, State
-from ..attention_heads import AttentionSplits
+from ..attention_heads import AttentionHeads
 from ..rule import UNRULED
 
 
@@ -26,7 +26,9 @@ class BoundPlan:
     module_strategies: dict[str, TensorParallelLayer]
     param_strategies: dict[str, TensorParallelLayer]
     layouts: Mapping[str, Layout | None]
-    attention_splits: AttentionSplits
+    attention: Mapping[str, AttentionHeads]
+    splits: Mapping[str, Split]
+    """Projection, parameter or attention module -> split of its heads."""
     size: int
 
     def own_layouts(self, owner: str) -> dict[str, Layout | None]:
@@ -172,12 +174,11 @@ def _partial_outputs(plan: BoundPlan) -> set[str]:
 
 def _heads(plan: BoundPlan) -> Iterator[str]:
     """Faults: other parameters that compute on sharded heads; their gradient on each rank is partial."""
-    attention_splits = plan.attention_splits
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
-        attention = next((module for module in names_around(owner) if module in attention_splits.heads), None)
+        attention = next((module for module in names_around(owner) if module in plan.attention), None)
         strategy = plan.param_strategies.get(name, UNRULED)
-        projected = owner in attention_splits.splits and owner not in attention_splits.heads
+        projected = owner in plan.splits and owner not in plan.attention
         if (
             attention is None
             or projected
@@ -188,9 +189,9 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
             continue
         # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
         rotary_key = owner.endswith("kv_a_proj_with_mqa") and strategy.signature.leaves is not LOCAL
-        if attention_splits.heads[attention].is_latent and not rotary_key:
+        if plan.attention[attention].is_latent and not rotary_key:
             continue
-        heads = attention_splits.heads[attention]
+        heads = plan.attention[attention]
         if not set(names_around(name)).isdisjoint(heads.hidden):
             continue
         lengths = {count * per for count in (heads.query.length, heads.kv.length) for per in (1, heads.head_dim or 1)}
@@ -230,7 +231,7 @@ def _other_gradients(plan: BoundPlan) -> Iterator[str]:
         if strategy.signature.takes is not LOCAL or strategy.signature.gathers_features or name in between:
             continue
         if strategy.signature.gradient is not PARTIAL:
-            if name not in plan.attention_splits.splits:
+            if name not in plan.splits:
                 yield (
                     f"{fold_layers(name)}: its input is replicated; use replicate, or name it under "
                     "with_query or with_key in a YAML plan's attention section"
@@ -261,9 +262,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     ):
         return
     for name in (name for name in strategies if name in on_shards):
-        if name in styles and not plan.attention_splits.heads.keys() & set(
-            names_around(name)
-        ):  # in attention, heads are sharded
+        if name in styles and not plan.attention.keys() & set(names_around(name)):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a shard of the sequence, which no "
                 "rule shards before it; use replicate, or let what comes before it leave Shard(1)"

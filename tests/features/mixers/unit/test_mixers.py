@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from torch import nn
 
 from tp_transformers import PlanError
+from tp_transformers.features.mixers.mixer import Mixer, split_mixers
 from tp_transformers.plans import Plan, Rule
-from tp_transformers.plans.mixers import Mixer, mixer_arguments, split_mixers
+from tp_transformers.plans.entry import Matches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ENTRY = {
     "input": {"joined": ["value", "key", "head"], "by_group": [["key", "value", "head"]]},
@@ -26,6 +30,11 @@ class Mixing(nn.Module):
         made = 2 * heads + 3 * groups + heads
         self.joined, self.by_group = nn.Linear(4, made), nn.Linear(4, made)
         self.back = nn.Linear(2 * heads, 4)
+
+
+def matches_of(module: nn.Module, size: int, faults: list[str], rules: dict[str, Rule]) -> Matches:
+    model = cast("PreTrainedModel", module)
+    return Matches((), str, False, model, "", size, {"": nn.Identity(), "mixer": module}, {}, rules, {}, faults)
 
 
 def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
@@ -49,11 +58,9 @@ def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "groups"), [(8, 4), (8, 2), (8, 1), (6, 3), (9, 3), (5, 5)])
 def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups: int, size: int) -> None:
-    modules: dict[str, nn.Module] = {"": nn.Identity(), "mixer": Mixing(heads, groups)}
     faults: list[str] = []
-    splits: Any = {}
-    mixer = Mixer(**mixer_arguments("mixer", ENTRY, faults))
-    cut = split_mixers([mixer], modules, "", size, faults, splits, {}, {})["mixer"]
+    matches = matches_of(Mixing(heads, groups), size, faults, {})
+    cut, splits = split_mixers([Mixer.parse("mixer", ENTRY, faults)], matches)["mixer"], matches.splits
     assert not faults
     for rank in range(size):
         own = {head for start, stop in cut.heads.ranges[rank] for head in range(start, stop)}
@@ -68,19 +75,17 @@ def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups
 
 
 def test_more_ranks_than_heads_gather_what_projections_make() -> None:
-    whole: dict[str, str] = {}
-    splits: dict[str, Any] = {}
     rules = {f"mixer.{child}": Rule(child, name) for child, name in (("joined", "colwise"), ("back", "rowwise"))}
     rules["mixer.norm"] = Rule("norm", "replicated_with_grad_allreduce")
-    mixer = Mixer(**mixer_arguments("mixer", ENTRY, []))
-    cut = split_mixers([mixer], {"mixer": Mixing(2, 1)}, "", 3, [], splits, whole, rules)["mixer"]
-    assert (cut.heads.widths, cut.groups.widths, splits) == ((2, 2, 2), (1, 1, 1), {})
+    matches = matches_of(Mixing(2, 1), 3, [], rules)
+    cut = split_mixers([Mixer.parse("mixer", ENTRY, [])], matches)["mixer"]
+    assert (cut.heads.widths, cut.groups.widths, matches.splits) == ((2, 2, 2), (1, 1, 1), {})
     assert [rule.strategy for rule in rules.values()] == [
         "colwise_rep",
         "rowwise_rep",
         "replicated_with_grad_allreduce",
     ]
-    assert whole == {"mixer.by_group": "mixer", "mixer.norm": "mixer"}
+    assert matches.replicated == {"mixer.by_group": "mixer", "mixer.norm": "mixer"}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_an_entry_that_is_no_mixer(entry: Any, fault: str) -> None:
 
 def test_parts_that_do_not_add_up() -> None:
     faults: list[str] = []
-    mixer = Mixer(**mixer_arguments("mixer", {**ENTRY, "local": {"back": ["head", "head"]}}, faults))
-    split_mixers([mixer], {"mixer": Mixing(4, 2)}, "", 2, faults, {}, {}, {})
+    mixer = Mixer.parse("mixer", {**ENTRY, "local": {"back": ["head", "head"]}}, faults)
+    split_mixers([mixer], matches_of(Mixing(4, 2), 2, faults, {}))
     assert len(faults) == 1
     assert "of back are not" in faults[0]

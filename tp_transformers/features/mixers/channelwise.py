@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from ...anatomy.linears import CONVOLUTIONS, features, has_inputs_first
-from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout
-from ..base import TensorParallelLayer
-from ..forward.views import still_sharded
-from ..shards.shard import ParamShard
-from ..signature import LOCAL, Signature
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.views import still_sharded
+from ...strategies.shards.shard import ParamShard
+from ...strategies.signature import LOCAL, Signature
+from .counts import first_long_dim
 
 
 class ChannelwiseParallel(TensorParallelLayer):

@@ -11,10 +11,10 @@ from torch.nn.functional import pad, silu
 
 from ...anatomy.norms import epsilon, is_rms_norm
 from ...ranks.collectives import copy_to_region, reduce_from_region
-from ..base import TensorParallelLayer
-from ..forward.attach import forward_of
-from ..linear import LAST
-from ..signature import LOCAL, Signature
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import forward_of
+from ...strategies.linear import LAST
+from ...strategies.signature import LOCAL, Signature
 
 
 class GatedNormParallel(TensorParallelLayer):

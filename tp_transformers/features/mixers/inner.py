@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import copy_to_region
-from ..linear import RowwiseParallel
-from ..signature import FEATURES, LOCAL, Signature
+from ...strategies.linear import RowwiseParallel
+from ...strategies.signature import FEATURES, LOCAL, Signature
 
 
 class InnerRowwiseParallel(RowwiseParallel):

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...anatomy.mixers import first_long_dim
 from ...slices.layout import Layout, Split
-from ..forward.attach import argument_names, put_back, put_local, wrap_forward
-from ..forward.communication import Forwarder
-from ..shards.shard import ParamShard
-from ..shards.slicing import take
+from ...strategies.forward.attach import argument_names, put_back, put_local, wrap_forward
+from ...strategies.forward.communication import Forwarder
+from ...strategies.shards.shard import ParamShard
+from ...strategies.shards.slicing import take
+from .counts import first_long_dim
 
 
 def mix_locally(

@@ -18,21 +18,23 @@ from typing import Any
 
 from torch import nn
 
-from ..anatomy.mixers import (
+from ...anatomy.names import fold_layers, inner, is_inside
+from ...errors import hint_for, shown
+from ...plans.entry import Entry, Matches, SplitHeads, set_own
+from ...plans.parse import is_name, names_of, rule_arguments
+from ...slices.layout import Range, Ranks, Split, count_of, heads, packed
+from ...strategies import LocalConfig, ParamShard
+from .counts import (
     CONVOLVED_WIDTH,
     GROUP_COUNTS,
     HEAD_COUNTS,
     KEY_WIDTHS,
     VALUE_WIDTHS,
+    counts_heads_by_config,
     mixed_length,
     mixer_counts,
 )
-from ..anatomy.names import fold_layers, inner, is_inside
-from ..errors import hint_for, shown
-from ..slices.layout import Range, Ranks, Split, count_of, heads, packed
-from .parse import is_name, names_of, rule_arguments
-from .pattern import Pattern
-from .rule import Rule
+from .reading import mix_locally
 
 PARTS = ("value", "key", "head")
 
@@ -54,16 +56,41 @@ STATES = "states"
 
 
 @dataclass(frozen=True)
-class Mixer(Pattern):
+class Mixer(Entry):
     """Mixers that match `pattern`: their parameters are sharded part by part."""
 
+    section = "mixers"
     children: Mapping[str, Mapping[str, Parts]]
     """Role (one of MIXER_RULES, or STATES) -> name of a child module, parameter or buffer -> its parts."""
-    optional: bool = False
+
+    @classmethod
+    def parse(cls, pattern: str, value: Any, faults: list[str]) -> Mixer:
+        options = dict(value) if isinstance(value, Mapping) else {}
+        optional = options.pop("optional", False)
+        children = {role: _children(names) for role, names in options.items()}
+        known = {role: names for role, names in children.items() if names is not None}
+        if not isinstance(optional, bool) or children.keys() - {*MIXER_RULES, STATES} or known != children:
+            faults.append(
+                f"mixer {pattern}: {shown(value)} does not map {', '.join((*MIXER_RULES, STATES))} to names, or to "
+                f"names and their parts ({', '.join(PARTS)})"
+            )
+            known = {}
+        elif not known.get("output"):
+            faults.append(f"mixer {pattern}: it has no output")
+        return cls(pattern, known, optional=optional is True, in_base_model=True)
+
+    def rules(self) -> Iterator[dict[str, Any]]:
+        for role, names in self.children.items():
+            for name in names if role in MIXER_RULES else ():
+                yield rule_arguments(f"{self.pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
+
+    @classmethod
+    def split(cls, matches: Matches) -> Mapping[str, MixerHeads]:
+        return split_mixers([entry for entry in matches.entries if isinstance(entry, Mixer)], matches)
 
 
 @dataclass(frozen=True)
-class MixerHeads:
+class MixerHeads(SplitHeads):
     """Splits of the heads and groups of one mixer."""
 
     heads: Split
@@ -89,28 +116,17 @@ class MixerHeads:
             **({CONVOLVED_WIDTH: self.convolved.widths[rank]} if self.convolved is not None else {}),
         }
 
+    def count(self, model: nn.Module, name: str, rank: int) -> None:
+        module: Any = model.get_submodule(name)
+        if counts_heads_by_config(module):
+            module.config = LocalConfig(module.config, **dict.fromkeys(HEAD_COUNTS, self.heads.widths[rank]))
+        for owner in ("", *(child.rpartition(".")[0] for child in self.local)):
+            set_own(model.get_submodule(f"{name}.{owner}".rstrip(".")), self.attributes(rank))
 
-def mixer_arguments(pattern: str, entry: Any, faults: list[str]) -> dict[str, Any]:
-    """Arguments of `Mixer` for a line of the section `mixers`."""
-    options = dict(entry) if isinstance(entry, Mapping) else {}
-    optional = options.pop("optional", False)
-    children = {role: _children(value) for role, value in options.items()}
-    if not isinstance(optional, bool) or children.keys() - {*MIXER_RULES, STATES} or None in children.values():
-        faults.append(
-            f"mixer {pattern}: {shown(entry)} does not map {', '.join((*MIXER_RULES, STATES))} to names, or to names "
-            f"and their parts ({', '.join(PARTS)})"
-        )
-        children = {}
-    elif not children.get("output"):
-        faults.append(f"mixer {pattern}: it has no output")
-    return {"pattern": pattern, "children": children, "optional": optional is True, "in_base_model": True}
-
-
-def mixer_rules(pattern: str, children: Mapping[str, Mapping[str, Parts]]) -> Iterator[dict[str, Any]]:
-    """Arguments of `Rule` for the children of a mixer at `pattern`; a module may lack some of them."""
-    for role, names in children.items():
-        for name in names if role in MIXER_RULES else ():
-            yield rule_arguments(f"{pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
+    def attach(self, model: nn.Module, name: str, shards: Mapping[str, ParamShard], rank: int) -> None:
+        inside = tuple(f"{name}.{child}." for child in self.local)
+        read = {param[len(name) + 1 :]: shard for param, shard in shards.items() if param.startswith(inside)}
+        mix_locally(model.get_submodule(name), read, self.splits, self.states, rank)
 
 
 def _children(value: Any) -> dict[str, Parts] | None:
@@ -131,26 +147,13 @@ def _parts(value: Any) -> Parts | None:
     return normalised if flat and all(name in PARTS for name in flat) else None
 
 
-def split_mixers(
-    mixers: Sequence[Mixer],
-    modules: Mapping[str, nn.Module],
-    prefix: str,
-    ranks: Ranks,
-    faults: list[str],
-    splits: dict[str, Split],
-    replicated: dict[str, str],
-    module_rules: dict[str, Rule],
-) -> dict[str, MixerHeads]:
-    """Shard every mixer by complete heads.
+def split_mixers(mixers: Sequence[Mixer], matches: Matches) -> dict[str, MixerHeads]:
+    """Shard every mixer by complete heads; see `Entry.split`.
 
-    If there are more ranks than heads, shard projections by features and gather their outputs.
-
-    Args:
-        faults: list of faults; new ones are added.
-        splits: full name of a child -> its split; those of the mixers are added.
-        replicated: replicated child -> its mixer; children of mixers with fewer heads than ranks are added.
-        module_rules: module -> its rule; those of gathered projections are replaced.
+    If there are more ranks than heads, shard projections by features and gather their outputs: rules of projections
+    are replaced.
     """
+    modules, prefix, faults, module_rules = matches.modules, matches.prefix, matches.faults, matches.module_rules
     heads_by_mixer: dict[str, MixerHeads] = {}
     for mixer in mixers:
         names = list(mixer.match(modules, prefix))
@@ -168,12 +171,12 @@ def split_mixers(
                 continue
             children = [f"{name}.{child}" for child_parts in present.values() for child in child_parts]
             try:
-                mixer_heads = _split_mixer(modules[name], present, states, ranks)
+                mixer_heads = _split_mixer(modules[name], present, states, matches.ranks)
             except ValueError as error:
                 faults.append(f"mixer {fold_layers(name)}: {error}")
                 continue
             heads_by_mixer[name] = mixer_heads
-            splits.update({f"{name}.{child}": split for child, split in mixer_heads.splits.items()})
+            matches.splits.update({f"{name}.{child}": split for child, split in mixer_heads.splits.items()})
             if not mixer_heads.splits:
                 gathered = {
                     child: replace(module_rules[child], strategy=GATHERED[module_rules[child].strategy_name])
@@ -182,7 +185,13 @@ def split_mixers(
                 }
                 module_rules.update(gathered)
                 ruled = (child for child in module_rules if is_inside(child, name))
-                replicated.update((child, name) for child in (*children, *ruled) if child not in gathered)
+                matches.replicated.update((child, name) for child in (*children, *ruled) if child not in gathered)
+    faults.extend(
+        f"{fold_layers(name)}: it is in a mixer with sharded heads, and no rule says how it is; name it there"
+        for name in matches.parameters
+        if name not in matches.param_rules and name.rpartition(".")[0] not in module_rules
+        if any(is_inside(name, mixer) for mixer in heads_by_mixer)
+    )
     return heads_by_mixer
 
 
