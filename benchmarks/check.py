@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tp_transformers import full_tensor
-from tp_transformers.checkpoint.quantization.packed import packed_weights
+from tp_transformers.features.packed.weight import packed_weights
 
 from .checkpoints import BLOCKS, EXPONENTS, FP8_BLOCK, SCALE, files
 from .memory import local

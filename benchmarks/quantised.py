@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, logging
 
 import tp_transformers
-from tp_transformers.model.packed import forward
+from tp_transformers.features.packed import forward
 
 Tensors = dict[str, torch.Tensor]
 
@@ -224,7 +224,7 @@ SCENARIOS: dict[str, Callable[[Any], float]] = {"decode": decode, "prefill of 51
 
 
 def decoding_all(scenario: Callable[[Any], float], model: Any) -> float:
-    """Seconds of a scenario in which every module decodes its packed weights in full, as without `model/packed`."""
+    """Seconds of a scenario in which every module decodes its packed weights in full, as without `features/packed`."""
     with mock.patch.object(forward, "PackedTensor", lambda weight: weight.decoded()):
         return scenario(model)
 

@@ -153,7 +153,7 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _packed_tensors(model: Any) -> list[torch.Tensor]:
     """The tensors of packed weights."""
-    from tp_transformers.checkpoint.quantization.packed import PackedWeight, packed_weights
+    from tp_transformers.features.packed.weight import PackedWeight, packed_weights
 
     weights = [weight for weight in packed_weights(model).values() if isinstance(weight, PackedWeight)]
     return [tensor for weight in weights for block in weight.blocks for tensor in block.decoded.stored.values()]

@@ -8,11 +8,11 @@ from tests.support.house import House
 
 CORE = 15964
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44079
+PACKAGE = 44065
 """Lines of the package, likewise."""
 FROM_CORE = 41
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 72
+BETWEEN_FEATURES = 41
 """Imports of one feature by another that does not require it, likewise."""
 
 

@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from ..checkpoint.quantization.find import recognised, take_quantization
-from ..checkpoint.quantization.format import Quantization
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
+from ..features.packed.arriving import Arriving
+from ..features.quantized.find import recognised, take_quantization
+from ..features.quantized.format import Quantization
 from ..marks import untyped
 from ..model.parallelize import parallelize
 from ..plans.bind import Resolution
@@ -34,7 +35,6 @@ from ..torch_api import check as check_torch
 from ..training.accelerate_saves import ACCELERATOR
 from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig
-from .arriving import Arriving
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..anatomy.names import owner_of, tied_parameters
-from ..checkpoint.quantization.packed import HeldWeight, pack
-from ..checkpoint.quantization.stored_shards import PACKED_CHECKPOINT, PackedCheckpoint
 from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
-from ..model.packed.forward import hold_packed
+from ..features.packed.forward import hold_packed
+from ..features.packed.stored_shards import PACKED_CHECKPOINT, PackedCheckpoint
+from ..features.packed.weight import HeldWeight, pack
+from ..features.quantized.bundle import Decoded
 from ..ranks.group import TensorParallelGroup
-from ..slices.bundle import Decoded
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
 from .request import Dependents, LoadRequest, Reads, read_together, split_reads

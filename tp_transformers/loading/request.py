@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoint.quantization.format import Quantization, Tensors, refuse_other
 from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.reader import read
 from ..errors import UnsupportedError
+from ..features.packed.arriving import Arriving
+from ..features.quantized.format import Quantization, Tensors, refuse_other
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
-from .arriving import Arriving
 from .options import Options
 from .storage import Storage
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from huggingface_hub import try_to_load_from_cache
 
-from ..checkpoint.quantization.format import Quantization
 from ..checkpoint.reading.header import Checkpoint, check_files, read_index
 from ..checkpoint.reading.jobs import Request
 from ..errors import CheckpointError
+from ..features.quantized.format import Quantization
 from ..ranks.group import TensorParallelGroup
 from ..seams import features
 from ..slices.source import Source

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, renamer
-from ..checkpoint.quantization.format import Locate, check_read, of_weights, stored_names
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
+from ..features.quantized.format import Locate, check_read, of_weights, stored_names
 from ..marks import untyped
 from ..slices.layout import Layout
 from ..slices.lazy import LazyTensor, Resident

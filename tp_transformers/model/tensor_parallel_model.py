@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.quantization.packed import check_not_packed, packed_weights
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
+from ..features.packed.weight import check_not_packed, packed_weights
 from ..marks import untyped
 from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.quantization.packed import check_not_packed
 from ..checkpoint.saving.save import gather
+from ..features.packed.weight import check_not_packed
 from ..marks import untyped
 from ..patches import Patch, Undo, nothing, replace_all
 from ..ranks.group import TensorParallelGroup

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..checkpoint.quantization.packed import check_not_packed
 from ..errors import MeshError, UnsupportedError, describe
+from ..features.packed.weight import check_not_packed
 from ..features.watch.calls import watch_copies
 from ..marks import untyped
 from ..model.parallelize import WRAPPED

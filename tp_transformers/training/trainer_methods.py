@@ -18,8 +18,8 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.quantization.packed import packed_weights, unpacked_only
 from ..errors import MeshError, UnsupportedError
+from ..features.packed.weight import packed_weights, unpacked_only
 from ..model.clip import clip_grad_norm_
 from ..model.optimizer_scopes import check_in_backward
 from ..model.parallelize import is_tensor_parallel

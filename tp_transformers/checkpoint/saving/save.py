@@ -26,6 +26,9 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError
+from ...features.packed.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
+from ...features.packed.weight import check_not_packed, packed_weights
+from ...features.quantized.format import Format
 from ...logs import get_logger
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...seams import features
@@ -34,9 +37,6 @@ from ...strategies.shards.replicas import sample, warn_of_drift
 from ...torch_api import memory_of
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
-from ..quantization.format import Format
-from ..quantization.packed import check_not_packed, packed_weights
-from ..quantization.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
 from .folder import SaveFolder
 from .machines import on_all_copies, sight, warn_of_lacking
 from .writer import Writer, named, write_text

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ...checkpoint.quantization.packed import check_not_packed
 from ...checkpoint.saving.machines import on_all_copies
 from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.writer import make_folder, named
 from ...errors import UnsupportedError
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...seams import collective
+from ..packed.weight import check_not_packed
 from .chunks import chunk_files
 from .local_shard import LocalShard
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...checkpoint.quantization.affine import Affine
-from ...checkpoint.quantization.format import Format, Shapes, Tensors
-from ...slices.bundle import Bundle, Component, Decode, DimMap, StoredValues
 from ...slices.lazy import LazyTensor
+from ..quantized.affine import Affine
+from ..quantized.bundle import Bundle, Component, Decode, DimMap, StoredValues
+from ..quantized.format import Format, Shapes, Tensors
 from .header import Blocks
 from .names import model_tensors
 

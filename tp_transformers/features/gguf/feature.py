@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class GgufFiles(Feature):
     """llama.cpp's files: each rank reads and decodes the blocks of its slices."""
 
+    requires = ("quantized",)
+
     def storages(self) -> Sequence[type[Storage]]:
         from .storage import GgufFile
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...checkpoint.quantization.affine import Affine
 from ...errors import UnsupportedError
-from ...slices.bundle import Bundle, Component, DimMap, StoredValues
 from ...slices.composed import concat
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import gguf_conversion, gguf_processor
+from ..quantized.affine import Affine
+from ..quantized.bundle import Bundle, Component, DimMap, StoredValues
 from .header import ARCHITECTURE
 
 if TYPE_CHECKING:

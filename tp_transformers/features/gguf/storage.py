@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from ...checkpoint.quantization.format import Quantization
 from ...checkpoint.reading.header import Checkpoint
 from ...errors import CheckpointError, TensorParallelError, UnsupportedError
 from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.lazy import LazyTensor
 from ...slices.source import Source
+from ..quantized.format import Quantization
 from .blocks import Gguf
 from .header import read_gguf_header
 

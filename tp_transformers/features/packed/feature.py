@@ -25,6 +25,8 @@ class Dequantize(Option):
 class Packed(Feature):
     """Weights are decoded in each forward, or multiplied as they are packed."""
 
+    requires = ("quantized",)
+
     def options(self) -> Sequence[Option]:
         return (Dequantize(),)
 

@@ -23,7 +23,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...anatomy.linears import features
-from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import MeshError
 from ...marks import untyped
 from ...model.state_dict import keep_shards
@@ -32,6 +31,7 @@ from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, STRATEGY, batch_sharded
 from ...strategies.shards.full_parameters import full_parameters
+from ..packed.weight import check_not_packed
 from .files import push_peft_model, save_peft_model
 from .layers import parameters_as
 from .prompts import get_prompt, set_up_prompts

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from ...anatomy.linears import is_transposed
-from ...checkpoint.quantization.packed import check_not_packed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
 from ...strategies.signature import FEATURES
+from ..packed.weight import check_not_packed
 
 PeftLayer: Any = object
 """Base of the mixins; in the class of a layer, a layer of PEFT follows them in the MRO."""

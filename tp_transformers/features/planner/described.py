@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...anatomy.classes import inner_models
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, tied_parameters
-from ...checkpoint.quantization.format import Quantization
 from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe, locator
 from ...slices.lazy import LazyTensor
 from ...transformers_api import revert_weight_conversion, should_convert_module
+from ..quantized.format import Quantization
 
 SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")
 """Settings with names or patterns of modules that stay in floating point."""

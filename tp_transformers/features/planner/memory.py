@@ -13,13 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ...anatomy.names import tied_parameters
-from ...checkpoint.quantization.packed import pack
-from ...model.packed.products import with_products
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
+from ..packed.products import with_products
+from ..packed.weight import pack
 from .kv_cache import Cached, cached_attention
 from .states import States, mixer_states
 from .survey import Survey

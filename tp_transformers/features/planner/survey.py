@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
-from ...checkpoint.quantization.packed import DECODED, pack
 from ...checkpoint.reading.header import Checkpoint
 from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe
-from ...model.packed.products import with_products
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
+from ..packed.products import with_products
+from ..packed.weight import DECODED, pack
 from .described import described_packed
 
 

@@ -24,7 +24,6 @@ from transformers.utils import logging as transformers_logging
 
 from ...anatomy.classes import model_class, read_config
 from ...anatomy.names import tied_parameters
-from ...checkpoint.quantization.packed import packed_weights
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
@@ -43,6 +42,7 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
 from ...strategies import layout_of
+from ..packed.weight import packed_weights
 from .manifest import Manifest, RankFile
 from .packed import pack, stored_as
 from .save import check_no_ordinary_weights, check_save, complete_save, open_writer, rank_path

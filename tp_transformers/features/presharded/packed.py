@@ -7,13 +7,6 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...checkpoint.quantization.stored_shards import (
-    StoredShards,
-    beside,
-    check_written,
-    place_stored,
-    stored_layouts,
-)
 from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest
 from ...loading.targets import Targets
@@ -21,6 +14,13 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor
 from ...strategies import unsharded_like
+from ..packed.stored_shards import (
+    StoredShards,
+    beside,
+    check_written,
+    place_stored,
+    stored_layouts,
+)
 
 
 def pack(

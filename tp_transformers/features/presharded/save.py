@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...checkpoint.conversion.convert import identity
-from ...checkpoint.quantization.stored_shards import values_of
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.machines import on_all_copies
 from ...checkpoint.saving.save import config_last, names_in, saved_state, write_configs
@@ -31,6 +30,7 @@ from ...ranks.group import TensorParallelGroup
 from ...seams import together
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
+from ..packed.stored_shards import values_of
 from .checkpoint import ShardedCheckpoint
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 

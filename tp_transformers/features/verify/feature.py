@@ -11,6 +11,8 @@ from ...seams import Feature
 class Verify(Feature):
     """A small random model on several ranks, compared with one process."""
 
+    requires = ("quantized",)
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command
 

@@ -23,7 +23,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy.classes import model_class, own_class, read_config
-from ...checkpoint.quantization.find import take_quantization
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
 from ...loading.choose_plan import NamedPlan, auto_plan, planners, read_plan
 from ...plans.bind import Resolution, resolve
@@ -33,6 +32,7 @@ from ...plans.rules import Plan
 from ...ranks.launch import torchrun
 from ...strategies import STRATEGIES
 from ...strategies.registry import built_in
+from ..quantized.find import take_quantization
 from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative
 from .small_models import model as probe
 from .small_models.config import meta_model, one_line, shrink, supported

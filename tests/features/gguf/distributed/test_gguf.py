@@ -24,7 +24,7 @@ from tests.support.comparisons import different_tensors, full_parameters, relati
 from tests.support.gguf_files import write_gguf
 from tests.support.models import MASK, PROMPTS, bytes_read, load, logits_of
 from tests.support.tiers import wide
-from tp_transformers.checkpoint.quantization.packed import packed_weights
+from tp_transformers.features.packed.weight import packed_weights
 
 pytestmark = pytest.mark.distributed
 

@@ -16,10 +16,10 @@ from gguf.quants import _type_traits
 from tests.support.fuzz import fuzz_cases, kept
 from tests.support.gguf_files import random_blocks
 from tp_transformers import CheckpointError, UnsupportedError
-from tp_transformers.checkpoint.quantization.affine import Affine
 from tp_transformers.features.gguf.blocks import Gguf
 from tp_transformers.features.gguf.storage import GgufCheckpoint
-from tp_transformers.slices.bundle import Bundle, Decoded
+from tp_transformers.features.quantized.affine import Affine
+from tp_transformers.features.quantized.bundle import Bundle, Decoded
 
 COUNT = 300
 """Files a seed."""

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.checkpoint.test_packed_saves import check_saved
-from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
+from tests.features.packed.distributed.test_packed_saves import check_saved
+from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.hub import stored_weights, weight_bytes
 from tests.support.hub_server import HubServer
 from tests.support.models import load, logits_of

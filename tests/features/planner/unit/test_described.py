@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
+from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
 from tests.support.models import PROMPTS
 from tests.support.tiers import wide

@@ -19,16 +19,16 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tp_transformers
-from tests.distributed.checkpoint.test_quantized import (
+from tests.distributed.test_architectures import assert_as_outlined, compare_and_save
+from tests.distributed.test_compiled import check
+from tests.features.peft.distributed.test_adapters import train_all
+from tests.features.quantized.distributed.test_quantized import (
     VARIANTS,
     check_errors,
     compare_decoded,
     packed_folder,
     stay_packed,
 )
-from tests.distributed.test_architectures import assert_as_outlined, compare_and_save
-from tests.distributed.test_compiled import check
-from tests.features.peft.distributed.test_adapters import train_all
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant
 from tests.support.comparisons import assert_same_files, equal_parameters, relative
 from tests.support.models import load, logits_of, with_shares

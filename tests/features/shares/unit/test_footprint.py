@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from tests.distributed.checkpoint.test_quantized import VARIANTS, packed_folder
+from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
 from tp_transformers import PlanError
 from tp_transformers.features.planner.dry_load import survey

@@ -1,0 +1,306 @@
+"""Packed weights in the layouts of operators, for any slice, against products with decoded weights in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.support.comparisons import relative
+from tests.unit.slices.test_lazy import ranges
+from tp_transformers.features.packed import float8, int4, int8
+from tp_transformers.features.packed.int4 import Int4
+from tp_transformers.features.packed.products import with_products
+from tp_transformers.features.packed.tensor import PackedTensor
+from tp_transformers.features.packed.weight import PackedWeight, pack
+from tp_transformers.features.quantized.awq import Awq
+from tp_transformers.features.quantized.bitsandbytes import BitsAndBytes
+from tp_transformers.features.quantized.compressed import Compressed
+from tp_transformers.features.quantized.float8 import Float8
+from tp_transformers.features.quantized.format import Format
+from tp_transformers.features.quantized.gptq import Gptq
+from tp_transformers.features.quantized.mxfp4 import Mxfp4
+from tp_transformers.slices.lazy import LazyTensor, Resident
+
+ROWS, COLUMNS, GROUP = 104, 224, 32
+ROUNDING = 2e-2
+"""Error of bfloat16 scales and sums, relative to the largest value."""
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+
+def scales(*shape: int) -> Tensor:
+    return torch.rand(shape) + 0.5
+
+
+def compressed(bits: int, group: int | None, form: str, symmetric: bool = True) -> Format:
+    weights = {"num_bits": bits, "symmetric": symmetric, "strategy": "group" if group else "channel"}
+    groups = {"all": {"targets": ["Linear"], "weights": weights | {"group_size": group}}}
+    return Compressed.of({"format": form, "config_groups": groups})
+
+
+def of_module(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
+    return {f"m.{name}": Resident(tensor) for name, tensor in tensors.items()}
+
+
+def gptq() -> LazyTensor:
+    tensors = {"qweight": words(COLUMNS // 8, ROWS), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
+    stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
+    return Gptq.of({"bits": 4, "group_size": GROUP}).dequantized(stored, stays_packed=True)["m.weight"]
+
+
+def awq() -> LazyTensor:
+    tensors = {"qweight": words(COLUMNS, ROWS // 8), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
+    stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
+    return Awq.of({"bits": 4, "group_size": GROUP}).dequantized(stored)["m.weight"]
+
+
+def int4_by_groups() -> LazyTensor:
+    tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
+    return compressed(4, GROUP, "pack-quantized").dequantized(of_module(tensors))["m.weight"]
+
+
+def int4_with_zeros() -> LazyTensor:
+    tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
+    tensors["weight_zero_point"] = words(ROWS // 8, COLUMNS // GROUP)
+    return compressed(4, GROUP, "pack-quantized", symmetric=False).dequantized(of_module(tensors))["m.weight"]
+
+
+def int8_packed() -> LazyTensor:
+    tensors = {"weight_packed": words(ROWS, COLUMNS // 4), "weight_scale": scales(ROWS, 1).bfloat16()}
+    tensors["weight_shape"] = torch.tensor([ROWS, COLUMNS])
+    return compressed(8, None, "pack-quantized").dequantized(of_module(tensors))["m.weight"]
+
+
+def int8_plain() -> LazyTensor:
+    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    tensors = of_module({"weight": values, "weight_scale": scales(ROWS, 1).bfloat16()})
+    return compressed(8, None, "int-quantized").dequantized(tensors)["m.weight"]
+
+
+def int8_of_bitsandbytes() -> LazyTensor:
+    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
+    return BitsAndBytes.of({}).dequantized(of_module({"weight": values, "SCB": scales(ROWS)}))["m.weight"]
+
+
+def float8_values(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return (torch.randn(rows, columns) * 100).clamp(-448, 448).to(dtype)
+
+
+def fp8(block: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> LazyTensor:
+    counts = (1, 1) if block is None else (-(-ROWS // block[0]), -(-COLUMNS // block[1]))
+    tensors = of_module({"weight": float8_values(ROWS, COLUMNS, dtype), "weight_scale_inv": scales(*counts)})
+    return Float8(block).dequantized(tensors, stays_packed=True)["m.weight"]
+
+
+def fp8_by_rows() -> LazyTensor:
+    groups = {"all": {"targets": ["Linear"], "weights": {"type": "float", "strategy": "channel"}}}
+    tensors = of_module({"weight": float8_values(ROWS, COLUMNS), "weight_scale": scales(ROWS, 1).bfloat16()})
+    return Compressed.of({"format": "float-quantized", "config_groups": groups}).dequantized(tensors)["m.weight"]
+
+
+FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
+    "gptq": (gptq, int4.Int4Cpu),
+    "awq": (awq, int4.Int4Cpu),
+    "int4": (int4_by_groups, int4.Int4Cpu),
+    "int4 with zeros": (int4_with_zeros, int4.Int4Cpu),
+    "int8 packed": (int8_packed, int8.Int8),
+    "int8": (int8_plain, int8.Int8),
+    "bitsandbytes": (int8_of_bitsandbytes, int8.Int8),
+    "fp8 in blocks": (lambda: fp8((64, 96)), float8.Float8Cpu),
+    "fp8": (lambda: fp8(None), float8.Float8Cpu),
+    "fp8 by rows": (fp8_by_rows, float8.Float8Cpu),
+}
+
+
+def packed(lazy: LazyTensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """The weight with its stored tensors, as a load fills it."""
+    made = pack(lazy, dtype, torch.device("cpu"))
+    assert made is not None
+    assert not made[1]
+    return made[0]
+
+
+def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor) -> None:
+    """Compare the weight in the layout of the operator `kind` with the values of `lazy`."""
+    exact, weight = lazy.materialize().float(), with_products(stored)
+    (before,), (after,) = stored.blocks, weight.blocks
+    assert isinstance(after.product, kind)
+    # A scale, a value, their product and the result are rounded to bfloat16, by 2^-8 at most each; sums are in fp32.
+    seen, expected = weight.linear(x).float(), linear(x.float(), exact)
+    size = linear(x.float().abs(), rounded_sizes(after.product, exact))
+    assert ((seen - expected).abs() <= 1.01 * 2**-8 * (3 * size + expected.abs())).all()
+    assert relative(weight.decoded().float(), exact) < ROUNDING
+    check_stored(before.decoded.stored, after.decoded.stored)
+
+
+def rounded_sizes(product: Any, exact: Tensor) -> Tensor:
+    """At most the sizes of what an operator rounds for the values `exact`.
+
+    A value of 4 bits is `(integer - 8) * scale + value of 8`, the sum of two terms that may be larger than it.
+    """
+    if not isinstance(product, Int4):
+        return exact.abs()
+    scales, values_of_8 = product.scales_and_zeros.float().abs().unbind(2)
+    return torch.full_like(exact, float((8 * scales + values_of_8).max()))
+
+
+def check_stored(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """A save writes the bits of the file."""
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        if tensor.dtype.is_floating_point and tensor.itemsize == 1:
+            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        else:
+            assert torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+@settings(max_examples=8)
+def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    make, kind = FORMATS[name]
+    lazy = make()
+    for dim in data.draw(st.sets(st.integers(0, 1))):
+        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
+    columns = lazy.shape[1]
+    if not lazy.numel():
+        return
+    exact = lazy.materialize().float()
+    stored = packed(lazy)
+    x = torch.randn(data.draw(st.sampled_from([1, 3, 70])), columns).bfloat16()
+    check_product(lazy, stored, kind, x)
+    # Without an operator, a few rows at a time are decoded.
+    assert relative(stored.linear(x).float(), linear(x.float(), exact)) < ROUNDING
+    assert relative(packed(lazy, torch.float32).linear(x.float()), linear(x.float(), exact)) < 1e-5
+
+
+def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = gptq()
+    assert with_products(packed(lazy, torch.float32)).blocks[0].product is None
+    monkeypatch.setattr(int4, "_block_rows", lambda: None)  # as in a torch without the operator
+    assert with_products(packed(lazy)).blocks[0].product is None
+    monkeypatch.undo()
+    stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
+    stored["weight_shape"] = torch.tensor([16, 30])  # the last word of a row is incomplete
+    lazy = compressed(8, None, "pack-quantized").dequantized(of_module(stored))["m.weight"]
+    assert with_products(packed(lazy)).blocks[0].product is None
+    assert with_products(packed(fp8((32, 32)))).blocks[0].product is None  # blocks of a few rows
+    assert with_products(packed(fp8(None, torch.float8_e5m2))).blocks[0].product is None
+    odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
+    lazy = Gptq.of({"bits": 4, "group_size": 16}).dequantized(of_module(odd), stays_packed=True)["m.weight"]
+    assert with_products(packed(lazy)).blocks[0].product is None
+
+
+def test_a_packed_tensor_computes_as_the_decoded_one() -> None:
+    torch.manual_seed(0)
+    weight = packed(int4_by_groups(), torch.float32)
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    assert (tensor.shape, tensor.dtype, tensor.requires_grad) == (exact.shape, exact.dtype, False)
+    bias = torch.randn(ROWS)
+
+    def products(w: Tensor, x: Tensor) -> list[Tensor]:
+        return [linear(x, w), linear(x, w, bias), x @ w.t(), torch.einsum("...i,oi->...o", x, w), w.float() * 2, w[3:5]]
+
+    for shape in ((COLUMNS,), (3, COLUMNS), (2, 5, COLUMNS)):
+        results, grads = [], []
+        for w in (tensor, exact):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            results.append(products(w, x))
+            sum(result.square().sum() for result in results[-1]).backward()
+            grads.append(x.grad)
+        for ours, theirs in zip(*results, strict=True):
+            assert type(ours) is Tensor
+            assert relative(ours, theirs) < 1e-5
+        assert relative(*grads) < 1e-5
+
+
+def mxfp4_experts() -> LazyTensor:
+    """(3 experts, 64 in, 40 out), stored as (experts, out, in)."""
+    blocks = torch.randint(256, (3, 40, 2, 16), dtype=torch.uint8)
+    stored = {"e_blocks": blocks, "e_scales": torch.randint(120, 130, blocks.shape[:-1], dtype=torch.uint8)}
+    tensors = {name: Resident(tensor) for name, tensor in stored.items()}
+    return Mxfp4.of({}).dequantized(tensors, stays_packed=True)["e"]
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    lazy = mxfp4_experts()
+    for dim in data.draw(st.sets(st.integers(0, 2))):
+        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
+    if not lazy.numel():
+        return
+    weight = packed(lazy, torch.float32)
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    assert torch.equal(exact, lazy.materialize())
+    with mock.patch.object(PackedWeight, "decoded", side_effect=AssertionError("decoded at once")):
+        for expert in range(lazy.shape[0]):
+            for shape in ((), (3,), (2, 3)):
+                x = torch.randn(*shape, lazy.shape[1])
+                assert relative(x @ tensor[expert], x @ exact[expert]) < 1e-5
+
+
+def test_named_arguments() -> None:
+    weight = packed(int4_by_groups(), torch.float32)
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    x, y = torch.randn(3, COLUMNS), torch.randn(2, ROWS)
+    assert relative(linear(x, weight=tensor), linear(x, exact)) < 1e-5
+    assert relative(linear(input=x, weight=tensor, bias=None), linear(x, exact)) < 1e-5
+    assert relative(torch.matmul(input=y, other=tensor), y @ exact) < 1e-5
+    out = torch.empty(2, COLUMNS)
+    assert torch.matmul(y, tensor, out=out) is out
+    assert relative(out, y @ exact) < 1e-5
+
+
+def test_casts_and_no_tokens() -> None:
+    weight = with_products(packed(int4_by_groups()))
+    exact, tensor = weight.decoded(), PackedTensor(weight)
+    assert linear(torch.ones(0, COLUMNS, dtype=torch.bfloat16), tensor).shape == (0, ROWS)
+    x = torch.randn(3, COLUMNS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, tensor), linear(x, exact))
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear(x, tensor)
+
+
+def test_a_recorded_product_keeps_nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, counts = packed(int4_by_groups(), torch.float32), 0
+    decoded = PackedWeight.decoded
+
+    def counted(self: Any) -> Tensor:
+        nonlocal counts
+        counts += 1
+        return decoded(self)
+
+    monkeypatch.setattr(PackedWeight, "decoded", counted)
+    x = torch.randn(3, COLUMNS, requires_grad=True)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = linear(x, PackedTensor(weight))
+    assert not saved
+    assert counts == 0
+    y.sum().backward()
+    assert counts == 1
+
+
+def test_float8_with_nan_is_decoded() -> None:
+    values = float8_values(96, 64)
+    values[3, 5] = torch.nan
+    lazy = Float8(None).dequantized(of_module({"weight": values, "weight_scale_inv": scales(1)}), stays_packed=True)
+    weight = with_products(packed(lazy["m.weight"]))
+    assert isinstance(weight.blocks[0].product, float8.Float8Cpu)
+    y = weight.linear(torch.ones(2, 64).bfloat16())
+    assert y.isnan().nonzero().tolist() == [[0, 3], [1, 3]]

@@ -1,0 +1,332 @@
+"""Quantised checkpoints on real ranks: dequantised while they are loaded, and packed in memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config, Qwen3MoeConfig
+
+import tp_transformers
+from tests.support import quantized
+from tests.support.comparisons import different_tensors, full_parameters, read_folder, relative
+from tests.support.models import bytes_read, headers, llama_config, load, logits_of
+from tests.support.tiers import wide
+from tp_transformers.features.packed.weight import packed_weights
+from tp_transformers.loading import memory
+
+pytestmark = pytest.mark.distributed
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 96,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    # 3 groups of 32 columns of the hidden states, 7 of the features between.
+    "llama": lambda: llama_config(6, 2, hidden_size=96, head_dim=16, intermediate_size=224),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES,
+        intermediate_size=96,
+        moe_intermediate_size=96,
+        num_attention_heads=6,
+        num_experts=3,
+        num_experts_per_tok=2,
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **SIZES,
+        intermediate_size=160,
+        num_attention_heads=6,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+}
+VARIANTS: dict[str, Callable[[Path, Path], quantized.Tensors]] = {
+    "mxfp4": quantized.mxfp4,
+    "int4 by groups": partial(quantized.compressed, bits=4, group=32),
+    "int4 with zero points": partial(quantized.compressed, bits=4, group=32, symmetric=False),
+    "int8 by rows": partial(quantized.compressed, bits=8),
+    "int5 by rows with zero points": partial(quantized.compressed, bits=5, symmetric=False),
+    "int3 by groups": partial(quantized.compressed, bits=3, group=32),
+    "gptq": quantized.gptq,
+    "gptq in order": partial(quantized.gptq, bits=8, desc_act=True, version="gptq_v2"),
+    "awq": quantized.awq,
+    "nvfp4": partial(quantized.small_groups, form="nvfp4-pack-quantized"),
+    "mxfp4 of linears": partial(quantized.small_groups, form="mxfp4-pack-quantized"),
+    "mxfp8": partial(quantized.small_groups, form="mxfp8-quantized"),
+    "nvfp4 of ModelOpt": partial(quantized.modelopt, form="nvfp4"),
+}
+OPERATORS = ("int4 by groups", "int4 with zero points", "int8 by rows", "gptq", "awq")
+"""Variants that an operator multiplies in bfloat16."""
+FLOATING = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "router", "sinks", "bias")
+"""Parts of names of what is not quantised; in MXFP4 the attention is not either."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """`folders(name, variant)`: a quantised checkpoint, and one of the same values in floating point."""
+    made: dict[tuple[str, str], tuple[Path, Path]] = {}
+
+    def make(name: str, variant: str) -> tuple[Path, Path]:
+        if (name, variant) not in made:
+            made[name, variant] = packed_folder(tmp_path_factory.mktemp("quantised"), name, VARIANTS[variant])
+        return made[name, variant]
+
+    return make
+
+
+def packed_folder(folder: Path, name: str, quantize: Callable[[Path, Path], quantized.Tensors]) -> tuple[Path, Path]:
+    """A quantised checkpoint of a config, and one of the same values in floating point."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.bfloat16).save_pretrained(folder / "plain")
+    expected = quantize(folder / "plain", folder / "packed")
+    tensors = read_folder(folder / "plain") | expected
+    save_file(tensors, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+    return folder / "packed", folder / "plain"
+
+
+def compare_decoded(packed: str, plain: str, variant: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Load the quantised checkpoint, and what one process of transformers makes of it, or the same values plainly."""
+    if variant == "mxfp4":
+        undone = Mxfp4Config(dequantize=True)
+        reference = AutoModelForCausalLM.from_pretrained(packed, dtype=dtype, quantization_config=undone)
+    else:
+        reference = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+    model = load(packed, dtype=dtype)
+    expected = {name: param.to(dtype) for name, param in reference.named_parameters()}
+    state = model.state_dict(keep_vars=True)
+    return {
+        "differ": different_tensors(full_parameters(model), expected),
+        "read": bytes_read(model) - headers(packed),
+        "expected": sum(file_bytes(name, tensor, variant) for name, tensor in state.items()),
+        "fallbacks": model.tp_report.fallbacks,
+    }
+
+
+def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
+    """Bytes that a rank's shard of a parameter has in the files: its words, and the scales of all it touches."""
+    shard = getattr(param, "tp_shard", None)
+    if shard is None:  # a buffer
+        return param.numel() * 4
+    held = [set(range(length)) for length in shard.shape]
+    if shard.layout is not None:
+        held[shard.layout.dim] = {
+            index for start, stop in shard.layout.split.ranges[shard.group.rank] for index in range(start, stop)
+        }
+    if any(part in name for part in FLOATING) or (variant == "mxfp4" and "experts" not in name):
+        return 2 * math.prod(map(len, held))
+    if variant == "mxfp4":
+        experts, columns, rows = map(len, held)
+        touched = {column // 32 for column in held[1]}
+        pairs = {column // 2 for column in held[1]}
+        assert columns == 2 * len(pairs)
+        return experts * rows * (len(pairs) + len(touched))
+    *experts, rows, columns = held
+    count = len(experts[0]) if experts else 1
+    parts, length = [rows], shard.shape[-2]
+    if name.endswith("gate_up_proj"):  # two tensors of every expert
+        length //= 2
+        parts = [{row for row in rows if row < length}, {row - length for row in rows if row >= length}]
+    settings: dict[str, Any] = {"bits": 4, "group": None, "symmetric": True}
+    if "form" in getattr(VARIANTS[variant], "keywords", {}):
+        is_nv = variant.startswith("nvfp4")
+        group = 16 if is_nv else 32
+        width = len(columns) if variant == "mxfp8" else len({column // 2 for column in columns})
+        groups = len({column // group for column in columns})
+        return count * sum(len(part) * (width + groups) + 4 * is_nv for part in parts)
+    settings |= getattr(VARIANTS[variant], "keywords", {})
+    bits, group = settings["bits"], settings["group"] or shard.shape[-1]
+    values, width = quantized.unit(bits)
+    words = len({column // values for column in columns}) * width
+    groups = len({column // group for column in columns})
+    if variant == "awq" or variant.startswith("gptq"):
+        ordered = "desc_act" in settings
+        groups = shard.shape[-1] // 32 if ordered else len({column // 32 for column in columns})
+        total = 0
+        for part in parts:
+            of_rows = len({row // values for row in part}) * width
+            total += 4 * (len(columns) * of_rows if variant == "awq" else len(part) * words)
+            total += groups * (2 * len(part) + 4 * of_rows) + 4 * shard.shape[-1] * (variant != "awq")
+        return count * total
+    return count * sum(
+        4 * len(part) * words
+        + 2 * len(part) * groups
+        + (0 if settings["symmetric"] else 4 * groups * width * len({row // values for row in part}))
+        + (0 if settings["group"] else 16)
+        for part in parts
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "size", "dtype"),
+    wide(
+        [
+            ("gpt_oss", "mxfp4", 3, torch.bfloat16),
+            ("llama", "int4 with zero points", 2, torch.bfloat16),
+            ("qwen3_moe", "int8 by rows", 3, torch.float32),
+            ("gpt_oss", "mxfp4", 1, torch.float32),
+            ("gpt_oss", "mxfp4", 2, torch.float16),
+            ("gpt_oss", "mxfp4", 4, torch.bfloat16),
+            ("llama", "int4 by groups", 1, torch.bfloat16),
+            ("llama", "int4 by groups", 4, torch.float32),
+            ("llama", "int3 by groups", 3, torch.bfloat16),
+            ("llama", "int5 by rows with zero points", 2, torch.bfloat16),
+            ("qwen3_moe", "int4 with zero points", 4, torch.bfloat16),
+            ("llama", "gptq", 2, torch.float16),
+            ("llama", "gptq", 3, torch.bfloat16),
+            ("qwen3_moe", "gptq in order", 2, torch.bfloat16),
+            ("llama", "gptq in order", 4, torch.float32),
+            ("llama", "awq", 2, torch.float16),
+            ("qwen3_moe", "awq", 3, torch.bfloat16),
+            ("llama", "nvfp4", 3, torch.bfloat16),
+            ("qwen3_moe", "nvfp4", 2, torch.bfloat16),
+            ("llama", "mxfp4 of linears", 4, torch.bfloat16),
+            ("llama", "mxfp8", 3, torch.float32),
+            ("qwen3_moe", "nvfp4 of ModelOpt", 3, torch.bfloat16),
+        ],
+        2,
+    ),
+)
+def test_ranks_read_their_words_and_the_scales_of_their_groups(
+    pool: Any, folders: Any, name: str, variant: str, size: int, dtype: torch.dtype
+) -> None:
+    packed, plain = folders(name, variant)
+    for rank in pool.run(size, compare_decoded, str(packed), str(plain), variant, dtype):
+        assert rank["differ"] == []
+        assert rank["read"] == rank["expected"]
+        assert rank["fallbacks"] == ()
+
+
+def packed_errors(folder: str, dense: Any, model: Any) -> dict[str, float]:
+    """Errors of logits of a dequantised and a packed model in bfloat16, relative to a dequantised model in fp32."""
+    with torch.no_grad():
+        exact = logits_of(load(folder, dtype=torch.float32))
+        models = {"dense": dense, "packed": model, "copy": copy.deepcopy(model)}
+        models["fp32"] = load(folder, dtype=torch.float32, tp_dequantize=False)
+        return {name: relative(logits_of(each).float(), exact) for name, each in models.items()}
+
+
+def check_errors(errors: dict[str, float]) -> None:
+    """A packed model is exact in fp32; in bfloat16 it rounds like the dequantised one."""
+    assert errors["fp32"] < 1e-5  # fp32 sums in another order
+    assert 0 < errors["packed"] == errors["copy"] < 2 * errors["dense"]
+
+
+def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A packed model beside a dequantised one."""
+    dense, model = load(folder, dtype=dtype), load(folder, dtype=dtype, tp_dequantize=False)
+    model.to("cpu")
+    errors = packed_errors(folder, dense, model)
+    refused = {}
+    for what, use in {
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict({}),
+        "another dtype": lambda: model.to(torch.float64),
+    }.items():
+        try:
+            use()
+        except tp_transformers.UnsupportedError as error:
+            refused[what] = str(error)
+    return {
+        "errors": errors,
+        "held": model.tp_report.share,
+        "footprint": model.get_memory_footprint(return_buffers=False),
+        "read": bytes_read(model) - headers(folder),
+        "dense": dense.tp_report.share,
+        "operators": any(block.product for weight in packed_weights(model).values() for block in weight.blocks),
+        "parameters": model.num_parameters() == dense.num_parameters(),
+        "refused": refused,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "size"),
+    wide(
+        [
+            ("gpt_oss", "mxfp4", 2),
+            ("llama", "int4 with zero points", 3),
+            ("qwen3_moe", "int8 by rows", 2),
+            ("llama", "gptq in order", 3),
+            ("qwen3_moe", "awq", 3),
+            ("llama", "nvfp4", 3),
+            ("llama", "mxfp8", 2),
+            ("llama", "int4 by groups", 2),
+            ("llama", "int8 by rows", 2),
+            ("llama", "gptq", 3),
+            ("llama", "awq", 3),
+            ("qwen3_moe", "int4 with zero points", 3),
+        ],
+        2,
+    ),
+)
+def test_packed_weights_compute_as_dequantised_ones(
+    pool: Any, folders: Any, name: str, variant: str, size: int
+) -> None:
+    packed, _ = folders(name, variant)
+    for rank in pool.run(size, stay_packed, str(packed), torch.bfloat16):
+        check_errors(rank["errors"])
+        assert rank["held"] == rank["footprint"] < rank["dense"]
+        assert rank["operators"] == (variant in OPERATORS)
+        # Stored tensors have room for complete groups, and a rank reads its slice of them. An operator has scales and
+        # zero points of its own: 5 bytes for a group of 32, which is 18 bytes, and rows in blocks of 32: a third of 64
+        # rows takes two.
+        assert rank["held"] <= ((1.5 if size == 2 else 2) if rank["operators"] else 1.1) * rank["read"]
+        assert rank["parameters"]
+        assert rank["refused"].keys() == {"state_dict", "load_state_dict", "another dtype"}
+        assert all("tp_dequantize=True" in text for text in rank["refused"].values())
+
+
+def order_of_no_group(tensors: quantized.Tensors) -> None:
+    tensors["model.layers.1.mlp.down_proj.g_idx"][5] = 7
+
+
+def no_scales(tensors: quantized.Tensors) -> None:
+    del tensors["model.layers.1.mlp.down_proj.scales"]
+
+
+def load_unread(folder: str, dequantize: bool) -> None:
+    """A load that fails in another way if it reads a weight."""
+
+    def read(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a weight is read")
+
+    original, memory.read_together = memory.read_together, read  # type: ignore[assignment]
+    try:
+        load(folder, tp_dequantize=dequantize)
+    finally:
+        memory.read_together = original
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    wide(
+        [
+            (order_of_no_group, "tensor model.layers.1.mlp.down_proj.g_idx: got groups from 0 to 7"),
+            (no_scales, "tensor model.layers.1.mlp.down_proj.scales: got no such tensor"),
+        ],
+        1,
+    ),
+)
+def test_all_ranks_refuse_members_that_do_not_fit_before_weights_are_read(
+    pool: Any, folders: Any, tmp_path: Path, change: Callable[[quantized.Tensors], None], says: str
+) -> None:
+    folder, _ = folders("llama", "gptq in order")
+    tensors = read_folder(folder)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(folder / "config.json", tmp_path)
+    for dequantize in (True, False):
+        assert f"CheckpointError: {says}" in pool.error(2, load_unread, str(tmp_path), dequantize)

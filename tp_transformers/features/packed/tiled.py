@@ -1,0 +1,143 @@
+"""Products with a matrix that is decoded a few rows at a time."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...torch_api import has_bfloat16
+from ..quantized.bundle import Aligned, Decoded, at_a_time
+
+_TILE = 1 << 24
+"""Bytes of rows that are multiplied at a time on a CPU."""
+_FEW = 8
+"""Tokens whose product does not make up for a conversion of decoded values to bfloat16."""
+
+_OF_THREAD = threading.local()
+
+
+def scratch(numel: int, x: torch.Tensor) -> torch.Tensor:
+    """A buffer like x. On a CPU the thread keeps it: new memory would have to be cleared in every call."""
+    if x.device.type != "cpu":
+        return x.new_empty(numel)
+    nbytes, buffer = numel * x.itemsize, getattr(_OF_THREAD, "buffer", None)
+    if buffer is None or buffer.nbytes < nbytes:
+        with torch.inference_mode(False):
+            buffer = _OF_THREAD.buffer = torch.empty(nbytes, dtype=torch.uint8)
+    return buffer[:nbytes].view(x.dtype)
+
+
+def product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Dtype in which a product of x (tokens, columns) with decoded values is fastest.
+
+    On a CPU products in bfloat16 need instructions of their own, and several tokens.
+    """
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and (len(x) <= _FEW or not has_bfloat16())
+    return torch.float32 if is_slow else x.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled(ABC):
+    """`x @ w.T` for a matrix (rows, columns) in a layout (width, height), with a few decoded rows at a time."""
+
+    rows: Aligned
+    columns: Aligned
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Columns of the layout, padding included."""
+
+    @property
+    @abstractmethod
+    def height(self) -> int:
+        """Rows of the layout, padding included."""
+
+    @property
+    def unit(self) -> int:
+        """Rows of which `decode` takes multiples."""
+        return 1
+
+    @abstractmethod
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        """Decode rows of the layout from `first` on, multiples of `unit`, into `values` (rows, width)."""
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, columns) -> (tokens, rows)."""
+        if self._spreads:
+            x = self.columns.spread(x, self.width)
+        y = self.product(x.contiguous())
+        return self.rows.take(y, 1) if self._takes else y
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, width) -> (tokens, height)."""
+        dtype, x = x.dtype, x.to(product_dtype(x))
+        y = x.new_empty(len(x), self.height)
+        for first, tile in self.tiles(x):
+            torch.mm(x, tile.t(), out=y[:, first : first + len(tile)])
+        return y.to(dtype)
+
+    def tiles(self, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decode a few rows at a time, in the dtype of x: (index of the first row, values (rows, width)).
+
+        The next tile may overwrite the values.
+        """
+        for rows in self._ranges(0, self.height, max(_TILE // x.itemsize, at_a_time(x.device))):
+            tile = scratch(self.width * len(rows), x).view(-1, self.width)
+            self.fill(rows.start, tile)
+            yield rows.start, tile
+
+    def fill(self, first: int, values: torch.Tensor) -> None:
+        """Decode as `decode`, with memory for a few rows."""
+        for rows in self._ranges(first, first + len(values), at_a_time(values.device)):
+            self.decode(rows.start, values[rows.start - first : rows.stop - first])
+
+    def _ranges(self, first: int, last: int, numel: int) -> Iterator[range]:
+        """Ranges of rows in [first, last), of about `numel` elements each."""
+        step = max(numel // self.width // self.unit, 1) * self.unit
+        return (range(low, min(low + step, last)) for low in range(first, last, step))
+
+    @cached_property
+    def _spreads(self) -> bool:
+        """True if the layout has columns that the weight does not have."""
+        return not self.columns.is_all_of(self.width)
+
+    @cached_property
+    def _takes(self) -> bool:
+        """True if the layout has rows that the weight does not have."""
+        return not self.rows.is_all_of(self.height)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows(Tiled):
+    """A matrix that its format decodes; all leading dims have length 1."""
+
+    decoded: Decoded
+
+    @property
+    def width(self) -> int:
+        return self.columns.length
+
+    @property
+    def height(self) -> int:
+        return self.rows.length
+
+    @property
+    def unit(self) -> int:
+        return self.rows.unit
+
+    def decode(self, first: int, values: torch.Tensor) -> None:
+        values.copy_(self.decoded.block(first, first + len(values)).flatten(0, -2))
+
+    def tiles(self, x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `Tiled.tiles`; values on a GPU, and in fp32, the dtype of most decoders, are not copied."""
+        if x.dtype != torch.float32 and x.device.type == "cpu":
+            yield from super().tiles(x)
+            return
+        for rows in self._ranges(0, self.height, at_a_time(x.device)):
+            yield rows.start, self.decoded.block(rows.start, rows.stop).flatten(0, -2).to(x.dtype)
