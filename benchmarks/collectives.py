@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_transformers.ranks import direct
-from tp_transformers.ranks.shared_memory.joining import memory_of, share
+from tp_transformers.ranks.transport import BACKEND, connect, transport_of
 
 SIDES = ("memory", "gloo")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "vote")
@@ -42,8 +42,8 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     dist.init_process_group("gloo", store=dist.FileStore(job.store, job.size), rank=job.rank, world_size=job.size)
     groups = {side: dist.new_group() for side in SIDES}
-    share(groups["memory"])
-    if memory_of(groups["memory"]) is None:
+    connect(groups["memory"])
+    if transport_of(groups["memory"]) is BACKEND:
         raise RuntimeError("ranks share no memory here")
     found: dict[str, dict[str, dict[str, dict[str, list[float]]]]] = {}
     for kind in job.kinds:
@@ -63,8 +63,8 @@ def main() -> None:
 
 def _call(kind: str, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
     if kind == "vote":
-        memory, answers = memory_of(group), [None] * group.size()
-        if memory is not None:
+        memory, answers = transport_of(group), [None] * group.size()
+        if memory is not BACKEND:
             return lambda: memory.messages(b"a vote of a load")
         return lambda: dist.all_gather_object(answers, "a vote of a load", group=group)
     if kind == "all_reduce":  # of ones: the sum stays finite as a maximum does

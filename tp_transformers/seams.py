@@ -19,6 +19,7 @@ from .errors import PlanError, shown
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
     from .loading.options import Options
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .plans.entry import Entry
     from .plans.rules import Plan
     from .ranks.group import TensorParallelGroup
+    from .ranks.transport import Transport
     from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")
@@ -130,6 +132,13 @@ class Feature:
     def options(self) -> Sequence[Option]:
         """Arguments of `from_pretrained`."""
         return ()
+
+    def transport(self, group: ProcessGroup) -> Transport | None:
+        """Transport of the CPU tensors of `group`, of two ranks or more; None if the ranks cannot use one. Collective.
+
+        Called when the ranks of a model, or of the copies of a shard, meet.
+        """
+        return None
 
     def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
         """Context of a load with a plan, on all ranks of `group`; what it returns is called with the loaded model."""

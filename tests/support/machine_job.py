@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 import tp_transformers
 from tests.support.comparisons import full_gradients
 from tests.support.models import PROMPTS, load, observe
-from tp_transformers.ranks.shared_memory.joining import memory_of
+from tp_transformers.ranks.transport import transport_of
 
 
 def main(folder: str, results: str, options: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def main(folder: str, results: str, options: dict[str, Any]) -> None:
         tp_transformers.save_sharded(model, target) if kind == "sharded" else model.save_pretrained(target)
     seen["losses"] = train(model, options.get("steps", 0))
     seen["machine"], seen["rank"], seen["time"] = socket.gethostname(), model.tp_group.rank, time.time()
-    seen["transport"] = type(memory_of(model.tp_group.process_group)).__name__
+    seen["transport"] = type(transport_of(model.tp_group.process_group)).__name__
     torch.save(seen, Path(results, f"{dist.get_rank()}.pt"))
 
 

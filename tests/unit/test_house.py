@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15964
+CORE = 16629
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44065
+PACKAGE = 44105
 """Lines of the package, likewise."""
-FROM_CORE = 41
+FROM_CORE = 32
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 41
+BETWEEN_FEATURES = 29
 """Imports of one feature by another that does not require it, likewise."""
 
 

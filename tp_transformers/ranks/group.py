@@ -21,7 +21,7 @@ from .agreement import is_agreed as is_agreed
 from .environment import firsts_of, local_size, node_name
 from .limits import visible_cores
 from .messages import exchange
-from .shared_memory.joining import memory_of
+from .transport import transport_of
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis for tensor parallelism."""
@@ -110,9 +110,9 @@ class TensorParallelGroup:
         """Gather the `value` of every rank in one collective."""
         if self.size == 1 or self.process_group is None:
             return [value]
-        message, memory = pickle.dumps(value), memory_of(self.process_group)
+        message = pickle.dumps(value)
         try:
-            messages = memory.messages(message) if memory is not None else None
+            messages = transport_of(self.process_group).messages(message)
             if messages is None:
                 messages = exchange(message, self.process_group, self.device)
         except RuntimeError as error:

@@ -19,7 +19,7 @@ from ..torch_api import get_default_store
 from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
 from .network import check_gpus, connect_machines, find_store, late_ranks_logged
-from .shared_memory.joining import share
+from .transport import connect
 
 
 def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
@@ -74,7 +74,7 @@ def _connect(process_group: dist.ProcessGroup, device: torch.device) -> None:
     NCCL makes the communicator of a group that is not bound to a device in the first collective, and meanwhile cannot
     be aborted.
     """
-    share(process_group)
+    connect(process_group)
     if process_group.size() > 1 and "cuda:nccl" in get_backend_config(process_group):
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
         torch.get_device_module(device.type).synchronize(device)

@@ -18,7 +18,7 @@ from ..marks import untyped
 from ..model.parallelize import WRAPPED
 from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ..ranks.mesh import check_ranks
-from ..ranks.shared_memory.joining import share
+from ..ranks.transport import connect
 from ..strategies import batch_sharded
 from .averaging import Average, broadcast, outside
 from .fsdp import both_axes, shard_copies
@@ -100,7 +100,7 @@ def _join_copies(
         _check_mesh(group, mesh, axis)
         check_not_packed(model, "data_parallel")
     process_group = mesh[axis].get_group()
-    share(process_group)
+    connect(process_group)
     copies = TensorParallelGroup.of_mesh(mesh[axis], group.device)
     copies.check_same({"tp_shares": model.tp_resolution.plan.shares})
     fault = next(filter(None, copies.gather(_fault(model, mode, options))), None)

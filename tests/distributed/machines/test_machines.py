@@ -75,7 +75,7 @@ def test_uneven_machines(cases: Any, tmp_path: Path, ranks: list[int]) -> None:
     with Bed(tmp_path, len(ranks)) as bed:
         found = results(bed, run(bed, ranks, case.folder, {"steps": 3}), ranks)
         check(found, case, alone(case, 3))
-        assert {seen["transport"] for seen in found} == {"NoneType" if max(ranks) == 1 else "SeveralMachines"}
+        assert {seen["transport"] for seen in found} == {"Transport" if max(ranks) == 1 else "SeveralMachines"}
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tests.support.groups import join
 from tests.support.models import load
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, mesh_of
-from tp_transformers.ranks.shared_memory.joining import VARIABLE, memory_of
+from tp_transformers.ranks.transport import BACKEND, transport_of
 
 pytestmark = pytest.mark.distributed
 
@@ -42,8 +42,8 @@ def everyones(value: torch.Tensor) -> list[torch.Tensor]:
 def shared_heads(folder: str, way: str) -> list[float]:
     """Run on every rank: the errors of a gradient that all ranks have a part of, without the option and with it."""
     errors = []
-    with mock.patch.dict(os.environ, {VARIABLE: "0"} if way == "gloo" else {}):
-        assert (memory_of(join().process_group) is None) == (way == "gloo")
+    with mock.patch.dict(os.environ, {"TP_TRANSFORMERS_SHARED_MEMORY": "0"} if way == "gloo" else {}):
+        assert (transport_of(join().process_group) is BACKEND) == (way == "gloo")
     for options in ({}, {"tp_reduce_dtype": torch.float32}):
         model = copy.deepcopy(load(folder, dtype=torch.bfloat16, **options))
         param = model.get_parameter(SHARED)

@@ -96,7 +96,7 @@ def _ranks() -> Iterator[str]:
     """Lines about the backends, and the transport of ranks on this machine."""
     import torch.distributed as dist
 
-    from ...ranks.shared_memory.joining import obstacle
+    from ..shared_memory.joining import obstacle
 
     backends = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
     yield f"backends: {', '.join(name for name, is_available in backends.items() if is_available()) or 'none'}"

@@ -11,6 +11,8 @@ from ...seams import Feature
 class Env(Feature):
     """What a report of a problem begins with."""
 
+    requires = ("shared_memory",)
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command
 

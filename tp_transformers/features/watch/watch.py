@@ -32,7 +32,7 @@ from ...ranks import direct
 from ...ranks.agreement import agreed, is_agreed
 from ...ranks.environment import this_process
 from ...ranks.group import TensorParallelGroup
-from ...ranks.shared_memory.joining import memory_of
+from ...ranks.transport import transport_of
 from ..places.out_of_step import out_of_step, this_call
 from .device import Steps, abort
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
@@ -104,8 +104,8 @@ class Watch:
         self._heard, self._heard_at, self._polled_at = 0, monotonic(), monotonic()
         self._unreachable_at: float | None = None
         self._waits = Waits(self.group, self._store, is_of_copies=self.is_of_copies)
-        memory = memory_of(self.process_group)
-        self._is_unnoticed = self.group.device.type == "cpu" and not (memory is not None and memory.notices)
+        is_noticed = transport_of(self.process_group).notices
+        self._is_unnoticed = self.group.device.type == "cpu" and not is_noticed
         self.steps.is_aborted.clear()
         self.failure = None  # polled from here on
         POLLER.add(self, partial(_leave, self._store, rank))
@@ -127,8 +127,7 @@ class Watch:
                 self.beyond.__enter__()
             self._entered, self._entered_at = self._collectives(), monotonic()
             self.steps.running = 0  # those that have not ended have raised, on all ranks alike
-            if (memory := memory_of(self.process_group)) is not None:
-                memory.enter()
+            transport_of(self.process_group).enter()
         self._depth += 1
         return self
 
@@ -153,8 +152,7 @@ class Watch:
         self._depth -= 1
         if self._depth:
             return
-        if (memory := memory_of(self.process_group)) is not None:
-            memory.leave()
+        transport_of(self.process_group).leave()
         try:
             if error is None:
                 self.check()  # an aborted NCCL collective returns without an error
@@ -244,14 +242,13 @@ class Watch:
         failure = FAILURE.find(error)
         if failure is not None:  # from another watch
             self._rule(failure)
-        memory = memory_of(self.process_group)
         report = Report(
             order=self._store.add(f"order {self._round}", 1),
             collectives=self._collectives() - self._entered,
             error=error_text(error),
             trace="".join(traceback.format_exception(error))[-TRACE:],
             follows=follows(error),
-            is_last=memory is not None and bool(memory.ended),
+            is_last=bool(transport_of(self.process_group).ended),
         )
         self._store.set(f"report {self._round} {self.group.rank}", json.dumps(asdict(report)))
         self._store.add(f"reports {self._round}", 1)
@@ -314,8 +311,7 @@ class Watch:
             for watch in ended:
                 watch.failure = failure
                 watch._concluded.set()
-            if (memory := memory_of(self.process_group)) is not None:
-                memory.end("the ranks' process group has ended")
+            transport_of(self.process_group).end("the ranks' process group has ended")
             shut(self._links)
             all_steps = [watch.steps for watch in ended]
             threading.Thread(target=abort, args=(self.group.device, all_steps), daemon=True).start()

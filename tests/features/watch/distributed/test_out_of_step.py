@@ -14,7 +14,6 @@ import torch
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import MeshError
-from tp_transformers.ranks.shared_memory.joining import VARIABLE
 
 pytestmark = pytest.mark.distributed
 
@@ -80,7 +79,7 @@ CALLS: dict[str, tuple[Callable[[Any, int], Any], str]] = {
 
 def call(folder: str, name: str, transport: str = "memory") -> None:
     """Run on every rank: a call that raises MeshError, and goes on with inputs that are the same."""
-    os.environ[VARIABLE] = "0" if transport == "gloo" else "1"
+    os.environ["TP_TRANSFORMERS_SHARED_MEMORY"] = "0" if transport == "gloo" else "1"
     model = load(folder)
     expected = model(PROMPTS).logits
     began = time.monotonic()
@@ -92,7 +91,7 @@ def call(folder: str, name: str, transport: str = "memory") -> None:
             assert torch.equal(model(PROMPTS).logits, expected)
         raise
     finally:
-        del os.environ[VARIABLE]
+        del os.environ["TP_TRANSFORMERS_SHARED_MEMORY"]
 
 
 @pytest.mark.parametrize("size", wide([2, 3], 1))

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
 from tp_transformers import MeshError, RemoteRankError, renew_process_group
+from tp_transformers.features.shared_memory.memory import SharedMemory
+from tp_transformers.features.shared_memory.segment import SLOT
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.collectives import reduce_scatter_from_region
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.shared_memory.joining import memory_of, share
-from tp_transformers.ranks.shared_memory.segment import SLOT
-from tp_transformers.ranks.shared_memory.transport import SharedMemory
+from tp_transformers.ranks.transport import connect, transport_of
 
 pytestmark = pytest.mark.distributed
 
@@ -77,7 +77,7 @@ def unused_results() -> tuple[list[int], list[float]]:
         direct.all_reduce(total, group.process_group)
         return total[: widths[group.rank]].sum()
 
-    memory, counts, results = memory_of(group.process_group), [], []
+    memory, counts, results = transport_of(group.process_group), [], []
     assert memory is not None
     with torch.no_grad():
         for function in (of_rows, of_a_slice):
@@ -168,7 +168,7 @@ def broken_off() -> tuple[str, str]:
     """Run on every rank: an error of a signal handler between the steps of a collective, and one after it."""
     group, patch = join(), pytest.MonkeyPatch()
     second = dist.new_group(timeout=timedelta(seconds=2))
-    share(second)
+    connect(second)
     raised = []
 
     def stop(*_: object) -> None:
@@ -200,8 +200,8 @@ def in_a_handler() -> str:
     """Run on every rank: a collective of a signal handler that comes while rank 0 waits in another one."""
     group = join()
     second = dist.new_group(timeout=timedelta(seconds=20))
-    share(second)
-    memory, raised = memory_of(second), ""
+    connect(second)
+    memory, raised = transport_of(second), ""
     assert memory is not None
     if group.rank == 0:
         before = signal.signal(signal.SIGUSR1, lambda *_: memory.messages(b""))
@@ -243,7 +243,7 @@ def interrupted_everywhere(folder: str) -> tuple[str, bool]:
     """Run on every rank: the collectives of all ranks are broken off, and their process group is renewed."""
     model = load(folder)
     expected = model(PROMPTS).logits
-    memory = memory_of(model.tp_group.process_group)
+    memory = transport_of(model.tp_group.process_group)
     assert memory is not None
     memory.end("an earlier one was broken off")
     dist.barrier()

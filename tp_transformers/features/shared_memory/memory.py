@@ -29,11 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MeshError
-from ...features.places.out_of_step import out_of_step, this_collective
+from ...ranks.agreement import agreed
+from ...ranks.limits import visible_cores
+from ...ranks.transport import MAX, SUM, Transport
 from ...torch_api import current_backward
-from ..agreement import agreed
-from ..limits import visible_cores
-from .interface import MAX, SUM, Transport
+from ..places.out_of_step import out_of_step, this_collective
+from . import operators
 from .pieces import check_dtype, chunks, combine, starts_of
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment
 
@@ -96,6 +97,7 @@ class SharedMemory(Transport):
     """Transport of a process group on one machine."""
 
     notices = True
+    operators = operators
 
     def __init__(self, segment: Segment, timeout: float, *, is_complete: bool = True) -> None:
         """The transport owns `segment`. `timeout`: seconds to wait for another rank.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import secrets
-import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,46 +14,28 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from ...logs import get_logger
+from ...ranks.environment import machine_name
+from ...ranks.messages import exchange
+from ...ranks.transport import Transport
 from ...torch_api import get_default_store
-from ..environment import machine_name
-from ..messages import exchange
-from .interface import Transport
 from .machines import SeveralMachines
+from .memory import SharedMemory
 from .segment import TOKEN, WORDS, Segment, is_supported
-from .transport import SharedMemory
 
 logger = get_logger(__name__)
 
 VARIABLE = "TP_TRANSFORMERS_SHARED_MEMORY"
 """Environment variable; 0 turns shared memory off."""
 
-_memories: dict[int, Transport | None] = {}
-"""The shared memory of process groups by `id`, as determined by `share`; None for a group without."""
-NAMES: set[str] = set()
-"""Names of the process groups with shared memory, for graphs of torch.compile."""
 
-
-def share(group: dist.ProcessGroup) -> None:
-    """Set up shared memory for `group` if its ranks can use it. Collective.
-
-    If they cannot, logs the reason at INFO. A second call for the same group does nothing.
-    """
-    if id(group) in _memories or group.size() == 1 or "cpu:gloo" not in get_backend_config(group):
-        return
+def share(group: dist.ProcessGroup) -> Transport | None:
+    """The shared memory of `group`, if its ranks can use one; if not, logs the reason at INFO. Collective."""
+    if "cpu:gloo" not in get_backend_config(group):
+        return None
     memory, why = _join(group)
-    name = group.group_name
-    NAMES.discard(name)  # a destroyed group may have had the same name
-    _memories[id(group)] = memory
-    weakref.finalize(group, _memories.pop, id(group), None).atexit = False
     if memory is None:
         logger.info("ranks communicate by gloo, not through shared memory: %s", why)
-        return
-    NAMES.add(name)
-
-
-def memory_of(group: dist.ProcessGroup) -> Transport | None:
-    """The shared memory of `group`, for its CPU tensors; None without."""
-    return _memories.get(id(group))
+    return memory
 
 
 def _join(group: dist.ProcessGroup) -> tuple[Transport | None, str]:

@@ -21,12 +21,12 @@ from torch import Tensor
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import MeshError
+from tp_transformers.features.shared_memory import joining, memory, segment
+from tp_transformers.features.shared_memory.segment import FOLDER, SLOT
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.direct import MAX, SUM
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.shared_memory import joining, segment, transport
-from tp_transformers.ranks.shared_memory.joining import memory_of, share
-from tp_transformers.ranks.shared_memory.segment import FOLDER, SLOT
+from tp_transformers.ranks.transport import BACKEND, connect, transport_of
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +58,7 @@ def all_sizes() -> list[str]:
     """Run on every rank: the collectives with other bits than those of the reference, of every dtype and length."""
     group = join()
     rank, size, process_group = group.rank, group.size, group.process_group
-    assert memory_of(process_group) is not None
+    assert transport_of(process_group) is not BACKEND
     wrong = []
 
     def check(name: str, found: Tensor, expected: Tensor) -> None:
@@ -209,7 +209,7 @@ def without(how: str) -> tuple[bool, list[str], list[str], float]:
     files = [path.name for path in FOLDER.glob("tp_transformers-*")]
     x = torch.tensor([group.rank + 1.0])
     direct.all_reduce(x, group.process_group)
-    return memory_of(group.process_group) is not None, messages, files, x.item()
+    return transport_of(group.process_group) is not BACKEND, messages, files, x.item()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_ranks_that_may_not_share_memory_say_why_once(pool: Pool, how: str, why:
 def leaves() -> list[str]:
     """Run on every rank: the files of the memory that have a name while it is used."""
     group = join()
-    assert memory_of(group.process_group) is not None
+    assert transport_of(group.process_group) is not BACKEND
     with open("/proc/self/maps") as maps:
         mapped = [line for line in maps if "tp_transformers-" in line]
     assert mapped
@@ -276,7 +276,7 @@ def alone(seconds: float) -> str:
     """Run on every rank: what rank 0 raises where the other does not come."""
     group = join()
     second = dist.new_group(timeout=timedelta(seconds=seconds))
-    share(second)
+    connect(second)
     try:
         if group.rank == 0:
             direct.all_reduce(torch.ones(3), second)
@@ -291,9 +291,9 @@ def interrupted() -> tuple[str, ...]:
     """Run on every rank: what rank 0 raises where Ctrl-C comes while it waits, and in a collective after that."""
     group = join()
     second = dist.new_group()
-    share(second)
-    memory, raised = memory_of(second), []
-    assert memory is not None
+    connect(second)
+    memory, raised = transport_of(second), []
+    assert memory is not BACKEND
     before = memory.collectives
 
     def interrupt() -> None:
@@ -328,7 +328,7 @@ def test_a_rank_waits_as_long_as_its_group_says(pool: Pool) -> None:
 def different() -> list[str]:
     """Run on every rank: what each raises where one sums and the other gathers."""
     group = join()
-    memory = memory_of(group.process_group)
+    memory = transport_of(group.process_group)
     raised = []
     for _ in range(2):
         try:
@@ -368,9 +368,9 @@ def compiled_and_not() -> tuple[bool, bool]:
     x = values(12 * 5, torch.float32, group.rank).view(12, 5)
     expected = all_of_them(x)
     compiled = torch.compile(all_of_them, fullgraph=True)
-    before = memory_of(group.process_group).collectives
+    before = transport_of(group.process_group).collectives
     both = compiled(x)
-    own = memory_of(group.process_group).collectives - before
+    own = transport_of(group.process_group).collectives - before
     one = (compiled if group.rank else all_of_them)(x)
     return own == 5, all(torch.equal(a, b) for found in (both, one) for a, b in zip(found, expected, strict=True))
 
@@ -380,5 +380,5 @@ def test_compiled_collectives_go_through_memory(pool: Pool) -> None:
 
 
 def test_the_length_of_a_step_leaves_room() -> None:
-    assert transport.ONE_STEP <= SLOT
+    assert memory.ONE_STEP <= SLOT
     assert 4 * SLOT <= 8 << 20  # bytes of a rank

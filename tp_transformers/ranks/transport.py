@@ -1,11 +1,15 @@
-"""Interface of a transport that replaces a process group's backend."""
+"""Transports: collectives of CPU tensors that features add, in place of the backend of a process group."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from ..seams import features
 
 MAX = dist.ReduceOp.MAX
 SUM = dist.ReduceOp.SUM
@@ -18,11 +22,13 @@ class Transport:
     `by_backend=True`; then all get False.
     """
 
-    collectives: int
+    collectives = 0
     """Number of collectives that this rank has begun."""
-
     notices = False
     """True if ranks raise that have begun different collectives."""
+    operators: Any = None
+    """The collectives as custom operators for torch.compile, `all_reduce(x, maximum, group name)` and so on; None: it
+    traces those of torch.distributed."""
 
     @property
     def ended(self) -> str:
@@ -63,3 +69,29 @@ class Transport:
     def messages(self, message: bytes) -> list[bytes] | None:
         """All-gather messages of any lengths; None, on all ranks, if they have to call the backend instead."""
         return None
+
+
+BACKEND = Transport()
+"""Leaves all collectives to the backend."""
+
+_transports: dict[int, Transport] = {}
+"""Transports of process groups by `id`."""
+OPERATORS: dict[str, Any] = {}
+"""Custom operators by the name of a process group: a graph of torch.compile finds a renewed group by its name."""
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Set up the transport of `group`, of the first feature that has one. Collective. A second call does nothing."""
+    if id(group) in _transports or group.size() == 1:
+        return
+    found = filter(None, (feature.transport(group) for feature in features().values()))
+    transport = _transports[id(group)] = next(found, BACKEND)
+    weakref.finalize(group, _transports.pop, id(group), None).atexit = False
+    OPERATORS.pop(group.group_name, None)  # a destroyed group may have had the same name
+    if transport.operators is not None:
+        OPERATORS[group.group_name] = transport.operators
+
+
+def transport_of(group: dist.ProcessGroup) -> Transport:
+    """The transport of `group`, for its CPU tensors."""
+    return _transports.get(id(group), BACKEND)

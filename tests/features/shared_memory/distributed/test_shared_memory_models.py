@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
 from tp_transformers.debug import check_replicas
-from tp_transformers.ranks.shared_memory.joining import memory_of
+from tp_transformers.ranks.transport import BACKEND, transport_of
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +22,7 @@ def watched_on(folder: str, ranks: list[int]) -> tuple[Tensor, int, int]:
     """Run on every rank: logits where a dispatch mode listens on some ranks, its count, and that of the memory."""
     model = load(folder)
     mode = CommDebugMode() if model.tp_group.rank in ranks else nullcontext()
-    memory = memory_of(model.tp_group.process_group)
+    memory = transport_of(model.tp_group.process_group)
     before = memory.collectives
     with mode, torch.no_grad():
         logits = model(PROMPTS).logits
@@ -43,7 +43,7 @@ def test_a_mode_that_listens_on_some_ranks_sees_collectives(pool: Pool, cases: A
 def after_a_hundred_steps(folder: str) -> dict[str, float]:
     """Run on every rank: differences between values that ranks hold alike, after a hundred steps of AdamW."""
     model = load(folder)
-    assert memory_of(model.tp_group.process_group) is not None
+    assert transport_of(model.tp_group.process_group) is not BACKEND
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(100):
         model(PROMPTS, labels=PROMPTS).loss.backward()

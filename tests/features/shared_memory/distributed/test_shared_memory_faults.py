@@ -18,11 +18,11 @@ from torch import Tensor
 
 from tests.support.pool import Pool, free_port
 from tests.support.tiers import wide
+from tp_transformers.features.shared_memory import joining
+from tp_transformers.features.shared_memory.segment import FOLDER, nbytes
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.shared_memory import joining
-from tp_transformers.ranks.shared_memory.joining import memory_of, share
-from tp_transformers.ranks.shared_memory.segment import FOLDER, nbytes
+from tp_transformers.ranks.transport import BACKEND, connect, transport_of
 
 pytestmark = pytest.mark.distributed
 
@@ -62,7 +62,7 @@ import torch
 logging.basicConfig(level=logging.INFO)
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.shared_memory.joining import memory_of
+from tp_transformers.ranks.transport import BACKEND, transport_of
 
 # Imported while it still may: Python's own files may be another user's.
 import torch.distributed.distributed_c10d, torch.distributed.device_mesh, torch.distributed.tensor
@@ -73,7 +73,7 @@ x = torch.full((300_000,), group.rank + 1.0)
 for _ in range(20):
     direct.all_reduce(x, group.process_group)
     x /= group.size
-print("memory" if memory_of(group.process_group) is not None else "gloo", x[0].item(), x[-1].item())
+print("memory" if transport_of(group.process_group) is not BACKEND else "gloo", x[0].item(), x[-1].item())
 """
 
 
@@ -137,13 +137,13 @@ import torch
 import tp_transformers
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.shared_memory.joining import memory_of
+from tp_transformers.ranks.transport import BACKEND, transport_of
 from tp_transformers.features.watch.calls import load_watched
 
 how, bad, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 group = join()
-memory = memory_of(group.process_group)
-assert memory is not None
+memory = transport_of(group.process_group)
+assert memory is not BACKEND
 draws = random.Random(seed)
 at, within = draws.randrange(1, 60), draws.random() < 0.5
 
@@ -213,7 +213,7 @@ def many_groups(times: int) -> list[tuple[int, int]]:
     for rounds in (20, times):
         for number in range(rounds):
             made = dist.new_group()
-            share(made)
+            connect(made)
             x = torch.tensor([float(number)])
             direct.all_reduce(x, made)
             assert x.item() == number * dist.get_world_size()
@@ -252,7 +252,7 @@ def on_machines(machines: list[str], lengths: list[int]) -> list[Tensor]:
     with patch.context() as context:
         context.setattr(joining, "machine_name", lambda: machines[int(os.environ["RANK"])])
         group = join()
-    assert memory_of(group.process_group) is not None
+    assert transport_of(group.process_group) is not BACKEND
     found = []
     for length in lengths:
         x = torch.randn(length, generator=torch.Generator().manual_seed(length + group.rank))

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...marks import untyped
+from ...ranks.transport import BACKEND, SUM, Transport
 from ...torch_api import disable_current_modes
-from .interface import SUM, Transport
-from .transport import SharedMemory
+from . import operators
+from .memory import SharedMemory
 
 
 class SeveralMachines(Transport):
@@ -19,44 +20,40 @@ class SeveralMachines(Transport):
     It only has all_reduce; other collectives call the backend. Dispatch modes do not see it.
     """
 
+    operators = operators
+
     def __init__(self, memory: SharedMemory | None, firsts: dist.ProcessGroupGloo | None) -> None:
         """`memory`: None for the only rank of a machine. `firsts`: gloo between the first ranks; None on the others."""
-        self.memory, self.firsts = memory, firsts
-        self.collectives = 0
+        self.memory, self.firsts = memory or BACKEND, firsts
 
     @property
     def ended(self) -> str:
         """See `Transport`."""
-        return self.memory.ended if self.memory is not None else ""
+        return self.memory.ended
 
     def end(self, why: str) -> None:
-        """Let collectives that wait in memory, and later ones, raise. May be called from any thread."""
-        if self.memory is not None:
-            self.memory.end(why)
+        """See `Transport`."""
+        self.memory.end(why)
 
     def enter(self) -> None:
         """See `Transport`."""
-        if self.memory is not None:
-            self.memory.enter()
+        self.memory.enter()
 
     def leave(self) -> None:
         """See `Transport`."""
-        if self.memory is not None:
-            self.memory.leave()
+        self.memory.leave()
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """Sum `x` over the ranks in place, or take the maximum; bitwise equal on all ranks."""
         self.collectives += 1
         with disable_current_modes() if by_backend else nullcontext():
             dense = x.detach().contiguous()
-            if self.memory is not None:
-                self.memory.all_reduce(dense, op)
+            self.memory.all_reduce(dense, op)
             if self.firsts is not None:
                 options = untyped(dist.AllreduceOptions())
                 options.reduceOp = op
                 untyped(self.firsts).allreduce([dense], options).wait()
-            if self.memory is not None:
-                self.memory.broadcast(dense, 0)
+            self.memory.broadcast(dense, 0)
             if not x.is_contiguous():
                 x.detach().copy_(dense)
         return True
