@@ -13,7 +13,7 @@ from .commands.cli import COMMANDS
 from .commands.cli import main as run_command
 from .commands.run.command import NUMA, end_with_torchrun
 from .commands.run.errors import keep_errors
-from .ranks.numa import bind_rank
+from .commands.run.numa import bind_rank
 
 USAGE = """usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]
        python -m tp_transformers COMMAND ..., also named tp-transformers; see its --help"""

@@ -19,9 +19,11 @@ from .errors import PlanError, shown
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import ProcessGroup, Store
     from transformers import PreTrainedModel
 
+    from .checkpoint.reading.header import Checkpoint
+    from .checkpoint.reading.jobs import Request
     from .loading.options import Options
     from .loading.storage import Storage
     from .patches import Patch
@@ -35,6 +37,8 @@ FOLDER = Path(__file__).with_name("features")
 
 Loaded = Callable[[Any], object]
 """Called with a model at the end of its load."""
+Meet = Callable[["Store", int, int], "Store"]
+"""(store of a launch, rank, number of ranks) -> the part of the store that these ranks use. Collective."""
 Measure = Callable[..., tuple[tuple[float, ...], str]]
 """(plan, model on the meta device, group, request of the load) -> shares of the ranks, and what was measured."""
 
@@ -133,6 +137,10 @@ class Feature:
         """Arguments of `from_pretrained`."""
         return ()
 
+    def around_start(self) -> AbstractContextManager[Meet]:
+        """Context of the start of the ranks' process group; what it returns is called with the store of the launch."""
+        return nullcontext(_same_store)
+
     def transport(self, group: ProcessGroup) -> Transport | None:
         """Transport of the CPU tensors of `group`, of two ranks or more; None if the ranks cannot use one. Collective.
 
@@ -142,7 +150,7 @@ class Feature:
 
     def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
         """Context of a load with a plan, on all ranks of `group`; what it returns is called with the loaded model."""
-        return nullcontext(_nothing)
+        return nullcontext(unchanged)
 
     def check_save(self, folder: Path, variant: str | None) -> None:
         """Raise for a folder or a variant in which a standard checkpoint would be taken for one of this feature, or be
@@ -150,6 +158,15 @@ class Feature:
 
     def sharded(self, module: nn.Module) -> None:
         """Add hooks to a module of a loaded model whose parameters have been sharded."""
+
+    def before_reads(
+        self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options
+    ) -> Mapping[str, int]:
+        """Called on all ranks before a load reads `requests`; returns numbers of the load's report. Collective."""
+        return {}
+
+    def after_save(self, group: TensorParallelGroup, file: Path, *, writes: bool) -> None:
+        """Called on all ranks of all copies when `file` is written, on the ranks where `writes` is true. Collective."""
 
     def model_methods(self) -> Sequence[type]:
         """Classes whose methods a loaded model has before those of the core; each calls `super()`."""
@@ -238,5 +255,10 @@ def collective(method: C) -> C:
     return cast("C", call)
 
 
-def _nothing(model: Any) -> None:
+def unchanged(model: Any) -> None:
     """Leave a loaded model as it is."""
+
+
+def _same_store(store: Store, rank: int, size: int) -> Store:
+    """Let the ranks use the store of the launch as it is."""
+    return store

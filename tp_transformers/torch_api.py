@@ -48,7 +48,7 @@ PRIVATE: dict[str, Private] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": Private(
         "other hooks on saved tensors keep their tensors", "features model", _RAISES
     ),
-    "torch._C._current_graph_task_id": Private("one for each backward", "ranks", _RAISES),
+    "torch._C._current_graph_task_id": Private("one for each backward", "features", _RAISES),
     "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "features ranks", "torch.compiler.disable"),
     "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "features ranks", "the same"),
     "torch._C._dynamo.eval_frame.set_code_exec_strategy": Private("`untraced`", "features ranks", "the same"),
@@ -70,7 +70,7 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed._functional_collectives.reduce_scatter_tensor": Private("until torch 2.12", "ranks", _OTHER),
     "torch.distributed._functional_collectives.wait_tensor": Private("functional collectives", "ranks", _RAISES),
     "torch.distributed.distributed_c10d._get_default_store": Private("the ranks meet in it", "features ranks"),
-    "torch.distributed.distributed_c10d._resolve_process_group": Private("groups by name", "ranks strategies"),
+    "torch.distributed.distributed_c10d._resolve_process_group": Private("groups by name", "features strategies"),
     "torch.distributed.distributed_c10d._world": Private("all process groups", "features", _RAISES),
     "torch.nn.modules.module._global_backward_hooks": Private("a warning of them", "features", "no warning"),
     "torch.nn.modules.module._global_backward_pre_hooks": Private("a warning of them", "features", "no warning"),

@@ -28,7 +28,6 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
-from ..ranks.network import warn_of_crossing
 from ..seams import features
 from ..strategies.parameters.computing import WRITES_PARTS
 from ..torch_api import check as check_torch
@@ -172,8 +171,6 @@ def _load_tensor_parallel(
         current = _Load(read_plan(tp_plan), group, options, storage, asked.folder, instead=instead)
         # 3. All ranks ask for the same weights.
         group.check_same({"the releases": _releases(), **options.agreed, **agreed(storage)})
-        if group.mesh is not None and group.mesh.ndim > 1:
-            warn_of_crossing(group)
         around = [stack.enter_context(feature.around_load(group, options)) for feature in features().values()]
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)

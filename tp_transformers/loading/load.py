@@ -14,14 +14,13 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ..anatomy.names import owner_of, tied_parameters, untie
-from ..checkpoint.reading.prefetch import prefetch
 from ..checkpoint.reading.report import LoadReport
-from ..checkpoint.reading.sameness import check_same_files
 from ..logs import get_logger
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
+from ..seams import features
 from ..slices.lazy import Resident
 from ..strategies import take
 from ..strategies.shards.shard import SHARD
@@ -75,16 +74,18 @@ def load(
             targets = describe(model, checkpoint, resolution.layouts, request)
             # 3. Allocate the slices; this fixes the destination of every byte.
             memory = allocate(model, targets, group, request)
-        sampled = check_same_files(group, checkpoint)
+        # 4. Features see to the files before they are read: all ranks have the same, in a warm cache.
+        counts: dict[str, int] = {}
+        for feature in features().values():
+            counts |= feature.before_reads(checkpoint, memory.local_reads, group, request.options)
         group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.packed.weights)]})
         _log_quantization(memory)
-        # 4. Read; the ranks of a node first fill a cold page cache together, and all share bytes from the Hub.
-        prefetched = prefetch(checkpoint.opened, memory.local_reads, group, wanted=request.options.get("tp_prefetch"))
+        # 5. Read; all ranks share bytes from the Hub.
         title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
         total = memory.nbytes_in_files
         with transformers_logging.tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:
             statistics = memory.fill(checkpoint, bar.update)
-    # 5. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
+    # 6. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
     missing = install(model, targets, memory, group)
     missing -= {name for name, _, _ in targets.mismatched}
     report = LoadReport(
@@ -98,8 +99,7 @@ def load(
         threads=group.threads,
         peak_buffer=statistics.peak_buffer,
         mapped=memory.nbytes_mapped,
-        prefetched=prefetched,
-        sampled=sampled,
+        **counts,
         fallbacks=tuple(targets.conversion.fallbacks),
         tp_shares=resolution.plan.numbers,
         shares_because=request.shares_because,

@@ -6,7 +6,7 @@ import atexit
 import gc
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, get_backend_config
 
 from ..errors import MeshError
+from ..seams import features
 from ..torch_api import get_default_store
 from .environment import launcher, local_device
 from .group import TP_AXIS, TensorParallelGroup, bind_thread
-from .network import check_gpus, connect_machines, find_store, late_ranks_logged
+from .meeting import check_gpus, find_store
 from .transport import connect
 
 
@@ -160,10 +161,13 @@ def _start_process_group() -> str:
 
 
 def _start(backend: str, device: torch.device | None) -> None:
-    """Start the default process group, once the machines of the ranks have found one another."""
-    with late_ranks_logged():
+    """Start the default process group at the store of the launch."""
+    with ExitStack() as stack:
+        meetings = [stack.enter_context(feature.around_start()) for feature in features().values()]
         store, rank, size = find_store()
-        store = PrefixStore("default_pg", connect_machines(store, rank, size))
+        for meet in meetings:
+            store = meet(store, rank, size)
+        store = PrefixStore("default_pg", store)
         if device is not None:
             check_gpus(store, rank, size, device)
         _init(backend, store, rank, size, device)

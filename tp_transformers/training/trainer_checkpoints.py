@@ -14,11 +14,11 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, get_last_checkpoint
 
-from ..checkpoint.saving.machines import lacking, sight
 from ..errors import CheckpointError, UnsupportedError
 from ..features.dcp.load import load_distributed_checkpoint
 from ..features.dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from ..features.debug.replicas import check_replicas
+from ..features.machines.saves import lacking, sight
 from ..logs import get_logger
 from ..model.parallelize import is_tensor_parallel
 from ..ranks.environment import host_of, node_name

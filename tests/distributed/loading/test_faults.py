@@ -29,9 +29,11 @@ from tests.support.comparisons import equal_parameters
 from tests.support.models import edited, load
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
-from tp_transformers.checkpoint.reading import reader, sameness
+from tp_transformers.checkpoint.reading import reader
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
+from tp_transformers.features.machines import sameness
+from tp_transformers.features.page_cache import prefetch
 from tp_transformers.features.presharded import save
 from tp_transformers.loading import from_pretrained, memory, request
 from tp_transformers.loading import load as loader
@@ -179,6 +181,8 @@ KILLED = """
     import os, signal, sys
     import tp_transformers
     from tp_transformers.checkpoint.reading import reader
+from tp_transformers.features.machines import sameness
+from tp_transformers.features.page_cache import prefetch
     from transformers import AutoModelForCausalLM
 
     run = reader._run
@@ -261,7 +265,7 @@ STEPS = (
     (request, "_read_first"),
     (memory, "_names_arriving"),
     (sameness, "_compare"),
-    (loader, "prefetch"),
+    (prefetch, "prefetch"),
     (memory, "read_together"),
     (loader, "same_bytes"),  # of tied parameters that the checkpoint holds twice
     (loader, "place"),

@@ -1,4 +1,4 @@
-"""The report of a load: bytes, reads, the cold cache that the ranks of a node fill together, and mapped files."""
+"""The report of a load: bytes, reads, and mapped files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, relative
 from tests.support.models import bytes_read, headers, held, load, logits_of
 from tests.support.tiers import wide
-from tp_transformers.checkpoint.reading import prefetch
-from tp_transformers.checkpoint.reading.local_file import LocalFile
 
 pytestmark = pytest.mark.distributed
 
@@ -65,84 +62,6 @@ def test_the_report_adds_up(pool: Any, cases: Any, size: int) -> None:
         assert found.prefetched == 0
         assert found.fallbacks == ()
         assert f"rank {index} of {size}" in rank["text"]
-
-
-@pytest.mark.parametrize("evict", [False, True])
-def test_the_ranks_of_a_node_fill_a_cold_cache_together(
-    pool: Any, cases: Any, tmp_path: Path, evict: bool, monkeypatch: Any
-) -> None:
-    """Each byte once, whichever ranks need it; what they read then is in the cache, so that maps can be used."""
-    case = cases(9, 3)
-    folder = shutil.copytree(case.folder, tmp_path / "cold")
-    ranks = pool.run(3, report, str(folder), True, evict)
-    assert sum(rank["report"].prefetched for rank in ranks) == stored_bytes(str(folder))
-    for rank in ranks:
-        assert rank["read"] - rank["headers"] == rank["held"], "as from a warm cache"
-        assert error_of(rank, case.reference) < 1e-4
-
-
-def small_blocks(folder: str) -> dict[str, Any]:
-    with mock.patch.object(prefetch, "BLOCK_BYTES", 1000):
-        return report(folder, True, True)
-
-
-def test_blocks_are_shared_out(pool: Any, cases: Any) -> None:
-    case = cases(9, 3)
-    ranks = pool.run(3, small_blocks, case.folder)
-    total = stored_bytes(case.folder)
-    assert sum(rank["report"].prefetched for rank in ranks) == total
-    assert all(abs(rank["report"].prefetched - total / 3) < 0.1 * total for rank in ranks)
-
-
-def one_page_missing(folder: str) -> dict[str, Any]:
-    """A page of the third block of each file seems to be on disk only."""
-    resident = LocalFile.is_resident
-
-    def seeming(self: LocalFile, spans: Any) -> bool:
-        spans = list(spans)
-        return resident(self, spans) and not any(start <= 3500 < stop for start, stop in spans)
-
-    with mock.patch.object(prefetch, "BLOCK_BYTES", 1000), mock.patch.object(LocalFile, "is_resident", seeming):
-        return report(folder, None, False)
-
-
-def test_only_the_blocks_that_are_missing_are_fetched(pool: Any, cases: Any) -> None:
-    case = cases(9, 3)
-    ranks = pool.run(2, one_page_missing, case.folder)
-    files = len(list(Path(case.folder).glob("*.safetensors")))
-    assert 0 < sum(rank["report"].prefetched for rank in ranks) <= 1000 * files
-    assert all(error_of(rank, case.reference) < 1e-4 for rank in ranks)
-
-
-def short_of_memory(folder: str) -> dict[str, Any]:
-    with mock.patch.object(prefetch, "available_memory", return_value=1000):
-        return report(folder, True, False)
-
-
-def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
-    case = cases(9, 3)
-    for rank in pool.run(2, short_of_memory, case.folder):
-        assert rank["report"].prefetched == 0
-        assert error_of(rank, case.reference) < 1e-4
-
-
-def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
-    rank = int(os.environ["RANK"])
-    with mock.patch.object(prefetch, "node_name", return_value=f"node {rank}"):
-        return report(folder, how[rank], False)
-
-
-@pytest.mark.parametrize("how", [[None, True], [True, False]], ids=str)
-def test_a_cold_node_beside_one_that_is_not(pool: Any, cases: Any, how: list[bool | None]) -> None:
-    """Nodes decide for themselves whether they fill their caches, and still meet in the same collectives."""
-    case = cases(9, 3)
-    ranks = pool.run(2, on_nodes_of_their_own, case.folder, how)
-    for wanted, rank in zip(how, ranks, strict=True):
-        assert (rank["report"].prefetched > 0) == bool(wanted)
-        assert error_of(rank, case.reference) < 1e-4
-
-
-# -- parameters in the pages of files
 
 
 def files_of(folder: str) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tp_transformers.errors import MeshError
-from tp_transformers.ranks import mesh, network
+from tp_transformers.ranks import meeting, mesh
 
 UUIDS = ["GPU-aaaa", "GPU-bbbb", "GPU-aaaa"]
 """Of ranks 0 to 2: a launcher gave the first and the last the same visible GPU."""
@@ -34,7 +34,7 @@ def checked(threads: ThreadPoolExecutor, size: int) -> list[Exception | None]:
     store = dist.HashStore()
 
     def check(rank: int) -> None:
-        network.check_gpus(store, rank, size, torch.device("cuda", rank))
+        meeting.check_gpus(store, rank, size, torch.device("cuda", rank))
 
     return [job.exception() for job in [threads.submit(check, rank) for rank in range(size)]]
 
@@ -91,7 +91,7 @@ def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(
     started: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda *_, device_id, **__: started.append(device_id))
     monkeypatch.setattr(mesh, "find_store", lambda: (dist.HashStore(), 0, 2))
-    monkeypatch.setattr(mesh, "connect_machines", lambda store, *own: store)
+    monkeypatch.setattr(mesh, "features", dict)
     monkeypatch.setattr(mesh, "check_gpus", lambda *own: None)
     mesh._start("cpu:gloo,cuda:nccl", device)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")

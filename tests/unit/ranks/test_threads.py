@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tp_transformers.checkpoint.reading import jobs, memory, prefetch, reader
+from tp_transformers.checkpoint.reading import jobs, memory, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.ranks import mesh, network
+from tp_transformers.ranks import meeting, mesh
 from tp_transformers.ranks.group import TensorParallelGroup
+from tp_transformers.seams import Feature, Meet
 
 GPU = torch.device("cuda", 1)
 
@@ -96,30 +97,6 @@ def test_threads_that_meet(device: Device, group: TensorParallelGroup) -> None:
     assert calls[:2] == [("set_device", GPU), "gather"]
 
 
-def test_threads_that_prefetch(device: Device, group: TensorParallelGroup, tmp_path: Path) -> None:
-    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
-    with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
-        request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096))
-        prefetch.prefetch(checkpoint.opened, [request], group, wanted=True)
-    assert any(name.startswith("prefetch") for name in device.of_others())
-    assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
-
-
-def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(
-    device: Device, group: TensorParallelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two ranks read 16 KiB into weights of 16 KiB each: 48 KiB on CPUs, 16 KiB with weights on GPUs."""
-    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
-    monkeypatch.setattr(prefetch, "available_memory", lambda: 40 << 10)
-    read: dict[str, int] = {}
-    for ranks in (replace(group, device=torch.device("cpu")), group):
-        with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
-            request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096, device="meta"))  # as of a later round
-            read[ranks.device.type] = prefetch.prefetch(checkpoint.opened, [request], ranks, wanted=True)
-    assert read["cpu"] == 0
-    assert read["cuda"] > 0
-
-
 def test_a_thread_that_cannot_have_the_device_is_an_error(
     device: Device, group: TensorParallelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +120,14 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda *given, store, **named: started.append((*given, named)))
     monkeypatch.setattr(
-        network, "meet", lambda url, rank, world_size, **_: iter([(dist.HashStore(), rank, world_size)])
+        meeting, "meet", lambda url, rank, world_size, **_: iter([(dist.HashStore(), rank, world_size)])
     )
-    monkeypatch.setattr(
-        mesh, "connect_machines", lambda store, *own: started.append(("connect_machines", *own)) or store
-    )
+
+    class Connecting(Feature):
+        def around_start(self) -> AbstractContextManager[Meet]:
+            return nullcontext(lambda store, *own: started.append(("connect_machines", *own)) or store)
+
+    monkeypatch.setattr(mesh, "features", lambda: {"": Connecting()})
     monkeypatch.setattr(mesh, "check_gpus", lambda store, *own: started.append(("check_gpus", *own)))
     monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
     assert mesh._start_process_group() == "cuda"

@@ -37,8 +37,8 @@ from ...strategies.shards.replicas import sample, warn_of_drift
 from ...torch_api import memory_of
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
+from .copies import on_all_copies
 from .folder import SaveFolder
-from .machines import on_all_copies, sight, warn_of_lacking
 from .writer import Writer, named, write_text
 
 if TYPE_CHECKING:
@@ -91,9 +91,6 @@ def _save(model: PreTrainedModel, folder: Path, contents: _Contents, group: Tens
             _write_together(names, contents, files, group)
         # 3. Write everything else. Once the last file is moved, the folder is this checkpoint.
         group.together(lambda: files.finish(model) if files is not None else None)
-    sights = group.gather(sight(folder / CONFIG_NAME, writes=writes))
-    if writes:
-        warn_of_lacking(folder, sights)
 
 
 def _check_arguments(arguments: dict[str, Any]) -> None:

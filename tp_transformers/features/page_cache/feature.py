@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ...seams import Feature, Option
+
+if TYPE_CHECKING:
+    from ...checkpoint.reading.header import Checkpoint
+    from ...checkpoint.reading.jobs import Request
+    from ...loading.options import Options
+    from ...ranks.group import TensorParallelGroup
 
 
 class Prefetch(Option):
@@ -18,6 +25,14 @@ class PageCache(Feature):
 
     def options(self) -> Sequence[Option]:
         return (Prefetch(),)
+
+    def before_reads(
+        self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options
+    ) -> Mapping[str, int]:
+        from .prefetch import prefetch
+
+        wanted = options.get("tp_prefetch")
+        return {"prefetched": prefetch(checkpoint.opened, requests, group, wanted=wanted)}
 
 
 FEATURE = PageCache()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...checkpoint.conversion.convert import identity
+from ...checkpoint.saving.copies import on_all_copies
 from ...checkpoint.saving.folder import SaveFolder
-from ...checkpoint.saving.machines import on_all_copies
 from ...checkpoint.saving.save import config_last, names_in, saved_state, write_configs
 from ...checkpoint.saving.writer import STAGING, SummedWriter, make_folder, named
 from ...errors import CheckpointError, UnsupportedError

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.local_file import BLOCK_BYTES, BLOCKS, LocalFile
-from tp_transformers.checkpoint.reading.sameness import check_same_files
 from tp_transformers.features.hub_streaming.remote_file import RemoteFile
+from tp_transformers.features.machines.sameness import check_same_files
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.slices.source import Source
 

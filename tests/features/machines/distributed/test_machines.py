@@ -21,7 +21,7 @@ from tests.support.machines import APART, PORT, Bed, Ended, launch, obstacle, wa
 from tests.support.models import Case, edited
 from tests.support.tiers import wide
 from tests.support.training import GRADIENT_TOLERANCE, LOSS_TOLERANCE
-from tp_transformers.ranks.network import INTERFACE
+from tp_transformers.features.machines.network import INTERFACE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
 JOB = ("-m", "tests.support.machine_job")

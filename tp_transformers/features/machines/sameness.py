@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ...checkpoint.reading.header import Checkpoint
+from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup, agreed, bind_thread
 from ...slices.source import Source
-from .header import Checkpoint
-from .local_file import LocalFile
 
 _THREADS = 8
 """Files that a rank samples concurrently; the threads wait for a disk or a network, not for a core."""

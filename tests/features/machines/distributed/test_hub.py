@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.machines.test_machines import alone, check, results, run
+from tests.features.machines.distributed.test_machines import alone, check, results, run
 from tests.support.hub import stored_weights, weight_bytes
 from tests.support.machines import Bed, obstacle, wait
 

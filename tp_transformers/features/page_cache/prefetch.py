@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ...checkpoint.reading.jobs import Request
+from ...checkpoint.reading.local_file import LocalFile
 from ...logs import get_logger
 from ...ranks.environment import node_name
 from ...ranks.group import TensorParallelGroup, bind_thread
@@ -18,8 +20,6 @@ from ...ranks.limits import available_memory
 from ...slices.layout import Range, union
 from ...slices.source import Source
 from ...text import size
-from .jobs import Request
-from .local_file import LocalFile
 
 logger = get_logger(__name__)
 
@@ -37,19 +37,20 @@ def prefetch(
 ) -> int:
     """Read the bytes of `requests` into the page cache, together with the other ranks of this node. Collective.
 
-    `opened` lists the files in the same order on all ranks, None for a file that this rank does not need. `wanted`:
+    `opened` lists the files in one order on all ranks (ranks with another number of files do not share blocks), None
+    for a file that this rank does not need. `wanted`:
     True prefetches even if the bytes seem cached, None if some are not cached; False ignores the requests of this rank.
 
     Returns the bytes that this rank prefetched. Raises CheckpointError on all ranks if one cannot read a file.
     """
     files = [source if isinstance(source, LocalFile) else None for source in opened]
 
-    def need() -> tuple[str, int, bool, list[list[Range]], int]:
+    def need() -> tuple[tuple[str, int], int, bool, list[list[Range]], int]:
         spans = _spans(files, () if wanted is False else requests)
         pairs = zip(files, spans, strict=True)
         cold = wanted or not all(file is None or file.is_resident(ranges) for file, ranges in pairs)
         on_host = sum(request.tensor.nbytes for request in requests) if group.device.type == "cpu" else 0
-        return node_name(), group.rank, cold, spans, on_host
+        return (node_name(), len(files)), group.rank, cold, spans, on_host
 
     per_rank = group.everywhere(need)
     peers = [entry for entry in per_rank if entry[0] == per_rank[group.rank][0]]

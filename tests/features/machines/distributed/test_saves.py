@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.machines.test_machines import alone, check, refuses, results, run
+from tests.features.machines.distributed.test_machines import alone, check, refuses, results, run
 from tests.support.comparisons import different_tensors
 from tests.support.machines import Bed, Ended, obstacle
 

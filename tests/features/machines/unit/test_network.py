@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,17 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from tp_transformers.errors import MeshError
-from tp_transformers.ranks import network
-from tp_transformers.ranks.network import (
-    INTERFACE,
-    Seat,
-    _addresses,
-    _choose,
-    _exchange,
-    _meet,
-    find_store,
-    late_ranks_logged,
-)
+from tp_transformers.features.machines import network
+from tp_transformers.features.machines.network import INTERFACE, Seat, _addresses, _choose, _meet, late_ranks_logged
+from tp_transformers.ranks import meeting
 
 HEAD, OTHER = Seat("m0 a", "127.0.0.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
 NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1"]}
@@ -71,17 +62,6 @@ def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _addresses("no such one") == []
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_a_store_that_nobody_made(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setattr(network, "LATE", timedelta(seconds=1))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(MeshError, match=f"rank 1: got no store at {host}:{port}"):
-        find_store()
-
-
 @pytest.mark.parametrize(
     ("host", "says"),
     [
@@ -102,22 +82,14 @@ def test_a_rank_that_waits_says_for_what(
     assert re.match(f"rank 1 has waited 0 s for the other ranks to start: {says}", caplog.messages[0])
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
-    store = dist.HashStore()
-    store.set("seat 2", "0")
-    with pytest.raises(MeshError, match="no sign of rank 1, 3 of 4 within 0 s"):
-        _exchange(store, "seat", 0, 0, 4)
-
-
 def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun restarts ranks on the store of the earlier ones, of which there may have been more."""
-    monkeypatch.setattr(network, "LATE", timedelta(seconds=10))
+    monkeypatch.setattr(meeting, "LATE", timedelta(seconds=10))
     store = dist.HashStore()
 
     def seats_of(name: str, rank: int, size: int) -> list[list[str]]:
         seat = Seat(f"{name} {rank}", "", "")
-        return _exchange(_meet(store, rank, size, seat), "seat", seat, rank, size)
+        return meeting.exchange(_meet(store, rank, size, seat), "seat", seat, rank, size)
 
     for name, size in (("first", 3), ("second", 3), ("third", 2)):
         with ThreadPoolExecutor(size) as threads:
@@ -126,7 +98,7 @@ def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest
 
 
 def test_rank_0_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
+    monkeypatch.setattr(meeting, "LATE", timedelta(seconds=0.1))
     with pytest.raises(MeshError, match="no sign of rank 1, 2 of 3 within 0 s"):
         _meet(dist.HashStore(), 0, 3, HEAD)
     with pytest.raises(MeshError, match="no sign of rank 0 of 3 within 0 s"):
@@ -142,6 +114,6 @@ def test_a_store_that_is_lost_is_not_taken_for_a_late_rank(rank: int, monkeypatc
         def check(self, keys: list[str]) -> bool:
             raise dist.DistStoreError("its machine has gone")
 
-    monkeypatch.setattr(network, "LATE", timedelta(seconds=0.1))
+    monkeypatch.setattr(meeting, "LATE", timedelta(seconds=0.1))
     with pytest.raises(MeshError, match="no answer of the store at which they meet: its machine has gone"):
         _meet(Lost(), rank, 2, HEAD)

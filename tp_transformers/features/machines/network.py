@@ -15,22 +15,19 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous as meet
 
-from ..errors import MeshError
-from ..features.watch.sockets import address_of, limit_silence
-from ..logs import get_logger
-from .environment import firsts_of, host_of, local_size, node_name, rendezvous
-from .group import TensorParallelGroup
+from ...errors import MeshError
+from ...logs import get_logger
+from ...ranks import meeting
+from ...ranks.environment import firsts_of, host_of, local_size, node_name
+from ...ranks.group import TensorParallelGroup
+from ..watch.sockets import address_of, limit_silence
 
 logger = get_logger(__name__)
 
@@ -38,8 +35,6 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable: the interface, or several with commas between, at which gloo listens."""
 SECONDS = 10.0
 """Time for a connection between two machines."""
-LATE = timedelta(minutes=10)
-"""Time for all ranks to start, as torchrun gives its own agents."""
 PATIENCE = 10.0
 """Time until a rank logs that it waits for others to start."""
 _SIOCGIFADDR = 0x8915
@@ -80,25 +75,6 @@ def _log_late_ranks() -> None:
     logger.warning("rank %s has waited %d s for the other ranks to start: %s", rank, PATIENCE, where)
 
 
-def find_store() -> tuple[Store, int, int]:
-    """The store where the ranks meet, the rank of this process, and the number of ranks, by a launcher's environment.
-
-    Raises MeshError if the environment has no address of a store, or if it does not answer within LATE.
-    """
-    place = rendezvous()
-    try:
-        found: tuple[Store, int, int] = next(meet("env://", timeout=LATE / 2, **place))  # torch tries twice
-        return found
-    except dist.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise MeshError(
-            f"rank {place['rank']}",
-            got=f"no store at {address}: {str(error).splitlines()[0]}",
-            expected=f"one within {LATE.total_seconds():.0f} s, made by rank 0, or by torchrun on the first machine",
-            fix="Start all machines again; MASTER_ADDR has to be a name or an address that each of them reaches.",
-        ) from error
-
-
 def connect_machines(store: Store, rank: int, size: int) -> Store:
     """Choose the interface of this machine, and check that all machines reach one another at theirs. Collective.
 
@@ -114,7 +90,7 @@ def connect_machines(store: Store, rank: int, size: int) -> Store:
     try:
         seat = Seat(node_name(), *(address_of(store) or ("", "")))
         own = _meet(store, rank, size, seat)
-        _connect(own, rank, [Seat(*each) for each in _exchange(own, "seat", seat, rank, size)])
+        _connect(own, rank, [Seat(*each) for each in meeting.exchange(own, "seat", seat, rank, size)])
     finally:
         limit_silence(store, None)
     return own
@@ -129,16 +105,16 @@ def _meet(store: Store, rank: int, size: int, seat: Seat) -> Store:
     """
     token, asks = uuid.uuid4().hex, PrefixStore("tp_transformers/asks", store)
     if rank:
-        with _late(size, lambda: [0] * (not asks.check([token]))):
+        with meeting.late_is_error(size, lambda: [0] * (not asks.check([token]))):
             asks.set(str(rank), token)
-            asks.wait([token], LATE)
+            asks.wait([token], meeting.LATE)
             return _part(store, asks.get(token).decode())
-    own, deadline = _part(store, token), time.monotonic() + LATE.total_seconds()
+    own, deadline = _part(store, token), time.monotonic() + meeting.LATE.total_seconds()
 
     def missing() -> list[int]:
         return [peer for peer in range(1, size) if not own.check([f"seat {peer}"])]
 
-    with _late(size, missing):
+    with meeting.late_is_error(size, missing):
         own.set("seat 0", json.dumps(seat))  # the others would miss it if another rank is late
         while late := missing():
             for peer in late:
@@ -163,11 +139,11 @@ def _connect(store: Store, rank: int, seats: list[Seat]) -> None:
     addresses = _choose(seats, rank)
     with ExitStack() as stack:
         own = [(address, _listen(address, stack)) for address in addresses] if rank in firsts else []
-        doors = _exchange(store, "door", own, rank, size)
+        doors = meeting.exchange(store, "door", own, rank, size)
         others = [index for index in firsts if index != rank] if rank in firsts else []
         tried = [(index, address, _fails(address, port)) for index in others for address, port in doors[index]]
         failed = [each for each in tried if each[-1]]
-        for source, targets in enumerate(_exchange(store, "failed", failed, rank, size)):
+        for source, targets in enumerate(meeting.exchange(store, "failed", failed, rank, size)):
             for target, address, why in targets:
                 asked = f"no connection to {address} from that of rank {source} ({host_of(seats[source].machine)}): "
                 raise MeshError(
@@ -178,25 +154,6 @@ def _connect(store: Store, rank: int, seats: list[Seat]) -> None:
                     "(ip address lists them; gloo takes the first address of an interface, IPv4 before IPv6); a "
                     "firewall has to admit all ports.",
                 )
-
-
-def check_gpus(store: Store, rank: int, size: int, device: torch.device) -> None:
-    """Raise MeshError on all ranks if two of them have the same GPU, unless NCCL was told to take that. Collective.
-
-    NCCL itself raises on some ranks, after which the others wait: https://github.com/NVIDIA/nccl, `src/init.cc`.
-    """
-    several = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"  # since NCCL 2.30
-    gpu = "" if several else str(torch.cuda.get_device_properties(device).uuid)
-    gpus = _exchange(store, "gpu", gpu, rank, size)
-    for peer, gpu in enumerate(gpus):
-        if gpu and gpus.index(gpu) < peer:
-            raise MeshError(
-                f"rank {peer}",
-                got=f"the same GPU as rank {gpus.index(gpu)} ({gpu})",
-                expected="a GPU of its own, for NCCL",
-                fix="Start as many ranks on a machine as it has GPUs (torchrun --nproc-per-node), or export "
-                "CUDA_VISIBLE_DEVICES= for ranks on the CPU.",
-            )
 
 
 def warn_of_crossing(group: TensorParallelGroup) -> None:
@@ -274,38 +231,3 @@ def _fails(address: str, port: int) -> str:
     except OSError as error:
         return str(error)
     return ""
-
-
-def _exchange(store: Store, key: str, value: Any, rank: int, size: int) -> list[Any]:
-    """The `value` of every rank, as JSON gives it back.
-
-    Raises MeshError if a rank has not called this within LATE, or if the store is lost.
-    """
-    keys = [f"{key} {peer}" for peer in range(size)]
-
-    def missing() -> list[int]:
-        return [peer for peer in range(size) if not store.check(keys[peer : peer + 1])]
-
-    with _late(size, missing):
-        store.set(keys[rank], json.dumps(value))
-        store.wait(keys, LATE)
-        return [json.loads(store.get(key)) for key in keys]
-
-
-@contextmanager
-def _late(size: int, missing: Callable[[], list[int]]) -> Iterator[None]:
-    """Raise MeshError, with the ranks that are `missing`, if a call of the store fails."""
-    try:
-        yield
-    except RuntimeError as error:  # a DistStoreError does not say which rank is late
-        late, where = [], "the machine on which torchrun was started first, or that of rank 0"
-        with suppress(RuntimeError):
-            late = missing()
-            where = "that rank's machine"
-        got = f"no sign of rank {', '.join(map(str, late))} of {size} within {LATE.total_seconds():.0f} s"
-        raise MeshError(
-            "the ranks",
-            got=got if late else f"no answer of the store at which they meet: {error}",
-            expected="all of them to start",
-            fix=f"Look for an error on {where}; start all machines again. A firewall has to admit all ports.",
-        ) from error

@@ -1,0 +1,47 @@
+"""Threads that prefetch, and the memory that a prefetch may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.unit.ranks.test_threads import GPU, Device, device, group  # noqa: F401 - fixtures
+from tp_transformers.checkpoint.reading import jobs
+from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.features.page_cache import prefetch
+from tp_transformers.ranks.group import TensorParallelGroup
+
+
+def test_threads_that_prefetch(
+    device: Device,  # noqa: F811
+    group: TensorParallelGroup,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
+    with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
+        request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096))
+        prefetch.prefetch(checkpoint.opened, [request], group, wanted=True)
+    assert any(name.startswith("prefetch") for name in device.of_others())
+    assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
+
+
+def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(
+    device: Device,  # noqa: F811
+    group: TensorParallelGroup,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two ranks read 16 KiB into weights of 16 KiB each: 48 KiB on CPUs, 16 KiB with weights on GPUs."""
+    save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
+    monkeypatch.setattr(prefetch, "available_memory", lambda: 40 << 10)
+    read: dict[str, int] = {}
+    for ranks in (replace(group, device=torch.device("cpu")), group):
+        with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
+            request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096, device="meta"))  # as of a later round
+            read[ranks.device.type] = prefetch.prefetch(checkpoint.opened, [request], ranks, wanted=True)
+    assert read["cpu"] == 0
+    assert read["cuda"] > 0
