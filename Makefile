@@ -13,7 +13,7 @@ VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))$(if \
 TORCH_RELEASE := torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))
 RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/unit/test_anatomy.py \
   tests/unit/test_package.py tests/distributed/test_architectures.py tests/distributed/test_model_types.py \
-  tests/distributed/loading tests/distributed/model tests/distributed/strategies/test_expert_parallelism.py \
+  tests/distributed/loading tests/distributed/model tests/features/expert_parallel/distributed/test_expert_parallelism.py \
   tests/features/invariant/distributed/test_invariant.py \
   $(wildcard tests/features/*/unit tests/features/infer/distributed/test_infer.py)
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))

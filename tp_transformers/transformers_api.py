@@ -1,7 +1,7 @@
 """The private API of transformers that this package uses, and a check that it exists.
 
 Public are the names in `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
-anything else, except `training/trainer_checkpoints.py`, which imports a module of transformers late.
+anything else, except `features/trainer/checkpoints.py`, which imports a module of transformers late.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def test_files_of_the_tests_stay_small() -> None:
 
 def test_the_package_does_not_import_what_few_need() -> None:
     program = (
-        IMPORT_ALL + "few = ['commands', 'verify', 'trainer', 'training.trainer', 'training.trainer_methods']\n"
+        IMPORT_ALL + "few = ['commands', 'verify', 'trainer', 'features.trainer.trainer', 'features.trainer.methods']\n"
         "assert not sys.modules.keys() & {'matplotlib', *(f'tp_transformers.{room}' for room in few)}"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

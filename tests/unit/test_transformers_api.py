@@ -14,7 +14,7 @@ from tp_transformers import transformers_api
 ROOT = Path(tp_transformers.__file__).parent
 
 ALLOWED = {
-    ("training/trainer_checkpoints.py", "transformers.trainer"),
+    ("features/trainer/checkpoints.py", "transformers.trainer"),
     ("features/serve/rank.py", "transformers.cli.serve"),
     ("features/serve/rank.py", "transformers.cli.serving.model_manager"),
     ("features/serve/requests.py", "transformers.cli.serving.utils"),

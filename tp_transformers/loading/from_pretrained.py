@@ -31,8 +31,6 @@ from ..ranks.mesh import check_size, join
 from ..seams import features
 from ..strategies.parameters.computing import WRITES_PARTS
 from ..torch_api import check as check_torch
-from ..training.accelerate_saves import ACCELERATOR
-from ..training.trainer_patch import TRAINER
 from ..transformers_api import LoadStateDictConfig
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
 from .distributed_config import read_distributed_config
@@ -188,8 +186,6 @@ def _load_tensor_parallel(
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
         # 6. Shard parameters that transformers has initialised because the checkpoint lacked them.
         partition_initialized(model, current.resolution, group)
-        TRAINER.hold_for(model)
-        ACCELERATOR.hold_for(model)
         for done in around:
             done(model)
     return result

@@ -6,7 +6,6 @@ from transformers import PreTrainedModel
 
 from ..patches import Patch, Undo, nothing, replace_all
 from ..seams import features
-from ..training.trainer_patch import TRAINER
 from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
 from . import forgotten
 from .from_pretrained import find_chunks, find_quantizer, from_pretrained, load_pretrained_model, resolve_files
@@ -38,7 +37,6 @@ _HOOK = Patch("transformers", "from_pretrained", _replace_all)
 _HELD = (
     _HOOK,
     Patch("transformers", "register_strategy", _name_registration, without=nothing),
-    TRAINER,
     *(patch for feature in features().values() for patch in feature.clients()),
 )
 """Held from `enable()` to `disable()`."""

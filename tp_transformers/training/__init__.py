@@ -8,14 +8,13 @@ from ..namespaces import lazy_names
 
 if TYPE_CHECKING:
     from ..features.dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+    from ..features.expert_parallel.expert_load import ExpertLoad
     from ..features.optimizers.groups import parameter_groups
     from ..strategies.shards.full_parameters import full_parameters
-    from .expert_load import ExpertLoad
 else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
-            "expert_load": "ExpertLoad",
             ".strategies.shards.full_parameters": "full_parameters",
         },
     )

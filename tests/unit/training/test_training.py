@@ -19,9 +19,9 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config, load
 from tp_transformers.anatomy.layers import layers_of
 from tp_transformers.features.sequence.sequence import SequenceGatherParallel
+from tp_transformers.features.trainer.checkpoints import _load_optimizer_and_scheduler
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
-from tp_transformers.training.trainer_checkpoints import _load_optimizer_and_scheduler
 
 
 def test_layers_are_those_that_transformers_does_not_split() -> None:

@@ -1,4 +1,4 @@
-"""Clients: `pipeline(..., tp_plan="auto")`, and lm_eval's `--model_args tp_plan=auto`."""
+"""Clients: `pipeline(..., tp_plan="auto")`, lm_eval's `--model_args tp_plan=auto`, and saves of accelerate."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 
 
 class Clients(Feature):
-    """Code that calls `from_pretrained` for a user, and is given a plan to pass on."""
+    """Code that loads a model for a user, and is given a plan to pass on, or that saves one."""
 
     def clients(self) -> Sequence[Patch]:
         from .harness import HARNESS
         from .pipelines import PIPELINE
 
         return (PIPELINE, HARNESS)
+
+    def model_patches(self) -> Sequence[Patch]:
+        from .accelerate_saves import ACCELERATOR
+
+        return (ACCELERATOR,)
 
 
 FEATURE = Clients()

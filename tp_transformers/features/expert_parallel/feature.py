@@ -36,6 +36,7 @@ class ExpertParallelism(Feature):
     """`tp_expert_parallel`, and experts that exchange tokens."""
 
     requires: ClassVar[tuple[str, ...]] = ("sequence",)
+    public: ClassVar[Mapping[str, str]] = {"training.ExpertLoad": ".expert_load"}
 
     def options(self) -> Sequence[Option]:
         return (ExpertOption(),)

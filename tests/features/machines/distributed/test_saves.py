@@ -125,4 +125,4 @@ def test_trainer_without_a_shared_folder(cases: Any, tmp_path: Path, settings: d
 def trainer(target: Path, resumed: Path | None, **settings: Any) -> dict[str, Any]:
     """Options of a job that trains with Trainer."""
     own = [str(target), 1, resumed and str(resumed)]
-    return {"call": ["tests.distributed.training.test_resume", "with_trainer", own, settings]}
+    return {"call": ["tests.features.trainer.distributed.test_resume", "with_trainer", own, settings]}

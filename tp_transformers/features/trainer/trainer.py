@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 
-from .trainer_patch import TRAINER
+from .patch import TRAINER
 
 
 class Trainer(transformers.Trainer):

@@ -18,17 +18,16 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import MeshError, UnsupportedError
-from ..features.packed.weight import packed_weights, unpacked_only
-from ..model.clip import clip_grad_norm_
-from ..model.optimizer_scopes import check_in_backward
-from ..model.parallelize import is_tensor_parallel
-from ..patches import Undo, replace, replace_all
-from ..ranks.collectives import gather_from_region
-from ..ranks.group import GROUP
-from ..strategies import STRATEGY, batch_sharded, shard_of
-from . import trainer_checkpoints
-from .expert_load import EXPERT_LOAD
+from ..packed.weight import packed_weights, unpacked_only
+from ...errors import MeshError, UnsupportedError
+from ...model.clip import clip_grad_norm_
+from ...model.optimizer_scopes import check_in_backward
+from ...model.parallelize import is_tensor_parallel
+from ...patches import Undo, replace, replace_all
+from ...ranks.collectives import gather_from_region
+from ...ranks.group import GROUP
+from ...strategies import STRATEGY, batch_sharded, shard_of
+from . import checkpoints
 
 
 def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str, Any]:
@@ -71,12 +70,6 @@ def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
 def get_tp_size(original: Any, self: Any) -> int:
     """See `transformers.Trainer`; the number of ranks that get the same batch."""
     return _ranks_with_one_batch(self.model) if is_tensor_parallel(self.model) else original(self)
-
-
-def log(original: Any, self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-    """See `transformers.Trainer`; adds the balance of experts that an `ExpertLoad` counts."""
-    load = EXPERT_LOAD.find(self.model) if "loss" in logs else None
-    original(self, logs if load is None else {**logs, **load.log()}, *args, **kwargs)
 
 
 def _get_dataloader(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -196,7 +189,6 @@ _CHANGES = (
     _build_accelerator_args,
     create_accelerator_and_postprocess,
     get_tp_size,
-    log,
     _get_dataloader,
     _get_num_items_in_batch,
     _track_num_input_tokens,
@@ -209,7 +201,7 @@ _CHANGES = (
     create_optimizer,
     _clip_grad_norm,
     _get_grad_norm,
-    *trainer_checkpoints.CHANGES,
+    *checkpoints.CHANGES,
 )
 """Functions that replace the methods with their names."""
 

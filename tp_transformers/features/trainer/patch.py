@@ -6,15 +6,15 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from ..marks import untyped
-from ..model.parallelize import is_tensor_parallel
-from ..patches import Patch, Undo, replace
+from ...marks import untyped
+from ...model.parallelize import is_tensor_parallel
+from ...patches import Patch, Undo, replace
 
 _MODULE = "transformers.trainer"
 
 
 def _change_methods() -> Undo:
-    undo: Undo = import_module(f"{__package__}.trainer_methods").change_methods()
+    undo: Undo = import_module(f"{__package__}.methods").change_methods()
     return undo
 
 

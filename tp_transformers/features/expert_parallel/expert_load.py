@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..marks import Mark
-from ..ranks.group import GROUP
-from ..slices.layout import Split
-from ..strategies import STRATEGY
-from ..strategies.experts import takes_expert_ids
-from ..torch_api import in_backward
+from ...marks import Mark, untyped
+from ...patches import Patch, nothing, replace
+from ...ranks.group import GROUP
+from ...slices.layout import Split
+from ...strategies import STRATEGY
+from ...strategies.experts import takes_expert_ids
+from ...torch_api import in_backward
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class ExpertLoad:
             for name, module in self.modules.items()
         ]
         EXPERT_LOAD.put(model, self)
+        LOGGED.hold_for(model)
 
     def read(self) -> dict[str, LayerLoad]:
         """The loads by the names of the modules, since the last call. Collective over the ranks of all copies."""
@@ -112,6 +115,22 @@ class ExpertLoad:
 
 EXPERT_LOAD: Mark[ExpertLoad | None] = Mark("tp_expert_load")
 """The counter of a model."""
+
+
+def _log(original: Any, self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    """See `transformers.Trainer`; adds the balance of experts that an `ExpertLoad` counts."""
+    load = EXPERT_LOAD.find(self.model) if "loss" in logs else None
+    original(self, logs if load is None else {**logs, **load.log()}, *args, **kwargs)
+
+
+LOGGED = Patch(
+    "transformers",
+    "Trainer.log",
+    lambda: replace(untyped(sys.modules["transformers.trainer"]).Trainer, "log", _log),
+    module="transformers.trainer",
+    without=nothing,
+)
+"""Held by every model whose experts are counted."""
 
 
 def _split(module: nn.Module) -> Split | None:
