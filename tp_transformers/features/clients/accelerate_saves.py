@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..packed.weight import check_not_packed
 from ...checkpoint.saving.save import gather
 from ...marks import untyped
 from ...patches import Patch, Undo, nothing, replace_all
 from ...ranks.group import TensorParallelGroup
 from ...strategies import SHARD, local_tensor
+from ..packed.weight import check_not_packed
 
 _MODULE = "accelerate.accelerator"
 

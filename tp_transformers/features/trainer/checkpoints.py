@@ -14,7 +14,6 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME, get_last_checkpoint
 
-from ..machines.saves import lacking, sight
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...model.parallelize import is_tensor_parallel
@@ -24,6 +23,7 @@ from ...ranks.random_state import random_states, set_random_states
 from ..dcp.load import load_distributed_checkpoint
 from ..dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from ..debug.replicas import check_replicas
+from ..machines.saves import lacking, sight
 
 logger = get_logger(__name__)
 

@@ -18,7 +18,6 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..packed.weight import packed_weights, unpacked_only
 from ...errors import MeshError, UnsupportedError
 from ...model.clip import clip_grad_norm_
 from ...model.optimizer_scopes import check_in_backward
@@ -27,6 +26,7 @@ from ...patches import Undo, replace, replace_all
 from ...ranks.collectives import gather_from_region
 from ...ranks.group import GROUP
 from ...strategies import STRATEGY, batch_sharded, shard_of
+from ..packed.weight import packed_weights, unpacked_only
 from . import checkpoints
 
 
