@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16193
+CORE = 16186
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44215
+PACKAGE = 44252
 """Lines of the package, likewise."""
-FROM_CORE = 31
+FROM_CORE = 28
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 30
+BETWEEN_FEATURES = 25
 """Imports of one feature by another that does not require it, likewise."""
 
 
