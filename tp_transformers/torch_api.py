@@ -83,7 +83,7 @@ PRIVATE: dict[str, Private] = {
         "the order of norms with tp_invariant", "model", _RAISES
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
-        "masks of dropout with tp_invariant", "model", "such a dropout raises AttributeError"
+        "masks of dropout with tp_invariant", "features", "such a dropout raises AttributeError"
     ),
     "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "features", _RAISES),
     "torch.ops.aten._convert_weight_to_int4pack": Private("packed weights of 4 bits on a GPU", "model", _DECODED),

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16186
+CORE = 16042
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44252
+PACKAGE = 44303
 """Lines of the package, likewise."""
 FROM_CORE = 28
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..anatomy.names import base_prefix, fold_layers, is_inside, owner_of
+from ..anatomy.names import base_prefix, fold_layers, owner_of
 from ..logs import get_logger
 from ..marks import Mark
 from ..plans.bind import Resolution, resolve
@@ -24,7 +24,7 @@ from ..strategies import (
     join_layers,
 )
 from ..strategies.signature import FEATURES
-from .dropout import FullMasks, OwnRandomness, SharedRandomness
+from .dropout import OwnRandomness
 from .state_dict import keep_state
 from .tensor_parallel_model import become_tensor_parallel, hold_patches
 
@@ -133,7 +133,6 @@ def _attach_strategies(
 
 def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorParallelGroup) -> None:
     """Let modules draw this rank's own random numbers for sharded activations, shared ones for replicated ones."""
-    keeps_order = resolution.keeps_order
     for name in dict.fromkeys(
         name if strategy.signature.computes_locally else name.rpartition(".")[0]
         for name, strategy in resolution.module_strategies.items()
@@ -142,13 +141,4 @@ def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorPa
         or strategy.signature.computes_locally
     ):
         join_layers(model.get_submodule(name))
-        if keeps_order:
-            around = (heads for other, heads in resolution.attention.items() if name == other or is_inside(name, other))
-            heads = next((found.attended for found in around), None)
-            guard: OwnRandomness = FullMasks(group.rank, group.device, heads)
-        else:
-            guard = OwnRandomness(group.rank, group.device, group.process_group)
-        guard.attach(model.get_submodule(name))
-    for name, strategy in resolution.module_strategies.items():
-        if strategy.signature.gathers_batch:  # after the modules inside: their own states derive from the shared one
-            SharedRandomness(group).attach(model.get_submodule(name))
+        OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, Loaded, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ...loading.options import Options
     from ...plans.rules import Plan
+    from ...ranks.group import TensorParallelGroup
 
 
 class BatchOption(PlanOption):
@@ -41,6 +44,17 @@ class BatchSharding(Feature):
 
     def options(self) -> Sequence[Option]:
         return (BatchOption(),)
+
+    @contextmanager
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+        def share_randomness(model: Any) -> None:
+            for name, strategy in model.tp_resolution.module_strategies.items():
+                if strategy.signature.gathers_batch and group.device_mesh is not None:
+                    from .randomness import SharedRandomness
+
+                    SharedRandomness(group).attach(model.get_submodule(name))
+
+        yield share_randomness
 
 
 FEATURE = BatchSharding()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, Loaded, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ...loading.options import Options
     from ...plans.rules import Plan
+    from ...ranks.group import TensorParallelGroup
     from ...strategies import TensorParallelLayer
 
 
@@ -33,6 +36,16 @@ class Invariant(Feature):
 
     def options(self) -> Sequence[Option]:
         return (InvariantOption(),)
+
+    @contextmanager
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+        def draw(model: Any) -> None:
+            if model.tp_resolution.keeps_order:
+                from .masks import draw_full_masks
+
+                draw_full_masks(model, group)
+
+        yield draw
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from torch.distributed.tensor import Replicate

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tp_transformers import UnsupportedError
-from tp_transformers.model.dropout import _FullDraws
+from tp_transformers.features.invariant.masks import FullDraws
 from tp_transformers.slices.layout import apportion
 
 HEADS, FEATURES = apportion(3, 2), apportion(24, 2)
@@ -14,7 +14,7 @@ HEADS, FEATURES = apportion(3, 2), apportion(24, 2)
 
 def drop(shape: tuple[int, ...], *, of_heads: bool) -> torch.Tensor:
     """The mask that rank 0 of 2 draws for a dropout of `shape`."""
-    with _FullDraws(0, HEADS if of_heads else None, [FEATURES]):
+    with FullDraws(0, HEADS if of_heads else None, [FEATURES]):
         return torch.empty(shape).bernoulli_(0.5)
 
 
