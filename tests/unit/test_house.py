@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16042
+CORE = 16082
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44303
+PACKAGE = 44352
 """Lines of the package, likewise."""
-FROM_CORE = 28
+FROM_CORE = 24
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 25
+BETWEEN_FEATURES = 19
 """Imports of one feature by another that does not require it, likewise."""
 
 

@@ -87,3 +87,18 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that owns a parameter or buffer, and its name there."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute
+
+
+def without_values(model: nn.Module) -> list[str]:
+    """Names of parameters that have a shape and no values: a feature keeps another form, and marks them."""
+    return [name for name, param in model.named_parameters() if hasattr(param, "tp_needs_values")]
+
+
+def check_values(model: nn.Module, subject: str, got: str = "a model with {}") -> None:
+    """Raise the error of the feature that keeps a parameter without values, since `subject` needs the values.
+
+    `got`: what `subject` was given; {} stands for what the feature calls such parameters.
+    """
+    for name, param in model.named_parameters():
+        if hasattr(param, "tp_needs_values"):
+            raise param.tp_needs_values(subject, f"{got} ({name}, ...)")

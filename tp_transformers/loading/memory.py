@@ -19,8 +19,9 @@ from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
+from ..checkpoint.saving.save import STORED_FORM
 from ..features.packed.forward import hold_packed
-from ..features.packed.stored_shards import PACKED_CHECKPOINT, PackedCheckpoint
+from ..features.packed.stored_shards import PackedCheckpoint
 from ..features.packed.weight import HeldWeight, pack
 from ..features.quantized.bundle import Decoded
 from ..ranks.group import TensorParallelGroup
@@ -85,8 +86,8 @@ class Packing:
         """Make the modules of `model` compute with the weights; one weight at a time changes its layout."""
         for name in self.weights:
             self.weights[name] = hold_packed(*owner_of(model, name), self.weights[name])
-        if self.kept is not None and self.weights:
-            PACKED_CHECKPOINT.put(model, self.kept)
+        if self.weights:
+            STORED_FORM.put(model, self.kept or PackedCheckpoint())
 
 
 def pack_weights(

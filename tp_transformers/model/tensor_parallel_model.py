@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..anatomy.names import check_values
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
-from ..features.packed.weight import check_not_packed, packed_weights
 from ..marks import untyped
 from ..plans.attention_heads import check_cache
 from ..plans.bind import Resolution
@@ -45,7 +45,7 @@ class TensorParallelModel(_Model):
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's shards, for inputs; placeholders of packed parameters are on the meta device."""
+        """The device of this rank's shards, for inputs; placeholders of parameters are on the meta device."""
         return self.tp_group.device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +84,7 @@ class TensorParallelModel(_Model):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load full tensors, or the result of `state_dict()` on this rank. Collective."""
         with self.tp_group.agree():
-            check_not_packed(self, "load_state_dict")
+            check_values(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
@@ -101,8 +101,7 @@ class TensorParallelModel(_Model):
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of this rank's parameters and buffers."""
         tensors = [*self.parameters(), *(self.buffers() if return_buffers else ())]
-        packed = sum(weight.nbytes for weight in packed_weights(self).values())
-        return packed + sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
+        return sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
 
     @collective
     def set_input_embeddings(self, value: nn.Module) -> None:

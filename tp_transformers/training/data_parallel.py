@@ -11,8 +11,8 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from ..anatomy.names import check_values
 from ..errors import MeshError, UnsupportedError, describe
-from ..features.packed.weight import check_not_packed
 from ..features.watch.calls import watch_copies
 from ..marks import untyped
 from ..model.parallelize import WRAPPED
@@ -98,7 +98,7 @@ def _join_copies(
     """Return the group of ranks with the same shards in all copies. Raises on all ranks if a check fails on any."""
     with group.agree():
         _check_mesh(group, mesh, axis)
-        check_not_packed(model, "data_parallel")
+        check_values(model, "data_parallel")
     process_group = mesh[axis].get_group()
     connect(process_group)
     copies = TensorParallelGroup.of_mesh(mesh[axis], group.device)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ...anatomy.names import tied_parameters
+from ...anatomy.names import check_values, tied_parameters, without_values
 from ...errors import UnsupportedError
-from ...features.packed.stored_shards import PACKED_CHECKPOINT, packed_state, values_of
-from ...features.packed.weight import check_not_packed, packed_weights
-from ...features.quantized.format import Format
 from ...logs import get_logger
+from ...marks import Mark
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...seams import features
 from ...strategies import local_tensor, shard_of, unsharded_like
@@ -47,6 +45,31 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+class StoredForm(Protocol):
+    """How a save writes the parameters of a model that have no values, in place of their values."""
+
+    def state(self, model: PreTrainedModel, group: TensorParallelGroup) -> dict[str, Tensor]:
+        """Placeholders of the tensors that a checkpoint has, by their names in it; see `values_of`. Collective."""
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Reshape a full tensor to the shape that checkpoints store."""
+
+    def put_into(self, config: Any) -> None:
+        """Write settings into the config of the checkpoint."""
+
+
+STORED_FORM: Mark[StoredForm] = Mark("tp_stored_form")
+"""Set on models with parameters without values."""
+STORED_VALUES: Mark[Callable[[], Tensor]] = Mark("tp_stored_values")
+"""Makes this rank's shard of a tensor; set on its placeholder in a state to save."""
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor in a state to save, detached."""
+    make = STORED_VALUES.find(tensor)
+    return local_tensor(tensor) if make is None else make()
 
 
 def save_pretrained(
@@ -73,8 +96,8 @@ def save_pretrained(
     _check_arguments(unsupported)
     group, folder = GROUP.of(model), Path(save_directory)
     # Assign tensors to files: from shapes alone, so equal on all ranks.
-    dense, packed = saved_state(model) if state_dict is None else (_given_weights(model, state_dict), {})
-    contents = _Contents(model, dense, packed, max_shard_size, variant, save_original_format)
+    dense, stored = saved_state(model) if state_dict is None else (_given_weights(model, state_dict), {})
+    contents = _Contents(model, dense, stored, max_shard_size, variant, save_original_format)
     writes = group.writes and is_main_process
     on_all_copies(group, folder / CONFIG_NAME, partial(_save, model, folder, contents, group, writes), writes=writes)
 
@@ -141,8 +164,8 @@ def given_state(state_dict: Mapping[str, Any], group: TensorParallelGroup) -> di
 
 
 def _given_weights(model: PreTrainedModel, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """`given_state` for a model: each tied parameter once. Raises UnsupportedError for packed weights."""
-    check_not_packed(model, "save_pretrained(state_dict=...)")
+    """`given_state` for a model: each tied parameter once. Raises UnsupportedError for parameters without values."""
+    check_values(model, "save_pretrained(state_dict=...)")
     dropped = {*(model._keys_to_ignore_on_save or ())}
     for target, source in tied_parameters(model).items():
         if target in state_dict and source in state_dict:
@@ -158,20 +181,19 @@ class _Contents:
         self,
         model: PreTrainedModel,
         dense: dict[str, Tensor],
-        packed: dict[str, Tensor],
+        stored: dict[str, Tensor],
         max_shard_size: int | str,
         variant: str | None,
         save_original_format: bool,
     ) -> None:
-        self.tensors = dense | packed
+        self.tensors = dense | stored
         """This rank's tensors of the model."""
         self.meta = {name: unsharded_like(tensor) for name, tensor in self.tensors.items()}
         full_model: Any = FullModel(model, {name: self.meta[name].shape for name in dense})
         self.revert: Revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
         """Converts full tensors back to the names and tensors of the checkpoint that the model was loaded from."""
-        if packed:
-            form = PACKED_CHECKPOINT.of(model).quantization.format
-            self.revert = partial(_revert_dense, self.revert, packed, form)
+        if stored:
+            self.revert = partial(_revert_dense, self.revert, stored, STORED_FORM.of(model))
         self.state = self.revert(self.meta)
         """The tensors of the files, on the meta device."""
         weights, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
@@ -185,15 +207,16 @@ class _Contents:
 
 
 def saved_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return `dense_state` and the stored tensors of packed weights. Collective: call on all ranks."""
-    return dense_state(model), packed_state(model, GROUP.of(model)) if packed_weights(model) else {}
+    """Return `dense_state` and the tensors of a `StoredForm`. Collective: call on all ranks."""
+    form = STORED_FORM.find(model)
+    return dense_state(model), form.state(model, GROUP.of(model)) if form is not None else {}
 
 
 def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return unpacked parameters and persistent buffers by name, each tied parameter once."""
-    packed = packed_weights(model)
+    """Return parameters with values and persistent buffers by name, each tied parameter once."""
+    absent = set(without_values(model))
     state: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    state = {name: tensor for name, tensor in state.items() if name not in packed}
+    state = {name: tensor for name, tensor in state.items() if name not in absent}
     for target, source in tied_parameters(model).items():
         if state.get(target) is state.get(source):
             state.pop(target, None)
@@ -202,9 +225,11 @@ def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _revert_dense(revert: Revert, packed: Container[str], form: Format, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Apply `revert` to all values except those of `packed` weights, which have the checkpoint's names already."""
-    dense = {name: value for name, value in values.items() if name not in packed}
+def _revert_dense(
+    revert: Revert, stored: Container[str], form: StoredForm, values: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Apply `revert` to all values except those of `stored`, which have the checkpoint's names already."""
+    dense = {name: value for name, value in values.items() if name not in stored}
     result = revert(dense) if dense else {}
     return result | {name: form.as_stored(name, value) for name, value in values.items() if name not in dense}
 
@@ -339,9 +364,9 @@ def write_configs(model: PreTrainedModel, folder: Path) -> None:
         config = copy.deepcopy(model.config)
         config.dtype = str(model.dtype).removeprefix("torch.")
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        packed = PACKED_CHECKPOINT.find(model)
-        if packed is not None:
-            packed.quantization.put_into(config)
+        form = STORED_FORM.find(model)
+        if form is not None:
+            form.put_into(config)
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)

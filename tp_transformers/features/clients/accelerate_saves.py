@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...anatomy.names import check_values
 from ...checkpoint.saving.save import gather
 from ...marks import untyped
 from ...patches import Patch, Undo, nothing, replace_all
 from ...ranks.group import TensorParallelGroup
 from ...strategies import SHARD, local_tensor
-from ..packed.weight import check_not_packed
 
 _MODULE = "accelerate.accelerator"
 
@@ -31,7 +31,7 @@ def get_state_dict(original: Any, self: Any, model: nn.Module, unwrap: bool = Tr
     if unwrap:
         model = self.unwrap_model(model)
     if not hasattr(model, "peft_config"):  # packed weights stay meta tensors beside an adapter
-        check_not_packed(model, "Accelerator.get_state_dict")
+        check_values(model, "Accelerator.get_state_dict")
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     tensors = {id(value): value for value in state.values()}  # tied parameters stay tied
     full = {

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ...anatomy.names import check_values
 from ...checkpoint.saving.copies import on_all_copies
 from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.writer import make_folder, named
 from ...errors import UnsupportedError
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...seams import collective
-from ..packed.weight import check_not_packed
 from .chunks import chunk_files
 from .local_shard import LocalShard
 
@@ -51,7 +51,7 @@ class DistributedSaves(_Model):
     @collective
     def _save_chunks(self, folder: Path, **given: Any) -> None:
         with self.tp_group.agree():
-            check_not_packed(self, "distributed_checkpoint")
+            check_values(self, "distributed_checkpoint")
             for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
                 if given.get(name) not in (None, False):
                     got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."

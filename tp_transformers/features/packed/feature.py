@@ -30,5 +30,10 @@ class Packed(Feature):
     def options(self) -> Sequence[Option]:
         return (Dequantize(),)
 
+    def model_methods(self) -> Sequence[type]:
+        from .methods import PackedModel
+
+        return (PackedModel,)
+
 
 FEATURE = Packed()

@@ -11,12 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...anatomy.names import check_values
+from ...errors import UnsupportedError
 from ...marks import untyped
 from ...patches import Patch, Undo, replace_all
 from ...strategies.parameters.functions import READS, SHAPES, name_of
 from .weight import (
     HeldWeight,
-    check_not_packed,
     packed_weights,
     unpacked_only,
     without_packed,
@@ -29,6 +30,11 @@ _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
 
 class Placeholder:
     """Mixin of a parameter's class: functions that need its values raise UnsupportedError."""
+
+    @staticmethod
+    def tp_needs_values(subject: str, got: str) -> UnsupportedError:
+        """The error of `check_values`."""
+        return unpacked_only(subject, got.format("packed weights"))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +73,7 @@ def _apply(original: Any, self: nn.Module, fn: Callable[[Tensor], Tensor], *args
 def _load_state_dict(original: Any, self: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     values = (state_dict.get(name) for name in packed_weights(self))
     if any(isinstance(value, Tensor) and not value.is_meta for value in values):
-        check_not_packed(self, "load_state_dict")
+        check_values(self, "load_state_dict")
     return original(self, state_dict, *args, **kwargs)
 
 
@@ -75,7 +81,7 @@ def _state_dict(original: Any, self: nn.Module, *args: Any, **kwargs: Any) -> An
     """With adapters, packed weights are meta tensors in it: PEFT looks for its own parameters there."""
     is_inner = bool(args) or kwargs.get("destination") is not None
     if not is_inner and not kwargs.get("keep_vars") and not any(hasattr(each, "lora_A") for each in self.modules()):
-        check_not_packed(self, "state_dict")
+        check_values(self, "state_dict")
     return original(self, *args, **kwargs)
 
 

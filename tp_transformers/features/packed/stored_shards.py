@@ -6,19 +6,20 @@ the same indices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...checkpoint.saving.save import STORED_VALUES
 from ...errors import UnsupportedError
-from ...marks import Mark
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Range, Split
-from ...strategies import SHARD, local_tensor
+from ...strategies import SHARD
 from ...strategies.shards.shard import ParamShard
 from ..quantized.bundle import Origin, Place, StoredValues
 from ..quantized.format import Quantization
@@ -27,17 +28,51 @@ from .weight import HeldWeight, PackedWeight, packed_weights
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """Data of a quantised checkpoint that a packed model keeps for saves."""
+    """Data of a quantised checkpoint that a packed model keeps for saves: its `StoredForm`."""
 
-    quantization: Quantization
-    beside: Mapping[str, torch.Tensor]
+    quantization: Quantization | None = None
+    """None if the weights were quantised as they arrived."""
+    beside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Stored tensors that no weight value depends on."""
-    unpacked: Sequence[str]
+    unpacked: Sequence[str] = ()
     """Quantised parameters that were dequantised anyway."""
 
+    def state(self, model: nn.Module, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
+        """See `StoredForm.state`. Raises UnsupportedError if a quantised weight is not packed."""
+        with group.agree():
+            self.check_written()
+            if self.unpacked:
+                raise _unsaved(f"the quantised {self.unpacked[0]} dequantised", "all of them packed")
+            stored = StoredShards(packed_weights(model).values())
+            specs = stored.specs()
+        layouts = stored_layouts(group.gather(specs))
+        state = place_stored(layouts, group, stored)
+        return state | self.beside_of(state)
 
-PACKED_CHECKPOINT: Mark[PackedCheckpoint] = Mark("tp_packed_checkpoint")
-"""Set on models with packed weights."""
+    def check_written(self) -> None:
+        """Raise UnsupportedError if packed weights of this format cannot be saved."""
+        if self.quantization is None:
+            raise _unsaved("weights that were quantised as they arrived", "those of a checkpoint")
+        if not self.quantization.format.is_written:
+            raise _unsaved(f"one in {self.quantization.format.title}, which is only read", "another format")
+
+    def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """See `StoredForm`."""
+        return tensor if self.quantization is None else self.quantization.format.as_stored(name, tensor)
+
+    def put_into(self, config: Any) -> None:
+        """See `StoredForm`."""
+        if self.quantization is not None:
+            self.quantization.put_into(config)
+
+    def beside_of(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Select tensors of `beside` in modules that have one of `names`, or whose names extend one of them."""
+        modules = {owner for name in names for owner in _owners(name)}
+        return {
+            name: tensor
+            for name, tensor in self.beside.items()
+            if name.rpartition(".")[0] in modules or any(owner in names for owner in _owners(name))
+        }
 
 
 @dataclass(frozen=True)
@@ -71,16 +106,6 @@ class StoredShard:
     def values(self) -> torch.Tensor:
         """The stored values; integers in an operator's layout are converted back by this call."""
         return self.stored[self.key].detach()
-
-
-STORED_VALUES: Mark[Callable[[], torch.Tensor]] = Mark("tp_stored_values")
-"""Makes the shard of a stored tensor; set on its placeholder in a state to save."""
-
-
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor in a state to save, detached."""
-    make = STORED_VALUES.find(tensor)
-    return local_tensor(tensor) if make is None else make()
 
 
 class StoredShards:
@@ -179,31 +204,6 @@ def _layout(name: str, per_rank: Sequence[StoredSpec | None]) -> tuple[StoredSpe
     return first, Layout(dim, split)
 
 
-def packed_state(model: nn.Module, group: TensorParallelGroup) -> dict[str, torch.Tensor]:
-    """Return placeholders of the stored tensors of packed weights, by their names in the checkpoint, for `values_of`.
-
-    Collective: call on all ranks. Raises UnsupportedError if a quantised weight is not packed.
-    """
-    with group.agree():
-        kept = PACKED_CHECKPOINT.find(model)
-        if kept is None:
-            raise _unsaved("weights that were quantised as they arrived", "those of a checkpoint")
-        check_written(kept)
-        if kept.unpacked:
-            raise _unsaved(f"the quantised {kept.unpacked[0]} dequantised", "all of them packed")
-        stored = StoredShards(packed_weights(model).values())
-        specs = stored.specs()
-    layouts = stored_layouts(group.gather(specs))
-    state = place_stored(layouts, group, stored)
-    return state | beside(kept, state)
-
-
-def check_written(kept: PackedCheckpoint) -> None:
-    """Raise UnsupportedError if packed weights of this format cannot be saved."""
-    if not kept.quantization.format.is_written:
-        raise _unsaved(f"one in {kept.quantization.format.title}, which is only read", "another format")
-
-
 def place_stored(
     layouts: Mapping[str, tuple[StoredSpec, Layout | None]],
     group: TensorParallelGroup,
@@ -219,16 +219,6 @@ def place_stored(
         shard = ParamShard(torch.Size(spec.shape), layout, group, use_dtensor=False)
         SHARD.put(state[name], shard)
     return state
-
-
-def beside(kept: PackedCheckpoint, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Select tensors of `kept.beside` in modules that have one of `names`, or whose names extend one of them."""
-    modules = {owner for name in names for owner in _owners(name)}
-    return {
-        name: tensor
-        for name, tensor in kept.beside.items()
-        if name.rpartition(".")[0] in modules or any(owner in names for owner in _owners(name))
-    }
 
 
 def _owners(name: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from ...anatomy.names import check_values
 from ...errors import UnsupportedError
 from ...marks import Mark
 from ...slices.lazy import LazyTensor
@@ -236,13 +237,6 @@ def packed_weights(model: nn.Module) -> Mapping[str, HeldWeight]:
     }
 
 
-def check_not_packed(model: nn.Module, subject: str) -> None:
-    """Raise UnsupportedError if the model has packed weights, since `subject` needs their values."""
-    packed = packed_weights(model)
-    if packed:
-        raise unpacked_only(subject, f"a model with packed weights ({next(iter(packed))}, ...)")
-
-
 def unpacked_only(subject: str, got: str) -> UnsupportedError:
     """Build the error for a use of packed weights that needs their values."""
     fix = "Load the model with tp_dequantize=True, or without quantization_config."
@@ -258,7 +252,7 @@ def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor
     for weight in packed_weights(model).values():
         moved = move(torch.empty(0, dtype=weight.dtype, device=weight.device))
         if moved.dtype != weight.dtype or moved.device != weight.device:
-            check_not_packed(model, "another dtype" if moved.dtype != weight.dtype else "another device")
+            check_values(model, "another dtype" if moved.dtype != weight.dtype else "another device")
     owners = [module for module in model.modules() if PACKED.find(module)]
     saved = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
     for module, placeholders in zip(owners, saved, strict=True):

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...anatomy.linears import features
+from ...anatomy.names import check_values
 from ...errors import MeshError
 from ...marks import untyped
 from ...model.state_dict import keep_shards
@@ -31,7 +32,6 @@ from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, STRATEGY, batch_sharded
 from ...strategies.shards.full_parameters import full_parameters
-from ..packed.weight import check_not_packed
 from .files import push_peft_model, save_peft_model
 from .layers import parameters_as
 from .prompts import get_prompt, set_up_prompts
@@ -144,13 +144,13 @@ def _create_and_replace(
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
         return
     if kwargs.get("parameter_name") is not None:
-        check_not_packed(base, "adapters on its parameters")
+        check_values(base, "adapters on its parameters")
     else:
         strategies_of(base)
     init = str(getattr(config, "init_lora_weights", ""))
     reads_weight = OF_WEIGHTS.fullmatch(init) is not None or getattr(config, "use_dora", False)
     if reads_weight:
-        check_not_packed(base, f"use_dora or init_lora_weights={init!r}")
+        check_values(base, f"use_dora or init_lora_weights={init!r}")
     with full_parameters(base, parameters=[untyped(base).weight]) if reads_weight else _full_shapes(base):
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
 

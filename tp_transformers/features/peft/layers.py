@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
 from ...anatomy.linears import is_transposed
+from ...anatomy.names import check_values
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
 from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
 from ...strategies.signature import FEATURES
-from ..packed.weight import check_not_packed
 
 PeftLayer: Any = object
 """Base of the mixins; in the class of a layer, a layer of PEFT follows them in the MRO."""
@@ -48,7 +48,7 @@ class AdaptedLayer(PeftLayer):
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Add the adapters to this rank's weight. Raises UnsupportedError if it is packed."""
-        check_not_packed(untyped(self.get_base_layer()), "merged adapters")
+        check_values(untyped(self.get_base_layer()), "merged adapters")
         with local_weights(self):
             super().merge(*args, **kwargs)
 

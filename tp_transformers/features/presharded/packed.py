@@ -16,8 +16,6 @@ from ...slices.lazy import LazyTensor
 from ...strategies import unsharded_like
 from ..packed.stored_shards import (
     StoredShards,
-    beside,
-    check_written,
     place_stored,
     stored_layouts,
 )
@@ -35,10 +33,10 @@ def pack(
     first = ranks[0]
     if first.kept is None or not first.weights:
         return {}
-    check_written(first.kept)
+    first.kept.check_written()
     first.hold(model)
     state = place_stored(stored_layouts([StoredShards(rank.weights.values()).specs() for rank in ranks]), group)
-    return state | beside(first.kept, state)
+    return state | first.kept.beside_of(state)
 
 
 def stored_as(

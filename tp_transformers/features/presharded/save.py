@@ -20,7 +20,7 @@ import torch
 from ...checkpoint.conversion.convert import identity
 from ...checkpoint.saving.copies import on_all_copies
 from ...checkpoint.saving.folder import SaveFolder
-from ...checkpoint.saving.save import config_last, names_in, saved_state, write_configs
+from ...checkpoint.saving.save import config_last, names_in, saved_state, values_of, write_configs
 from ...checkpoint.saving.writer import STAGING, SummedWriter, make_folder, named
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
@@ -30,7 +30,6 @@ from ...ranks.group import TensorParallelGroup
 from ...seams import together
 from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
-from ..packed.stored_shards import values_of
 from .checkpoint import ShardedCheckpoint
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...anatomy.names import check_values, without_values
 from ...errors import MeshError, UnsupportedError
 from ...model.clip import clip_grad_norm_
 from ...model.optimizer_scopes import check_in_backward
@@ -26,7 +27,6 @@ from ...patches import Undo, replace, replace_all
 from ...ranks.collectives import gather_from_region
 from ...ranks.group import GROUP
 from ...strategies import STRATEGY, batch_sharded, shard_of
-from ..packed.weight import packed_weights, unpacked_only
 from . import checkpoints
 
 
@@ -177,12 +177,11 @@ def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) 
 
 def _check_packed(model: nn.Module) -> None:
     """Raise UnsupportedError for packed weights without adapters, unless the caller has frozen other parameters too."""
-    packed = packed_weights(model)
+    packed = set(without_values(model))
     if packed and not hasattr(model, "peft_config"):
         rest = [param for name, param in model.named_parameters() if name not in packed and param.is_floating_point()]
         if all(param.requires_grad for param in rest):
-            got = f"packed weights, which it would leave as they are ({next(iter(packed))}, ...)"
-            raise unpacked_only("Trainer without adapters", got)
+            check_values(model, "Trainer without adapters", "{}, which it would leave as they are")
 
 
 _CHANGES = (

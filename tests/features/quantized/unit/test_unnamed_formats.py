@@ -18,7 +18,7 @@ from tests.support.comparisons import read_folder, relative
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tp_transformers import CheckpointError, UnsupportedError
-from tp_transformers.features.packed.stored_shards import PACKED_CHECKPOINT
+from tp_transformers.checkpoint.saving.save import STORED_FORM
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.memory import plan_memory
 
@@ -45,7 +45,8 @@ def test_modelopt_is_read_by_its_scales(tmp_path: Path, llama: Path, form: str) 
     with torch.no_grad():
         assert relative(packed(TOKENS).logits, reference(TOKENS).logits) < 1e-5  # fp32 sums in another order
     assert packed.tp_report.products
-    assert not [name for name in PACKED_CHECKPOINT.of(packed).beside if name.endswith(".weight")]  # no second copy
+    beside = getattr(STORED_FORM.of(packed), "beside")  # noqa: B009
+    assert not [name for name in beside if name.endswith(".weight")]  # no second copy
     with pytest.raises(UnsupportedError, match="one in ModelOpt, which is only read"):
         packed.save_pretrained(tmp_path / "saved")
     planned = survey(str(tmp_path / "quantised"))
