@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,44 +121,6 @@ def machine_name() -> str:
     """The boot id, equal for processes on the same kernel; "" if the system has none."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else ""
-
-
-class Process(NamedTuple):
-    """A process of some machine; ranks send theirs to each other."""
-
-    machine: str
-    namespace: str
-    """The namespace of its process id; containers have their own."""
-    number: int
-    """The process id."""
-    began: str
-    """Its start in clock ticks since boot, since ids are used again; "" if the system has no /proc."""
-
-    @property
-    def runs(self) -> bool:
-        """True if it is alive on this machine, and not stopped by a signal or a debugger."""
-        own, status = this_process(), _status(self.number)
-        is_here = self.began != "" and (self.machine, self.namespace) == (own.machine, own.namespace)
-        return is_here and status[_BEGAN:][:1] == [self.began] and status[0] not in "TtZX"
-
-
-def this_process() -> Process:
-    """The process that calls."""
-    namespace = "/proc/self/ns/pid"
-    name = os.readlink(namespace) if os.path.exists(namespace) else ""
-    return Process(machine_name(), name, os.getpid(), "".join(_status(os.getpid())[_BEGAN:][:1]))
-
-
-_BEGAN = 19
-"""Index of the start time in `_status`."""
-
-
-def _status(process: int) -> list[str]:
-    """State, parent, ... of a process: the fields of /proc/<id>/stat that follow its name; [] without such a file."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def local_device(device_type: str) -> torch.device:

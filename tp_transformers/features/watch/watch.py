@@ -30,13 +30,13 @@ from ...logs import get_logger
 from ...marks import untyped
 from ...ranks import direct
 from ...ranks.agreement import agreed, is_agreed
-from ...ranks.environment import this_process
 from ...ranks.group import TensorParallelGroup
 from ...ranks.transport import transport_of
 from ..places.out_of_step import out_of_step, this_call
 from .device import Steps, abort
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER
+from .process import this_process
 from .sockets import between, connections, limit_silence, shut, store_of_ranks
 from .waits import Waits, beat_of
 

@@ -28,7 +28,7 @@ from tp_transformers import MeshError, RemoteRankError, data_parallel, fail_toge
 from tp_transformers.features.watch import failure
 from tp_transformers.features.watch.calls import WATCHED_CALLS
 from tp_transformers.features.watch.poller import POLLER
-from tp_transformers.ranks.environment import this_process
+from tp_transformers.features.watch.process import this_process
 from tp_transformers.ranks.mesh import join
 
 pytestmark = pytest.mark.distributed
