@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16082
+CORE = 16044
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44352
+PACKAGE = 44361
 """Lines of the package, likewise."""
 FROM_CORE = 24
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
