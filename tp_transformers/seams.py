@@ -185,6 +185,17 @@ class Feature:
         """Strategies by the names that plans give them."""
         return {}
 
+    def strategy_of(self, value: Any) -> TensorParallelLayer | None:
+        """The strategy for a name that no strategy has, or for an object that stands in a plan; else None.
+
+        Raises PlanError for an object that looks like a strategy and would not work.
+        """
+        return None
+
+    def strategy_hint(self, name: str) -> str:
+        """A hint for the error about a name that is no strategy's, such as another library's; "" for none."""
+        return ""
+
 
 @cache
 def features() -> Mapping[str, Feature]:

@@ -134,7 +134,7 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "features model strategies"),
     "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
     "torch.distributed.tensor.distribute_module._distribute_module_applied": Private("left out of copies", "model"),
-    "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "strategies"),
+    "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "features"),
     "torch.nn.Module._apply": Private("`to`, `half`, ...: overridden", "model"),
     "torch.nn.Module._buffers": Private("the module's own", "loading strategies"),
     "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "model training"),

@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16044
+CORE = 15969
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44361
+PACKAGE = 44423
 """Lines of the package, likewise."""
-FROM_CORE = 24
+FROM_CORE = 22
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
 BETWEEN_FEATURES = 19
 """Imports of one feature by another that does not require it, likewise."""

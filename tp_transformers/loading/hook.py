@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..patches import Patch, Undo, nothing, replace_all
+from ..patches import Patch, Undo, replace_all
 from ..seams import features
-from ..transformers_api import auto_classes, check, modeling_utils, parallel_styles
+from ..transformers_api import auto_classes, check, modeling_utils
 from . import forgotten
 from .from_pretrained import find_chunks, find_quantizer, from_pretrained, load_pretrained_model, resolve_files
 
@@ -24,19 +24,9 @@ def _replace_all() -> Undo:
     )
 
 
-def _name_registration() -> Undo:
-    """Give `register` of transformers' `ParallelInterface` its documented name, `register_strategy`."""
-    interface = type(parallel_styles())
-    if hasattr(interface, "register_strategy"):
-        return lambda: None
-    interface.register_strategy = interface.register
-    return lambda: delattr(interface, "register_strategy")
-
-
 _HOOK = Patch("transformers", "from_pretrained", _replace_all)
 _HELD = (
     _HOOK,
-    Patch("transformers", "register_strategy", _name_registration, without=nothing),
     *(patch for feature in features().values() for patch in feature.clients()),
 )
 """Held from `enable()` to `disable()`."""

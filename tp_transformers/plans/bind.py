@@ -23,7 +23,7 @@ from ..strategies import (
     ReplicateParallel,
     ReplicateSumGradParallel,
     TensorParallelLayer,
-    style_hint,
+    strategy_hint,
 )
 from ..strategies.signature import FEATURES
 from .attention import Attention
@@ -205,7 +205,7 @@ class _Resolver:
         for rule in self.plan.rules:
             if rule.instance is None:
                 name = rule.strategy_name
-                hint = style_hint(name)
+                hint = strategy_hint(name)
                 if not hint:
                     nearest = hint_for(self.faults, name, STRATEGIES)
                     hint = f"{nearest}; import the file that registers your own first (--import in commands)"

@@ -11,7 +11,7 @@ from .experts import IsolatedParallel, MoEExpertsParallel
 from .forward.attach import LocalConfig, attach, block_of, join_layers, open_forward, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
-from .registry import STRATEGIES, ParallelInterface
+from .registry import STRATEGIES, ParallelInterface, as_strategy, strategy_hint
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shards.shard import (
     SHARD,
@@ -25,7 +25,6 @@ from .shards.shard import (
 )
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
 from .signature import Signature, State, same_inputs
-from .styles import as_strategy, style_hint
 
 if TYPE_CHECKING:
     from ..features.loss_parallel.cross_entropy import vocab_parallel_cross_entropy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache
+from typing import Any
 
 from torch.distributed.tensor import Replicate
 
@@ -22,7 +23,6 @@ from .local import (
 )
 from .replicate import InnerReplicateParallel, ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
 from .sharded_norm import ShardedNormParallel
-from .styles import as_strategy, registered_by_user
 
 CORE: dict[str, TensorParallelLayer] = {
     "colwise": ColwiseParallel(),
@@ -72,6 +72,24 @@ def _known() -> dict[str, TensorParallelLayer]:
     return dict(built_in())
 
 
+def _of_feature(value: Any) -> TensorParallelLayer | None:
+    found = (feature.strategy_of(value) for feature in features().values())
+    return next((strategy for strategy in found if strategy is not None), None)
+
+
+def as_strategy(value: Any) -> Any:
+    """The strategy that a feature makes of an object in a plan; any other value, and a name, as it is.
+
+    Raises PlanError for an object that looks like a strategy and would not work.
+    """
+    return value if isinstance(value, str) else _of_feature(value) or value
+
+
+def strategy_hint(name: str) -> str:
+    """What features say of a name that no strategy has; "" for nothing."""
+    return "".join(feature.strategy_hint(name) for feature in features().values())
+
+
 class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
     """Mapping of names to strategies: built-in ones and those of `register_strategy`; all instances share it."""
 
@@ -87,8 +105,8 @@ class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
         return list(self)
 
     def find(self, name: str) -> TensorParallelLayer | None:
-        """The strategy `name`, from here or from transformers' interface; None if it is in neither."""
-        return self[name] if name in self else registered_by_user(name, self)
+        """The strategy `name`, from here or from a feature that knows the name; None without one."""
+        return self[name] if name in self else _of_feature(name)
 
     def __setitem__(self, name: str, strategy: TensorParallelLayer | type[TensorParallelLayer]) -> None:
         instance = as_strategy(strategy() if isinstance(strategy, type) else strategy)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..base import TensorParallelLayer
-from ..forward.communication import as_inputs
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.communication import as_inputs
 
 
 class PartitionedStyle(TensorParallelLayer):

@@ -1,31 +1,28 @@
-"""Adapters that turn styles of other libraries into strategies."""
+"""Strategies from objects of other libraries, and from names that are registered with transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ...errors import PlanError
+from ...strategies.base import TensorParallelLayer
+from ...strategies.registry import STRATEGIES
 from ...transformers_api import parallel_styles
-from ..base import TensorParallelLayer
 from .of_torch import OWN_NAMES, SUPPORTED, TorchStyleParallel
 from .partitioned import PartitionedStyle
-
-__all__ = ["as_strategy", "registered_by_user", "style_hint"]
 
 _UNCALLED = ("shard_param", "shard_tensor", "prepare_module_tp")
 """Methods by which strategies for transformers 5 shard; nothing here calls them."""
 
 
-def as_strategy(value: Any) -> Any:
-    """Wrap a style of torch, or an object with `partition_tensor`, as a strategy; return any other value as it is.
+def adapted(value: Any) -> TensorParallelLayer | None:
+    """Wrap a style of torch, or an object with `partition_tensor`; a strategy is itself, any other value None.
 
     Raises PlanError for a strategy with methods that would never be called.
     """
-    is_ours = isinstance(value, TensorParallelLayer)
-    partitions = not is_ours and not isinstance(value, type) and _is_own(value, "partition_tensor")
+    partitions = not isinstance(value, TensorParallelLayer | type) and _is_own(value, "partition_tensor")
     uncalled = [name for name in _UNCALLED if _is_own(value, name)]
     if not (uncalled or partitions or isinstance(value, type)) and hasattr(value, "shard_param"):
         uncalled = ["shard_param"]  # of a class of transformers
@@ -37,20 +34,17 @@ def as_strategy(value: Any) -> Any:
             fix="Inherit from tp_transformers.strategies.TensorParallelLayer, and implement split_dim or "
             "partition_tensor, or take a style of torch.distributed.tensor.parallel.",
         )
-    if is_ours:
+    if isinstance(value, TensorParallelLayer):
         return value
     if partitions:
         return PartitionedStyle(value)
-    if isinstance(value, ParallelStyle):
-        return TorchStyleParallel(value)
-    return value
+    return TorchStyleParallel(value) if isinstance(value, ParallelStyle) else None
 
 
-def registered_by_user(name: str, own: Mapping[str, Any]) -> TensorParallelLayer | None:
-    """Return the strategy that the user registered as `name` with transformers' interface; None without one.
+def registered(name: str) -> TensorParallelLayer | None:
+    """The strategy that the user registered as `name` with transformers' interface; None without one.
 
-    `own`: our strategies by name. Classes of transformers count only if transformers registers them under a name in
-    `own`.
+    Classes of transformers count only if transformers registers them under a name of ours.
     """
     styles = parallel_styles()
     style = styles.get(name)
@@ -59,10 +53,9 @@ def registered_by_user(name: str, own: Mapping[str, Any]) -> TensorParallelLayer
             style = style()
         except TypeError:  # its constructor needs arguments
             return None
-    if _is_theirs(type(style)) and type(style) not in {type(styles.get(own_name)) for own_name in own}:
+    if _is_theirs(type(style)) and type(style) not in {type(styles.get(own)) for own in STRATEGIES}:
         return None
-    strategy = as_strategy(style)
-    return strategy if isinstance(strategy, TensorParallelLayer) else None
+    return adapted(style)
 
 
 def style_hint(name: str) -> str:

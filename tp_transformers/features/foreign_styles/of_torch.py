@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import (
 from ...anatomy.linears import embeds_states
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Ranks, Split, chunked, count_of
-from ..base import TensorParallelLayer
-from ..shards.shard import ParamShard
-from ..signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, only, state_of
+from ...strategies.base import TensorParallelLayer
+from ...strategies.shards.shard import ParamShard
+from ...strategies.signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, only, state_of
 
 _Linears = torch_parallel.ColwiseParallel | torch_parallel.RowwiseParallel
 
