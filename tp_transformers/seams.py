@@ -37,6 +37,8 @@ FOLDER = Path(__file__).with_name("features")
 
 Loaded = Callable[[Any], object]
 """Called with a model at the end of its load."""
+Compute = Callable[[type, Any, Any, Any], Any]
+"""(class of the sharded parameters, torch function, arguments, keywords) -> result."""
 Meet = Callable[["Store", int, int], "Store"]
 """(store of a launch, rank, number of ranks) -> the part of the store that these ranks use. Collective."""
 Measure = Callable[..., tuple[tuple[float, ...], str]]
@@ -175,6 +177,10 @@ class Feature:
     def model_patches(self) -> Sequence[Patch]:
         """Patches of other libraries, held as long as a model lives that was loaded with a plan."""
         return ()
+
+    def computes(self) -> Compute | None:
+        """How torch functions compute on sharded parameters, outside of forwards; None for as the core does."""
+        return None
 
     def around_call(self, caller: Any) -> AbstractContextManager[Any]:
         """Context of what all ranks call: `caller` is a loaded model, for its methods with the decorator `collective`,

@@ -42,11 +42,11 @@ class Private:
 
 PRIVATE: dict[str, Private] = {
     # Functions and classes, bound below.
-    "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "model strategies", _RAISES),
-    "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "model strategies"),
+    "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "features strategies", _RAISES),
+    "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "features strategies"),
     "torch._C._are_functorch_transforms_active": Private("torch.func is refused", "ranks"),
     "torch._C._autograd._top_saved_tensors_default_hooks": Private(
-        "other hooks on saved tensors keep their tensors", "features model", _RAISES
+        "other hooks on saved tensors keep their tensors", "features", _RAISES
     ),
     "torch._C._current_graph_task_id": Private("one for each backward", "features", _RAISES),
     "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "features ranks", "torch.compiler.disable"),
@@ -83,27 +83,25 @@ PRIVATE: dict[str, Private] = {
         "the order of norms with tp_invariant", "model", _RAISES
     ),
     "torch.utils._python_dispatch.TorchDispatchMode": Private(
-        "masks of dropout with tp_invariant", "features", "such a dropout raises AttributeError"
+        "masks of dropout with tp_invariant", "features strategies", "such a dropout raises AttributeError"
     ),
     "torch.utils._python_dispatch._disable_current_modes": Private("collectives below modes", "features", _RAISES),
-    "torch.ops.aten._convert_weight_to_int4pack": Private("packed weights of 4 bits on a GPU", "model", _DECODED),
-    "torch.ops.aten._convert_weight_to_int4pack_for_cpu": Private("packed weights of 4 bits", "model", _DECODED),
-    "torch.ops.aten._unsafe_view": Private("results of other dims, which may change in place", "model", _RAISES),
-    "torch.ops.aten._weight_int4pack_mm": Private("their product on a GPU", "model", _DECODED),
-    "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "model", _DECODED),
-    "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "model", _DECODED),
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private(
-        "products in fp32 elsewhere", "checkpoint features", "in fp32"
-    ),
-    "torch.utils._pytree.tree_leaves": Private("tensors in nested arguments", "model strategies training"),
-    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "model strategies"),
+    "torch.ops.aten._convert_weight_to_int4pack": Private("packed weights of 4 bits on a GPU", "features", _DECODED),
+    "torch.ops.aten._convert_weight_to_int4pack_for_cpu": Private("packed weights of 4 bits", "features", _DECODED),
+    "torch.ops.aten._unsafe_view": Private("results of other dims, which may change in place", "features", _RAISES),
+    "torch.ops.aten._weight_int4pack_mm": Private("their product on a GPU", "features", _DECODED),
+    "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "features", _DECODED),
+    "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "features", _DECODED),
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private("products in fp32 elsewhere", "features", "in fp32"),
+    "torch.utils._pytree.tree_leaves": Private("nested arguments", "features strategies training"),
+    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "features strategies"),
     "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "features strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
     "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),
     "torch.Tensor._post_accumulate_grad_hooks": Private("hooks that see the gradient of one copy", "training", _RAISES),
     "torch.Tensor._version": Private("values that have changed since", "features strategies"),
-    "torch.UntypedStorage._cdata": Private("tensors that share memory", "checkpoint model"),
+    "torch.UntypedStorage._cdata": Private("tensors that share memory", "features"),
     "torch.amp.GradScaler._unscale_grads_": Private("replaced", "features", "GradScaler refuses shards"),
     "torch.autograd.Function._register_hook_dict": Private("a hook without a handle", "ranks"),
     "torch.autograd.forward_ad._current_level": Private("forward-mode differentiation is refused", "ranks"),
@@ -112,9 +110,9 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.ProcessGroupGloo._allgather_base": Private("collectives without a dispatcher", "ranks"),
     "torch.distributed.ProcessGroupGloo._get_sequence_number_for_group": Private("their number", "ranks"),
     "torch.distributed.ProcessGroupGloo._reduce_scatter_base": Private("collectives without a dispatcher", "ranks"),
-    "torch.distributed.checkpoint.filesystem._StorageInfo": Private("in torch's checkpoints", "checkpoint", "not read"),
-    "torch.distributed.checkpoint.filesystem._StoragePrefix": Private("the same", "checkpoint", "not read"),
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Private("the same", "checkpoint", "not read"),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Private("in torch's checkpoints", "features", "not read"),
+    "torch.distributed.checkpoint.filesystem._StoragePrefix": Private("the same", "features", "not read"),
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Private("the same", "features", "not read"),
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": Private("a renewed group", "ranks", _BY_ITSELF),
     "torch.distributed.device_mesh.DeviceMesh._init_backend": Private("a mesh without ranks", "strategies", "no mesh"),
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": Private("a renewed group", "ranks", _BY_ITSELF),
@@ -131,26 +129,26 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state": Private(
         "the same", "training", _RAISES
     ),
-    "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "features model strategies"),
+    "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "features strategies"),
     "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
     "torch.distributed.tensor.distribute_module._distribute_module_applied": Private("left out of copies", "model"),
     "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "features"),
     "torch.nn.Module._apply": Private("`to`, `half`, ...: overridden", "model"),
-    "torch.nn.Module._buffers": Private("the module's own", "loading strategies"),
+    "torch.nn.Module._buffers": Private("the module's own", "features loading"),
     "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "model training"),
     "torch.nn.Module._forward_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._load_state_dict_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._modules": Private("the module's own", "features strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
-        "anatomy checkpoint features loading model strategies training",
+        "anatomy features loading model strategies training",
     ),
     "torch.nn.Module._state_dict_hooks": Private("left out of copies", "model"),
     "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),
     "torch.nn.utils.parametrize._cache": Private("shards in `parametrize.cached`", "strategies"),
     "torch.nn.utils.parametrize._cache_enabled": Private("shards in `parametrize.cached`", "strategies"),
-    "torch.nn.utils.parametrize._maybe_set": Private("replaced", "strategies", "remove_parametrizations raises"),
-    "torch.serialization._get_layout": Private("in torch's checkpoints", "checkpoint", "not read"),
+    "torch.nn.utils.parametrize._maybe_set": Private("replaced", "features", "remove_parametrizations raises"),
+    "torch.serialization._get_layout": Private("in torch's checkpoints", "features", "not read"),
 }
 
 
@@ -280,6 +278,11 @@ def in_backward() -> int:
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A key that is equal for all ordinary tensors with the same values in memory, even if they are empty."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The version of a tensor, which counts changes in place; one that was made in inference mode has none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def untraced(function: F) -> F:

@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15969
+CORE = 16486
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44423
+PACKAGE = 44479
 """Lines of the package, likewise."""
-FROM_CORE = 22
+FROM_CORE = 12
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 19
+BETWEEN_FEATURES = 3
 """Imports of one feature by another that does not require it, likewise."""
 
 

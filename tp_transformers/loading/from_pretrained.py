@@ -29,7 +29,6 @@ from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..seams import features
-from ..strategies.parameters.computing import WRITES_PARTS
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
@@ -173,14 +172,13 @@ def _load_tensor_parallel(
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
-        token, parts = _current.set(current), WRITES_PARTS.set(True)
+        token = _current.set(current)
         try:
             result = original(cls, *args, device_map={"": group.device}, **kwargs)
         except SafetensorError as error:  # transformers looks into a file for its dtype before we open it
             raise CheckpointError(f"checkpoint {asked.name}: {error}") from error
         finally:
             _current.reset(token)
-            WRITES_PARTS.reset(parts)
         model = result[0] if isinstance(result, tuple) else result
         if current.resolution is None:
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")

@@ -25,10 +25,7 @@ def _replace_all() -> Undo:
 
 
 _HOOK = Patch("transformers", "from_pretrained", _replace_all)
-_HELD = (
-    _HOOK,
-    *(patch for feature in features().values() for patch in feature.clients()),
-)
+_HELD = (_HOOK, *(patch for feature in features().values() for patch in feature.clients()))
 """Held from `enable()` to `disable()`."""
 
 

@@ -33,7 +33,8 @@ from ..strategies import (
     shard_of,
     unsharded_like,
 )
-from ..strategies.parameters.sharded import check_pickled, full_values, is_sharded, laid_out, local_values
+from ..strategies.shards.pickled import check_pickled
+from ..strategies.shards.tensors import is_sharded, laid_out, local_values
 
 
 def keep_state(module: nn.Module) -> None:
@@ -105,7 +106,8 @@ def _own_shard(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None
         placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
         return local_tensor(value) if value.placements == placements else None
     if is_sharded(value):
-        value = local_values(value) if value.tp_shard.layout == shard.layout else full_values(value)
+        local = local_values(value)
+        value = local if value.tp_shard.layout == shard.layout else value.tp_shard.full(local)
     value = value.detach()
     if value.shape == shard.shape:
         return shard.own(value)

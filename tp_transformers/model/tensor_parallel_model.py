@@ -22,7 +22,6 @@ from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..seams import collective, features, model_patches
 from ..strategies import local_tensor, unsharded_like
-from ..strategies.parameters.tensors import ASSIGNED_VALUES, FULL_BYTES
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
 from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
@@ -142,16 +141,9 @@ class TensorParallelModel(_Model):
         hold_patches(self)
 
 
-_PATCHES = (
-    FULL_NORMS,
-    ASSIGNED_VALUES,
-    FULL_BYTES,
-)
-
-
 def hold_patches(model: object) -> None:
     """Keep the patches of torch and others that handle shards in place as long as `model` lives."""
-    for patch in (*_PATCHES, *model_patches()):
+    for patch in (FULL_NORMS, *model_patches()):
         patch.hold_for(model)
 
 

@@ -9,14 +9,9 @@ from ..namespaces import lazy_names
 if TYPE_CHECKING:
     from ..features.dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
     from ..features.expert_parallel.expert_load import ExpertLoad
+    from ..features.full_parameters.full_parameters import full_parameters
     from ..features.optimizers.groups import parameter_groups
-    from ..strategies.shards.full_parameters import full_parameters
 else:
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            ".strategies.shards.full_parameters": "full_parameters",
-        },
-    )
+    __getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = ["ExpertLoad", "full_parameters", "load_optimizer_state_dict", "optimizer_state_dict", "parameter_groups"]

@@ -17,7 +17,7 @@ from ..anatomy.layers import layers_of
 from ..marks import untyped
 from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
-from ..strategies.parameters.tensors import ShardTensor
+from ..strategies.shards.tensors import ShardTensor
 from .averaging import outside
 
 

@@ -19,6 +19,7 @@ from transformers.generation.continuous_batching import continuous_api
 
 from tests.support.models import Case
 from tp_transformers import UnsupportedError
+from tp_transformers.features.full_parameters.patches import FULL_BYTES
 from tp_transformers.features.optimizers.grad_scaler import SHARED_INFINITIES
 from tp_transformers.features.optimizers.step import STEPS_ON_SHARDS
 from tp_transformers.features.peft.hotswap import HOT_SWAPS
@@ -26,7 +27,6 @@ from tp_transformers.features.serve.continuous_batching import OWN_CACHE
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
 from tp_transformers.strategies import SHARD
-from tp_transformers.strategies.parameters.tensors import FULL_BYTES
 
 TRAINER = """
 import logging, sys

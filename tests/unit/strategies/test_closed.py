@@ -25,6 +25,7 @@ ROOT = Path(tp_transformers.__file__).parent
 def classes() -> dict[str, str]:
     """{name: module} of all strategy classes of the package but the contract itself."""
     assert len(STRATEGIES) > 50  # features are imported
+    assert STRATEGIES.find("a name of none") is None  # likewise
     found, open_ = dict[str, str](), [TensorParallelLayer]
     while open_:
         children = [each for each in open_.pop().__subclasses__() if each.__module__.startswith("tp_transformers.")]

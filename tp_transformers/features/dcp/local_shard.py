@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ...slices.layout import ShardRange
 from ...strategies import ParamShard, local_tensor
-from ...strategies.parameters.sharded import as_shard, local_values
-from ...strategies.parameters.tensors import ShardTensor
+from ...strategies.shards.tensors import ShardTensor, as_shard, local_values
 
 
 class LocalShard(ShardTensor):

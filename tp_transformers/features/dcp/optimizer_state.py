@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ...errors import CheckpointError, UnsupportedError
 from ...ranks.group import GROUP
 from ...strategies import local_tensor
-from ...strategies.parameters.sharded import laid_out
+from ...strategies.shards.tensors import laid_out
 from .local_shard import LocalShard, placed
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class Optimizers(Feature):
     """Every optimizer updates shards as it updates full parameters in one process, or is refused."""
 
+    requires: ClassVar[tuple[str, ...]] = ("full_parameters",)
+
     public: ClassVar[Mapping[str, str]] = {"training.parameter_groups": ".groups"}
 
     def model_patches(self) -> Sequence[Patch]:

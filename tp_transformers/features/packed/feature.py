@@ -25,7 +25,7 @@ class Dequantize(Option):
 class Packed(Feature):
     """Weights are decoded in each forward, or multiplied as they are packed."""
 
-    requires = ("quantized",)
+    requires = ("full_parameters", "quantized")
 
     def options(self) -> Sequence[Option]:
         return (Dequantize(),)

@@ -19,7 +19,7 @@ from ...strategies import SHARD
 from ...strategies.forward.attach import LocalConfig, wrap_forward
 from ...strategies.forward.communication import Forwarder
 from ...strategies.forward.short_forwards import inference_forward
-from ...strategies.parameters.tensors import HAS_LOCAL
+from ...strategies.shards.tensors import HAS_LOCAL
 from .placeholder import HeldWeights, without_values
 from .products import with_products
 from .tensor import PackedTensor

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...anatomy.names import check_values
 from ...errors import UnsupportedError
+from ...features.full_parameters.functions import READS, SHAPES, name_of
 from ...marks import untyped
 from ...patches import Patch, Undo, replace_all
-from ...strategies.parameters.functions import READS, SHAPES, name_of
 from .weight import (
     HeldWeight,
     packed_weights,

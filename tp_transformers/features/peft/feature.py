@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...seams import Feature
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 class Adapters(Feature):
     """PEFT around a loaded model, and the methods of transformers that load and save an adapter."""
+
+    requires: ClassVar[tuple[str, ...]] = ("full_parameters",)
 
     def model_methods(self) -> Sequence[type]:
         from .files import AdaptedModel

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from ...anatomy.linears import features
 from ...anatomy.names import check_values
 from ...errors import MeshError
+from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
 from ...model.state_dict import keep_shards
 from ...patches import Patch
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...ranks.random_state import random_state
 from ...strategies import SHARD, STRATEGY, batch_sharded
-from ...strategies.shards.full_parameters import full_parameters
 from .files import push_peft_model, save_peft_model
 from .layers import parameters_as
 from .prompts import get_prompt, set_up_prompts

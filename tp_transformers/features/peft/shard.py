@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
+from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
 from ...model.state_dict import keep_state, split_module
 from ...ranks import direct
@@ -27,7 +28,6 @@ from ...strategies import (
     local_tensor,
     take,
 )
-from ...strategies.shards.full_parameters import full_parameters
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
 from .kinds import adapted_class
 from .layers import AdaptedFactors, SlicedDropout, inputs_split, split_of

@@ -15,8 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...anatomy.norms import is_norm
 from ...marks import untyped
 from ...ranks.collectives import Group, all_gather_uneven
-from ...strategies.parameters.sharded import version_of
-from ...torch_api import top_saved_tensors_hooks
+from ...torch_api import top_saved_tensors_hooks, version_of
 
 View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import Group, copy_to_region
 from ...torch_api import as_torch
-from ..parameters.tensors import HAS_LOCAL
+from ..shards.tensors import HAS_LOCAL
 from .views import enter, local_view
 
 

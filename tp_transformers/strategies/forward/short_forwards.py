@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
 
 from ...ranks import direct
-from ..parameters.tensors import HAS_LOCAL
 from ..shards.shard import ParamShard
+from ..shards.tensors import HAS_LOCAL
 from .block import Block
 from .communication import Communication, Forwarder, ShortForward
 

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ...ranks.collectives import apply_directly, reduce_from_region
 from ...torch_api import is_any_true, tree_map_only
-from ..parameters.sharded import as_shard, traced_values
-from ..parameters.tensors import HAS_LOCAL, ShardDTensor, ShardTensor
+from ..shards.tensors import HAS_LOCAL, ShardDTensor, ShardTensor, as_shard, traced_values
 
 _DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
 _IS_NAN = torch.ops.aten.isnan.default

@@ -19,10 +19,9 @@ from ...ranks.group import TP_AXIS, TensorParallelGroup
 from ...seams import together
 from ...slices.layout import Layout, Range, Shared, chunked
 from ..forward.views import local_view
-from ..parameters.sharded import own_values
-from ..parameters.tensors import HAS_LOCAL, ShardDTensor, plain_parameter
 from .gather import on_all, on_first
 from .slicing import take
+from .tensors import HAS_LOCAL, ShardDTensor, own_values, plain_parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +73,13 @@ class ParamShard:
         if self.layout is None:
             return Replicate()
         return Shard(self.layout.dim) if self.layout.split.is_chunked else None
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The rank and indices of the shard, in the types that `torch.load(weights_only=True)` allows."""
+        layout, rank = self.layout, self.group.rank
+        indices = None if layout is None else (layout.dim, layout.split.ranges[rank])
+        return {"rank": rank, "size": self.group.size, "indices": (tuple(self.shape), indices, tuple(self.rows))}
 
     def wrap(self, local: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Make the parameter from this rank's values: a DTensor if a placement describes it, else plain.

@@ -24,7 +24,7 @@ from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers.strategies import ColwiseParallel, vocab_parallel_cross_entropy
-from tp_transformers.strategies.parameters.tensors import ShardTensor
+from tp_transformers.strategies.shards.tensors import ShardTensor
 
 pytestmark = pytest.mark.distributed
 

@@ -11,12 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
+from ...marks import Mark
 from ...ranks import direct
-from ..parameters.sharded import FULL, IS_OPEN, is_sharded, know, laid_out, write
-from .shard import finish_gradient, full_tensor, local_tensor, shard_of
+from ...strategies.shards.shard import finish_gradient, full_tensor, local_tensor, shard_of
+from ...strategies.shards.tensors import is_sharded, know, laid_out
+from .values import write
 
 Place = tuple[nn.Module, str, nn.Parameter]
 """(module, name of a parameter in the module, the parameter)."""
+FULL: Mark[nn.Parameter] = Mark("tp_full")
+"""On a parameter, the full parameter that replaces it in `full_parameters`: the same object in every block."""
+IS_OPEN: Mark[bool] = Mark("tp_is_open")
+"""On a full parameter, True in a `full_parameters` block, and False after the block, when the parameter is empty."""
 
 
 @contextmanager

@@ -15,19 +15,22 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...errors import TensorParallelError, UnsupportedError
 from ...marks import Mark
-from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only
+from ...strategies.shards.tensors import is_sharded, know, local_values, own_values
+from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only, version_of
 from .attributes import ATTRIBUTES
 from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_elementwise, is_in_place, name_of
-from .sharded import (
-    empty_full,
-    full_values,
-    is_sharded,
-    know,
-    local_values,
-    own_values,
-    version_of,
-    write,
-)
+from .values import empty_full, full_values, write
+
+
+def compute_on(kind: type, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute on shards of class `kind`: as DTensor if other DTensors are arguments, else by `compute`."""
+    if not issubclass(kind, DTensor) or not _is_for_dtensor(func, args, kwargs):
+        return compute(func, args, kwargs)
+    with as_torch():
+        result = func(*args, **kwargs)
+    if type(result) is DTensor:
+        know(result, _shards_in(args, kwargs)[0])
+    return result
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> Any:
@@ -64,7 +67,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> Any:
     return _on_full(func, args, kwargs)
 
 
-def is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
+def _is_for_dtensor(func: Any, args: Any, kwargs: Any) -> bool:
     """True if DTensor has to compute `func`: it reads metadata, or other DTensors such as activations are arguments."""
     name = name_of(func)
     if name in ATTRIBUTES and name not in SHAPES:

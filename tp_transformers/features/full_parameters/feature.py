@@ -1,0 +1,43 @@
+"""Sharded parameters that other code can use as if they were the full tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from ...seams import Compute, Feature, Loaded
+
+if TYPE_CHECKING:
+    from ...loading.options import Options
+    from ...patches import Patch
+    from ...ranks.group import TensorParallelGroup
+
+
+class FullParameters(Feature):
+    """Functions of torch on shards, and `training.full_parameters`."""
+
+    public: ClassVar[Mapping[str, str]] = {"training.full_parameters": ".full_parameters"}
+
+    def computes(self) -> Compute:
+        from .computing import compute_on
+
+        return compute_on
+
+    @contextmanager
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+        from .computing import WRITES_PARTS
+
+        token = WRITES_PARTS.set(True)
+        try:
+            yield lambda model: None
+        finally:
+            WRITES_PARTS.reset(token)
+
+    def model_patches(self) -> Sequence[Patch]:
+        from .patches import ASSIGNED_VALUES, FULL_BYTES
+
+        return ASSIGNED_VALUES, FULL_BYTES
+
+
+FEATURE = FullParameters()

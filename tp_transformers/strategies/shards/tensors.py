@@ -1,0 +1,251 @@
+"""Tensors that hold this rank's shard of a parameter: a DTensor, or a plain tensor if no placement describes it.
+
+The forward of a sharded module computes with the `_local_tensor` of its parameters. Code outside of a forward, such as
+an optimizer, computes on a shard itself: by `Feature.computes`, or without a feature as `_on_values` does.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import UnsupportedError
+from ...marks import Mark, untyped
+from ...seams import Compute, features
+from ...torch_api import TorchDispatchMode, TracingContext, as_torch, tree_leaves, tree_map
+
+PICKLED: Mark[dict[str, Any]] = Mark("tp_pickled")
+"""On a shard that was pickled, the rank that held it and its indices in the full tensor; `torch.load` restores it."""
+
+
+class Sharded:
+    """A tensor that holds this rank's shard: `tp_shard`, a `ParamShard`."""
+
+    __slots__ = ()
+    tp_shard: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute as `Feature.computes` says; torch.compile computes on this rank's values."""
+        if _is_traced() or _is_generated():
+            with as_torch():
+                return func(*args, **(kwargs or {}))
+        if func in _METHODS:
+            return _METHODS[func](*args, **(kwargs or {}))
+        return computes()(cls, func, args, kwargs or {})
+
+    def __copy__(self) -> Any:
+        """`copy.copy`: the same shard in the same memory. The default would pickle it."""
+        copied = know(local_values(self).detach(), self).requires_grad_(untyped(self).requires_grad)
+        if getattr(self, "_is_param", False):
+            copied._is_param = True
+        return copied
+
+
+class ShardTensor(Sharded, Tensor):
+    """A plain tensor that holds this rank's shard: of uneven or replicated heads, of complete experts, ...
+
+    `shape` is the shape of the full tensor. `torch.compile` sees this rank's values.
+    """
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        """The shard as a detached ordinary tensor in the same memory; named like the attribute of DTensor."""
+        if torch.compiler.is_compiling():
+            return traced_values(self)
+        with as_torch():
+            return self.detach()
+
+    def set_(self, *source: Any) -> Any:
+        """`torch.Tensor.set_`, which does not call `__torch_function__` by itself."""
+        return type(self).__torch_function__(Tensor.set_, (), (self, *source))
+
+
+class ShardDTensor(Sharded, DTensor):
+    """A DTensor over the `tp` axis that holds this rank's shard. With other DTensors it computes as torch's DTensor."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> Any:
+        result = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        result.__class__ = ShardDTensor
+        return result
+
+
+HAS_LOCAL = (ShardTensor, DTensor)
+"""Tensor classes that keep this rank's values in `_local_tensor`."""
+
+
+def plain_parameter(local: Tensor, shard: Any, *, requires_grad: bool) -> nn.Parameter:
+    """Make a parameter of this rank's shard in the memory of `local`."""
+    param = as_shard(local.detach().requires_grad_(requires_grad), ShardTensor, shard)
+    param._is_param = True
+    return untyped(param)  # type: ignore[no-any-return]
+
+
+def is_sharded(value: object) -> TypeGuard[Any]:
+    """True if `value` is a `Sharded` tensor."""
+    return isinstance(value, Sharded)
+
+
+def laid_out(local: Tensor, param: Tensor) -> Tensor:
+    """Return `local`, this rank's shard, as a DTensor if `param` is one, else unchanged."""
+    if isinstance(param, DTensor):
+        layout: dict[str, Any] = {"shape": param.shape, "stride": param.stride(), "run_check": False}
+        return DTensor.from_local(local, param.device_mesh, param.placements, **layout)
+    return local
+
+
+def know(result: Any, like: Any) -> Any:
+    """Mark `result` as a shard if it has the local shape (or placements) of the shard `like`; else return it as is."""
+    if not is_sharded(like) or not hasattr(like, "tp_shard"):  # fake tensors of torch.compile have no tp_shard
+        return result
+    shard, is_dtensor = like.tp_shard, isinstance(like, DTensor)
+    if is_dtensor and type(result) is Tensor and tuple(result.shape) == shard.local_shape:
+        with as_torch():
+            result = laid_out(result, like)
+    if is_dtensor:
+        has_layout = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
+    else:
+        has_layout = type(result) is Tensor and tuple(result.shape) == shard.local_shape
+    return as_shard(result, type(like), shard) if has_layout else result
+
+
+def as_shard(local: Tensor, kind: type, shard: Any) -> Any:
+    """Turn `local` into a shard of class `kind`, in place."""
+    untyped(local).__class__ = kind
+    untyped(local).tp_shard = shard
+    return local
+
+
+def local_values(tensor: Any) -> Tensor:
+    """Return this rank's values as an ordinary tensor; gradients flow back to `tensor`."""
+    with as_torch():
+        recorded = tensor.requires_grad and torch.is_grad_enabled()
+        if isinstance(tensor, DTensor):
+            local: Tensor = tensor.to_local() if recorded else tensor._local_tensor
+        else:
+            local = tensor.view_as(tensor) if recorded else tensor.detach()
+        return local
+
+
+def traced_values(tensor: Any) -> Tensor:
+    """`local_values` of a plain shard, as an operator that a graph of torch.compile can call on the shard."""
+    local: Tensor = torch.ops.aten.alias.default(tensor)
+    return local
+
+
+def own_values(full: Tensor, shard: Any) -> Tensor:
+    """Return this rank's slice of a replicated tensor; gradients flow back to `full`."""
+    is_recorded = full.requires_grad and torch.is_grad_enabled()
+    return _Own.apply(full, shard) if is_recorded else shard.own(full)  # type: ignore[no-any-return]
+
+
+class _Own(torch.autograd.Function):
+    """Take this rank's slice of a replicated full tensor; backward: gather the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, shard: Any) -> Tensor:
+        ctx.shard = shard
+        return shard.own(full).clone()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # The gradient of a sum of shards is passed on unchanged, so it may be a `Sharded` tensor.
+        return ctx.shard.full(local_values(grad) if is_sharded(grad) else grad), None
+
+
+# -- outside of a forward
+
+
+def _copy_deeply(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Copy to a shard with the same layout and ranks."""
+    if id(tensor) not in memo:
+        copied = memo[id(tensor)] = know(local_values(tensor).detach().clone(), tensor)
+        copied.requires_grad_(tensor.requires_grad)
+        if getattr(tensor, "_is_param", False):  # torch's parameters are copied without a gradient
+            copied._is_param = True
+        elif tensor.grad is not None:
+            copied.grad = tensor.grad.clone()
+    return memo[id(tensor)]
+
+
+def _reduce(tensor: Any, *args: Any) -> Any:
+    """Pickle as a DTensor, or as an ordinary tensor, of this rank's shard, with the shard's position."""
+    with as_torch():
+        if isinstance(tensor, DTensor):
+            plain: Any = DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False)
+        else:
+            plain = tensor.detach()
+    PICKLED.put(plain, tensor.tp_shard.position)
+    return plain.__reduce_ex__(*args)
+
+
+def _show(tensor: Any, *args: Any, **kwargs: Any) -> str:
+    shard = tensor.tp_shard
+    with as_torch():
+        values = repr(local_values(tensor).detach())
+    return f"Shard of rank {shard.group.rank} of {shard.group.size}, of {tuple(shard.shape)}: {values}"
+
+
+_METHODS = {Tensor.__deepcopy__: _copy_deeply, Tensor.__reduce_ex__: _reduce, Tensor.__repr__: _show}
+
+
+def _is_traced() -> bool:
+    """True while torch.compile traces code or builds guards and fake tensors for its inputs."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+def _is_generated() -> bool:
+    """True in a call by code that Inductor generated, which drops `alias` and takes a shard as local values."""
+    frame = sys._getframe(2)
+    for _ in range(3):  # calling an operator adds a frame
+        if frame is None or "extern_kernels" in frame.f_globals:
+            return frame is not None
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+@cache
+def computes() -> Compute:
+    """How a torch function computes on shards: as the first feature that has a way, else as `_on_values`."""
+    ways = (feature.computes() for feature in features().values())
+    return next((way for way in ways if way is not None), _on_values)
+
+
+def _on_values(kind: type, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute as DTensor if `kind` is one, else on this rank's values, and elementwise alone."""
+    like = next(leaf for leaf in tree_leaves((args, kwargs)) if is_sharded(leaf))
+    with as_torch():
+        if issubclass(kind, DTensor):
+            result = func(*args, **kwargs)
+        else:
+            with _Elementwise():
+                result = func(*args, **kwargs)
+    return tree_map(lambda leaf: know(leaf, like), result)
+
+
+class _Elementwise(TorchDispatchMode):  # type: ignore[misc]
+    """Lets operators run whose values at an index depend on values at this index alone; all others raise."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises UnsupportedError for an operator that needs the full tensor."""
+        name = func.__name__.partition(".")[0]
+        is_list = name.startswith(_OF_LISTS) and name not in ("_foreach_max", "_foreach_norm")
+        if torch.Tag.pointwise in func.tags or name in _COPIES or is_list:
+            return func(*args, **(kwargs or {}))
+        raise UnsupportedError(
+            f"{name} on a tensor-parallel parameter",
+            got="this rank's shard",
+            expected="the full tensor",
+            fix="Gather one with tp_transformers.full_tensor(param).",
+        )
+
+
+_COPIES = frozenset(("_to_copy", "alias", "clone", "copy_", "detach", "empty_like", "fill_", "zero_", "zeros_like"))
+"""Elementwise operators that torch does not tag as pointwise."""
+_OF_LISTS = ("_foreach_", "_fused_")
