@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from tp_transformers.features.run.launch import end_with_parent
 from tp_transformers.features.serve.chat import answers
-from tp_transformers.ranks.launch import end_with_parent
 
 from .demo import prepare
 from .tasks import TASKS, write_tasks

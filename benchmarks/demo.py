@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tp_transformers
-from tp_transformers.ranks.launch import torchrun
+from tp_transformers.features.run.launch import torchrun
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."

@@ -45,7 +45,7 @@ class Copy(multiprocessing.get_context("fork").Process):  # type: ignore[name-de
 
     def run(self) -> None:
         """What the copy does."""
-        from tp_transformers.ranks.launch import end_with_parent
+        from tp_transformers.features.run.launch import end_with_parent
 
         module, argument, output, env, parent = self._of_module
         os.setsid()

@@ -11,9 +11,6 @@ import sys
 
 from .commands.cli import COMMANDS
 from .commands.cli import main as run_command
-from .commands.run.command import NUMA, end_with_torchrun
-from .commands.run.errors import keep_errors
-from .commands.run.numa import bind_rank
 
 USAGE = """usage: torchrun --nproc-per-node N -m tp_transformers (script.py | -m module) [args ...]
        python -m tp_transformers COMMAND ..., also named tp-transformers; see its --help"""
@@ -34,20 +31,16 @@ def main(argv: list[str]) -> None:
     if not is_module and not os.path.isfile(argv[0]):
         print(f"tp_transformers: no script and no command {argv[0]!r}\n{USAGE}", file=sys.stderr)
         sys.exit(2)
-    end_with_torchrun()
-    if os.environ.get(NUMA) == "auto":
-        bind_rank()
     from . import enable  # imports torch
 
     enable()
-    with keep_errors():
-        if is_module:
-            sys.argv = argv[1:]
-            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = argv
-            sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
-            runpy.run_path(argv[0], run_name="__main__")
+    if is_module:
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16486
+CORE = 16046
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44479
+PACKAGE = 44494
 """Lines of the package, likewise."""
 FROM_CORE = 12
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

@@ -20,13 +20,11 @@ from typing import Any
 from .. import __version__
 from ..errors import TensorParallelError
 from ..seams import FOLDER, features
-from . import own_plan
-from .run import command as run
-from .run.errors import REFUSED
+from . import REFUSED
+from .arguments import import_files
 
 COMMANDS: dict[str, Any] = {
-    "run": run,
-    **{name: module for feature in features().values() for name, module in feature.commands().items()},
+    name: module for feature in features().values() for name, module in feature.commands().items()
 }
 """Name -> module; see `Feature.commands`. No module imports torch before it runs, so that `--help` is fast."""
 
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.options = unknown  # for commands that pass them on
     arguments.log = partial(_log_step, arguments.command)
     try:
-        own_plan.import_files(getattr(arguments, "imports", ()))
+        import_files(getattr(arguments, "imports", ()))
         code = int(arguments.run(arguments))
         sys.stdout.flush()
         return code

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from tests.support.tiers import wide
-from tp_transformers import RemoteRankError, TensorParallelError, __version__
+from tp_transformers import __version__
 from tp_transformers.commands import cli
-from tp_transformers.commands.run.errors import error_lines, keep_errors
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -66,120 +60,6 @@ def test_version_names_the_build_where_the_metadata_does_not(
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert f"(torch {torch.__version__}, transformers 1.2.3)" in capsys.readouterr().out
-
-
-FAILING = """
-import os, signal, sys, time
-rank = os.environ["RANK"]
-how = sys.argv[1]
-if how == "all":
-    raise ValueError("the same")
-if how == "killed" and rank == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-if how == "said":
-    sys.exit("enough")
-if how == "code":
-    sys.exit(3)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "code", "says"),
-    wide(
-        [
-            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"]),
-            ("killed", 137, ["tp-transformers run: rank 1 ended by SIGKILL"]),
-            ("said", 1, ["enough", "tp-transformers run: ranks? (0|1|0-1) ended with this error"]),
-            ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"]),
-        ],
-        1,
-    ),
-)
-def test_an_error_is_printed_once(tmp_path: Path, how: str, code: int, says: list[str]) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    ended = command("run", "-n", "2", str(script), how)
-    assert ended.returncode == code
-    assert ended.stdout == ""
-    lines = ended.stderr.splitlines()
-    where = ["Traceback (most recent call last):", f'  File "{script}", line 6, in <module>']
-    trace = [*map(re.escape, where), "    raise .*"] if how == "all" else []
-    for line, expected in zip(lines, [*trace, *says], strict=True):
-        assert re.fullmatch(expected, line)
-
-
-def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
-    for rank, text in (("0", "RemoteRankError: rank 1 failed"), ("1", "ValueError: b"), ("2", "ValueError: c\nd")):
-        (tmp_path / f"{rank}.rank").write_text(json.dumps([text, f"Traceback ...\n{text}\n"]))
-    (tmp_path / "codes.json").write_text(json.dumps({"1": 1, "3": -15, "4": -9}))
-    assert list(error_lines(tmp_path, "run")) == [
-        "Traceback ...\nValueError: b",
-        "tp-transformers run: rank 1 ended with this error",
-        "tp-transformers run: rank 2 ended with ValueError: c",
-        "tp-transformers run: rank 4 ended by SIGKILL",
-        "tp-transformers run: --verbose prints every rank's own traceback",
-    ]
-
-
-class _RefusedError(TensorParallelError):
-    """An error that says all in its text."""
-
-
-@pytest.mark.parametrize("first", [RemoteRankError("rank 1 failed"), _RefusedError("a model: got none")])
-def test_a_refusal_is_its_text_and_hides_no_other_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Exception
-) -> None:
-    monkeypatch.setenv("TP_TRANSFORMERS_ERRORS", str(tmp_path))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(SystemExit) as ended, keep_errors(TensorParallelError):
-        raise first
-    assert ended.value.code == 2
-    (tmp_path / "1.rank").write_text(json.dumps(["ValueError: b", "Traceback ...\nValueError: b\n"]))
-    said = list(error_lines(tmp_path, "serve"))
-    own = [] if isinstance(first, RemoteRankError) else ["tp-transformers serve: a model: got none"]
-    trace = ["Traceback ...\nValueError: b", "tp-transformers serve: rank 1 ended with this error"]
-    assert said[: len(own) + 2] == own + trace
-
-
-@pytest.mark.slow
-def test_verbose_prints_all(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(FAILING)
-    ended = command("run", "-n", "2", "--verbose", str(tmp_path / "script.py"), "all")
-    assert ended.returncode == 1
-    assert "ChildFailedError" in ended.stderr
-
-
-@pytest.mark.slow
-def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, sys\n"
-        "from transformers import PreTrainedModel\n"
-        "hooked = hasattr(PreTrainedModel.from_pretrained, '__wrapped__')\n"
-        "text = f\"{os.environ['RANK']} of {os.environ['WORLD_SIZE']} {sys.argv[1:]} {hooked}\"\n"
-        f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(text)\n"
-        "sys.exit(int(sys.argv[-1]))\n"
-    )
-    assert command("run", "-n", "2", str(script), "--flag", "0").returncode == 0
-    for rank in "01":
-        assert (tmp_path / rank).read_text() == f"{rank} of 2 ['--flag', '0'] True"
-    assert command("run", "-n", "2", str(script), "3").returncode != 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["run", "-n", "0", __file__], "-n: got 0"),
-        (["run", "-n", "2", os.devnull + "/script.py"], "no such file"),
-    ],
-)
-def test_a_wrong_request_is_told_on_stderr(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert says in captured.err
-    assert captured.out == ""
 
 
 @pytest.mark.parametrize(

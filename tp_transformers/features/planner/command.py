@@ -10,8 +10,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from ...commands.own_plan import add_plan
-from ...commands.shares import add_shares, count_ranks, parse_shares
+from ...commands.arguments import add_plan, add_shares, count_ranks, parse_shares
 from ...errors import UsageError, describe
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"

@@ -13,9 +13,9 @@ import time
 import urllib.request
 from collections.abc import Mapping
 
-from ...commands.own_plan import passed_on
+from ...commands.arguments import passed_on
 from ...errors import UsageError
-from ...ranks.launch import ENDING, end_with_parent
+from ..run.launch import ENDING, end_with_parent
 from . import command
 
 SUMMARY = "talk in the terminal to a model on N ranks of this machine, by transformers' own chat"

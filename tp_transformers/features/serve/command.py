@@ -8,11 +8,10 @@ import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...commands.own_plan import add_plan, passed_on
-from ...commands.run.start import start
-from ...commands.shares import add_shares, count_ranks, set_shares
+from ...commands.arguments import add_plan, add_shares, count_ranks, passed_on
 from ...errors import UsageError
 from ...text import is_path
+from ..run.start import set_shares, start
 from .ports import bound
 
 SUMMARY = "serve a model on N ranks of this machine, by transformers' own OpenAI-compatible server"

@@ -23,12 +23,12 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
 from ...anatomy.classes import read_config
-from ...commands.own_plan import add_plan, import_files
-from ...commands.run.errors import keep_errors
+from ...commands.arguments import add_plan, import_files
 from ...errors import MeshError, RemoteRankError, TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
-from ...ranks.launch import AGAIN, end_with_parent
+from ..run.errors import keep_errors
+from ..run.launch import AGAIN, end_with_parent
 from ..watch.calls import WATCH
 from ..watch.watch import BUSY
 from .batches import start_batches

@@ -7,8 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from ...commands.own_plan import add_plan
-from ...commands.shares import add_shares, count_ranks, parse_shares
+from ...commands.arguments import add_plan, add_shares, count_ranks, parse_shares
 from ...errors import UsageError
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
 from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
-from ...ranks.launch import torchrun
 from ...strategies import STRATEGIES
 from ...strategies.registry import built_in
 from ..quantized.find import take_quantization
+from ..run.launch import torchrun
 from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative
 from .small_models import model as probe
 from .small_models.config import meta_model, one_line, shrink, supported

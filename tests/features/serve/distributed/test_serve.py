@@ -24,7 +24,7 @@ from tests.support.commands import main
 from tests.support.models import VOCAB
 from tests.support.pool import free_port
 from tests.support.quantized import awq
-from tp_transformers.ranks.launch import end_with_parent
+from tp_transformers.features.run.launch import end_with_parent
 
 openai = pytest.importorskip("openai")
 for package in ("fastapi", "uvicorn"):
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 QUESTIONS = ["w5 w17", "w98", "w3 w77 w12 w9", "w150 w41"]
 NEW = 8
-LAUNCHER = b"tp_transformers.commands.run.agent"
+LAUNCHER = b"tp_transformers.features.run.agent"
 END = 60
 """Seconds in which all ranks have to end, on a busy machine too."""
 

@@ -1,4 +1,4 @@
-"""torchrun that ends with the exit code of a rank: `python -m tp_transformers.commands.run.agent ARGUMENTS`.
+"""torchrun that ends with the exit code of a rank: `python -m tp_transformers.features.run.agent ARGUMENTS`.
 
 The arguments are torchrun's. With the folder `errors.FOLDER`, torchrun's messages about failed ranks are left out, and
 the exit codes of the ranks that failed first are written there.

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tp_transformers.ranks import launch
+from tp_transformers.features.run import launch
 
 AGENT = """
 import os, signal, sys, time
@@ -29,7 +29,7 @@ time.sleep(float(sys.argv[-1]))
 """
 LAUNCHER = """
 import sys
-from tp_transformers.ranks import launch
+from tp_transformers.features.run import launch
 launch.AGAIN = float(sys.argv[1])
 sys.exit(launch.torchrun(["script.py", sys.argv[2]], ranks=2, agent="agent"))
 """

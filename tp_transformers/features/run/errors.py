@@ -14,15 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ...commands import REFUSED
 from ...errors import RemoteRankError, error_text
 from ...text import spans
 
 FOLDER = "TP_TRANSFORMERS_ERRORS"
 """Environment variable with the folder of errors; without it, each rank prints its own error."""
-REFUSED = 2
-"""Exit code of a rank, and of a command, that cannot serve a request."""
 _CODES = "codes.json"
-_OURS = {runpy.__file__, "<frozen runpy>", str(Path(__file__).parents[2] / "__main__.py"), __file__}
+_PROGRAMS = (Path(__file__).with_name("rank.py"), Path(__file__).parents[2] / "__main__.py")
+_OURS = {runpy.__file__, "<frozen runpy>", *map(str, _PROGRAMS), __file__}
 """Files with frames between the interpreter and the script, which tracebacks leave out."""
 
 

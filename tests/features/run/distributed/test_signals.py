@@ -88,7 +88,7 @@ def test_what_comes_of_the_launcher_and_its_ranks(
         if way == "PID 1":
             target = int(Path(f"/proc/{target}/task/{target}/children").read_text())
         if "torchrun" in name:
-            (target,) = processes(folder, "tp_transformers.commands.run.agent")
+            (target,) = processes(folder, "tp_transformers.features.run.agent")
         os.kill(target, getattr(signal, f"SIG{name.split()[0]}"))
         if code is None:
             os.killpg(process.pid, signal.SIGHUP)  # as a terminal that closes

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from ...commands.arguments import add_shares, count_ranks
 from ...errors import UsageError
-from ...ranks.launch import end_with_parent
-from ..shares import add_shares, count_ranks, set_shares
-from .start import start
+from .start import set_shares, start
 
 NUMA = "TP_TRANSFORMERS_NUMA"
 """Environment variable of a rank; `auto` binds it to the cores of one NUMA node."""
@@ -44,12 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path."
         )
-    program = ["-m", "tp_transformers", arguments.script, *arguments.args]
+    program = ["-m", f"{__package__}.rank", arguments.script, *arguments.args]
     os.environ[NUMA] = arguments.numa
     return start(program, ranks=ranks, command="run", verbose=arguments.verbose)
-
-
-def end_with_torchrun() -> None:
-    """Let this process, if it is a rank of this command, end when torchrun does, even by SIGKILL."""
-    if agent := os.environ.pop(AGENT, None):  # the rank's own processes do not inherit the variable
-        end_with_parent(parent=int(agent))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...ranks.launch import torchrun
 from .errors import FOLDER, error_lines
+from .launch import torchrun
 
 
 def start(
@@ -35,3 +36,18 @@ def start(
             nothing_said = [f"tp-transformers {command}: torchrun ended with exit code {code}"]
             print(*([*error_lines(Path(folder), command)] or nothing_said), sep="\n", file=sys.stderr)
     return code
+
+
+def set_shares(text: str | None) -> int | None:
+    """Let the ranks that this process starts load with the shares of `text`; returns their number, if it says it.
+
+    Raises PlanError if it is malformed.
+    """
+    from ...loading.shares import SHARES  # imports torch
+    from ...plans.parse import shares_of
+
+    if text is None:
+        return None
+    shares = shares_of(text, subject="--shares")
+    os.environ[SHARES] = text
+    return None if isinstance(shares, str) else len(shares)

@@ -1,0 +1,77 @@
+"""Arguments of several commands: a plan and strategies of one's own (`--plan`, `--import`), and `--shares`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ..errors import UsageError, describe
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plan", default="auto", metavar="YAML", help="a plan of your own (default: auto)")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="run a Python file first that registers strategies of your own; several may be given",
+    )
+
+
+def passed_on(arguments: argparse.Namespace) -> list[str]:
+    """The two as arguments for another process, with full paths."""
+    files = [str(Path(file).resolve()) for file in arguments.imports]
+    plan = str(Path(arguments.plan).resolve()) if Path(arguments.plan).is_file() else arguments.plan
+    return ["--plan", plan, *(part for file in files for part in ("--import", file))]
+
+
+def import_files(files: Sequence[str]) -> None:
+    """Import each file as a module, from its folder, which other processes then find in `sys.path`.
+
+    Raises UsageError for what is no Python file, or has the name of a module that was imported from elsewhere.
+    """
+    for file in files:
+        path = Path(file).resolve()
+        if path.suffix != ".py" or not path.is_file():
+            fix = "Name the file that calls register_strategy."
+            raise UsageError("--import", got=file, expected="a Python file", fix=fix)
+        sys.path.insert(0, str(path.parent))
+        module = import_module(path.stem)
+        if Path(str(module.__file__)).resolve() != path:
+            fix = "Give your file a name of its own."
+            raise UsageError("--import", got=f"{file}, and a module {module.__file__}", expected="one", fix=fix)
+
+
+def add_shares(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:
+    """Add `--shares`; `measured`: memory and speed are values too, since the command starts ranks."""
+    words = ", memory or speed" if measured else ""
+    parser.add_argument("--shares", metavar="A,B,...", help=f"the share of each rank, as tp_shares: 2,1,1{words}")
+
+
+def parse_shares(text: str | None) -> tuple[float, ...] | None:
+    """The shares of `text`, numbers; None for None. Raises PlanError for other text, UsageError for a measured one."""
+    from ..plans.parse import shares_of  # imports torch
+
+    shares = shares_of(text, subject="--shares") if text is not None else None
+    if isinstance(shares, str):
+        fix = "Give numbers; `tp-transformers plan MODEL --memory 48GB,24GB` finds some."
+        raise UsageError(describe("--shares", got=shares, expected="numbers, since no rank runs here", fix=fix))
+    return shares
+
+
+def count_ranks(given: Mapping[str, int | None]) -> int:
+    """The number of ranks from the arguments that say it, by name; None: not given.
+
+    Raises UsageError if they contradict one another, or none is given.
+    """
+    counts = {argument: count for argument, count in given.items() if count is not None}
+    if len(set(counts.values())) != 1:
+        got = " and ".join(f"{argument} for {count}" for argument, count in counts.items()) or "none"
+        fix, subject = f"Give {next(iter(given))}, or --shares with one number for each rank.", "number of ranks"
+        raise UsageError(describe(subject, got=got, expected="one number", fix=fix))
+    return next(iter(counts.values()))
