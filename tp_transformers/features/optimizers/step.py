@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...errors import UnsupportedError
-from ...features.full_parameters.full_parameters import FULL, IS_OPEN
-from ...model.optimizer_scopes import check_optimizer, scope_of
 from ...patches import Patch, Undo, replace, replace_all
 from ...strategies import SHARD, local_tensor
 from ...strategies.shards.pickled import check_pickled
 from ...strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
+from ..full_parameters.full_parameters import FULL, IS_OPEN
+from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 
 Step = Callable[..., Any]

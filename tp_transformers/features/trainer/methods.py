@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 from ...anatomy.names import check_values, without_values
 from ...errors import MeshError, UnsupportedError
 from ...model.clip import clip_grad_norm_
-from ...model.optimizer_scopes import check_in_backward
 from ...model.parallelize import is_tensor_parallel
 from ...patches import Undo, replace, replace_all
 from ...ranks.collectives import gather_from_region
 from ...ranks.group import GROUP
 from ...strategies import STRATEGY, batch_sharded, shard_of
+from ..optimizers.scopes import check_in_backward
 from . import checkpoints
 
 
