@@ -253,9 +253,16 @@ def public_names(package: str) -> Mapping[str, str]:
 def together(caller: Any) -> ExitStack:
     """Contexts of all features around what all ranks call; `caller`: see `Feature.around_call`."""
     with ExitStack() as stack:  # if one raises, it exits the earlier ones
-        for feature in features().values():
-            stack.enter_context(feature.around_call(caller))
+        for around_call in _around_calls():
+            stack.enter_context(around_call(caller))
         return stack.pop_all()
+
+
+@cache
+def _around_calls() -> Sequence[Callable[[Any], AbstractContextManager[Any]]]:
+    """Those of features that have one: a context of each of the others would take as long as a small collective."""
+    having = (feature for feature in features().values() if type(feature).around_call is not Feature.around_call)
+    return [feature.around_call for feature in having]
 
 
 C = TypeVar("C", bound=Callable[..., Any])

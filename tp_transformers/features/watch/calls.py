@@ -32,7 +32,7 @@ from .device import Steps, check_unchanged
 from .failure import FAILURE
 from .poller import POLLER
 from .sockets import store_of_ranks
-from .watch import LIMIT, Watch, watched, watches
+from .watch import LIMIT, Watch, watched, watched_ranks, watches
 
 WATCH: Mark[Watch] = Mark("tp_watch")
 """The watch for failures of other ranks, on a model and on the models inside it."""
@@ -78,6 +78,11 @@ def fail_together(model: Any) -> AbstractContextManager[Any]:
     their process group has ended. If all ranks fail in the same way, each raises its own error and can go on.
     """
     return WATCH.find(model) or nullcontext()
+
+
+def around_call(caller: Any) -> AbstractContextManager[Any]:
+    """See `Feature.around_call`."""
+    return watched_ranks(caller) if isinstance(caller, TensorParallelGroup) else fail_together(caller)
 
 
 class WatchedModel:

@@ -46,11 +46,9 @@ class Watching(Feature):
         return (WatchedModel,)
 
     def around_call(self, caller: Any) -> AbstractContextManager[Any]:
-        from ...ranks.group import TensorParallelGroup
-        from .calls import fail_together
-        from .watch import watched_ranks
+        from .calls import around_call
 
-        return watched_ranks(caller) if isinstance(caller, TensorParallelGroup) else fail_together(caller)
+        return around_call(caller)
 
 
 FEATURE = Watching()
