@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .debug import partition as partition
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .features.presharded.save import save_sharded
-    from .features.watch.calls import fail_together, renew_process_group
+    from .features.watch.calls import fail_together
+    from .features.watch.renew import renew_process_group
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
     from .model.parallelize import is_tensor_parallel

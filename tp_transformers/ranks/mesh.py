@@ -47,29 +47,12 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     if device.type == "cuda" and "cuda:nccl" in get_backend_config(group):  # which starts with the first collective
         store = PrefixStore(f"tp_transformers/{device_mesh.mesh.tolist()}", get_default_store())
         check_gpus(store, group.rank(), group.size(), device)
-    _connect(group, device)
+    prepare(group, device)
     mesh = device_mesh if user_mesh is None else user_mesh
     return TensorParallelGroup.of_mesh(device_mesh, device, mesh=mesh)
 
 
-def restart(group: TensorParallelGroup, store: Store) -> None:
-    """Restart the default process group after it has ended. Collective over all ranks, with the same new store.
-
-    The meshes of `group` look it up by name, and so use the new one.
-    """
-    backend, rank, size = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    _init(backend, store, rank, size, None if group.device.type == "cpu" else group.device)
-    assert group.device_mesh is not None
-    root = getattr(group.device_mesh, "_get_root_mesh", lambda: None)()  # older torch finds groups by name alone
-    registry = getattr(root, "_pg_registry", None)
-    assert group.process_group is not None
-    _connect(group.process_group, group.device)
-    if registry is not None and group.process_group is not None:  # compiled forwards use it
-        registry[group.process_group.group_name] = group.process_group
-
-
-def _connect(process_group: dist.ProcessGroup, device: torch.device) -> None:
+def prepare(process_group: dist.ProcessGroup, device: torch.device) -> None:
     """Set up what collectives need that a rank may not reach which fails alone. Collective.
 
     NCCL makes the communicator of a group that is not bound to a device in the first collective, and meanwhile cannot
@@ -170,10 +153,10 @@ def _start(backend: str, device: torch.device | None) -> None:
         store = PrefixStore("default_pg", store)
         if device is not None:
             check_gpus(store, rank, size, device)
-        _init(backend, store, rank, size, device)
+        init(backend, store, rank, size, device)
 
 
-def _init(backend: str, store: Store, rank: int, size: int, device: torch.device | None) -> None:
+def init(backend: str, store: Store, rank: int, size: int, device: torch.device | None) -> None:
     """Start the default process group, bound to a GPU where torch can split it into the groups of a mesh.
 
     torch 2.8 splits no group of two backends, and 2.9 lets gloo's parts meet at the same keys of the store.

@@ -72,7 +72,7 @@ def test_a_mesh_of_the_user_is_checked_where_nccl_sums(
     monkeypatch.setattr(mesh, "_tp_axis", lambda given: given)
     monkeypatch.setattr(mesh, "local_device", lambda kind: torch.device("cuda", 0))
     monkeypatch.setattr(mesh, "bind_thread", lambda device: None)
-    monkeypatch.setattr(mesh, "_connect", lambda group, device: found.append("connect"))
+    monkeypatch.setattr(mesh, "prepare", lambda group, device: found.append("connect"))
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: group.backend)
     monkeypatch.setattr(mesh, "get_default_store", dist.HashStore)
     monkeypatch.setattr(mesh, "check_gpus", lambda store, *own: found.append(own))
@@ -94,11 +94,4 @@ def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(
     monkeypatch.setattr(mesh, "features", dict)
     monkeypatch.setattr(mesh, "check_gpus", lambda *own: None)
     mesh._start("cpu:gloo,cuda:nccl", device)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(mesh, "_connect", lambda *own: None)
-    group = SimpleNamespace(device=device, device_mesh=object(), process_group=object())
-    mesh.restart(group, dist.HashStore())  # type: ignore[arg-type]
-    assert started == [device if binds else None] * 2
+    assert started == [device if binds else None]

@@ -13,22 +13,19 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...errors import MeshError, RemoteRankError, UnsupportedError
+from ...errors import RemoteRankError
 from ...marks import Mark, untyped
 from ...patches import Patch, Undo, nothing, replace
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...ranks.mesh import forget_graphs, restart
-from ...ranks.random_state import random_states, set_random_states
 from ...seams import Loaded
 from ...strategies import batch_sharded
 from ...strategies.shards.shard import SHARD
 from ...torch_api import DYNAMO, compiled_class, untraced
-from .device import Steps, check_unchanged
+from .device import Steps
 from .failure import FAILURE
 from .poller import POLLER
 from .sockets import store_of_ranks
@@ -192,47 +189,3 @@ WATCHED_CALLS = (
 
 If torch lacks one of these, ranks notice such a failure while they wait in the next collective.
 """
-
-
-def renew_process_group(model: nn.Module) -> None:
-    """Start a new process group after a rank failed and the old one ended; collective.
-
-    Loaded models work as before: parameters and optimizers are unchanged, and all ranks draw what rank 0 draws, since
-    each drew numbers until it noticed the failure. Do not use earlier gradients, caches, recorded forwards or CUDA
-    graphs; create other process groups again. On GPUs, torch.compile compiles again.
-
-    Raises:
-        RemoteRankError: a rank is lost.
-        MeshError: the group has not ended; or the parameters are those of different steps, or of a step that was cut
-            off; or a GPU fails.
-        UnsupportedError: the model does not use all ranks that were started.
-    """
-    group, watching = GROUP.of(model), WATCH.find(model)
-    failure = watching.failure if watching is not None else None
-    if watching is None or failure is None:
-        raise MeshError(
-            "renew_process_group",
-            got="a process group that has not ended" if watching else "a model that is not watched",
-            expected="one that ended when a rank failed",
-            fix="Call it after a RemoteRankError, on all ranks.",
-        )
-    if failure.is_lost:
-        raise failure.to_error()
-    if group.size != dist.get_world_size() or (group.mesh is not None and group.mesh.ndim > 1):
-        raise UnsupportedError(
-            "renew_process_group",
-            got=f"{group.size} ranks of {dist.get_world_size()}",
-            expected="a model on one axis of all ranks",
-            fix="Start all ranks again.",
-        )
-    forget_graphs()
-    check_unchanged(group, watching.steps, watching.meeting)
-    ended = [watch for watch in POLLER.all() if isinstance(watch, Watch) and watch.failure == failure]
-    restart(group, watching.meeting)
-    states = group.gather(random_states(group.device) if group.rank == 0 else None)
-    set_random_states(group.device, states[0])
-    # Ranks garbage-collect dropped models at different times: restart the watches that all ranks still have.
-    numbers = [set(rank_numbers) for rank_numbers in group.gather([watch.number for watch in ended])]
-    common = set.intersection(*numbers)
-    for watch in sorted((watch for watch in ended if watch.number in common), key=lambda watch: watch.number):
-        watch.begin()

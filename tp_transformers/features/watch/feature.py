@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...seams import Feature, Loaded, Option
 
@@ -30,7 +30,7 @@ class Watching(Feature):
     """Ranks of a model watch one another: `tp_watch`, `fail_together` and `renew_process_group`."""
 
     requires = ("places",)
-    public = dict.fromkeys(("fail_together", "renew_process_group"), ".calls")
+    public: ClassVar = {"fail_together": ".calls", "renew_process_group": ".renew"}
 
     def options(self) -> Sequence[Option]:
         return (WatchOption(),)

@@ -194,7 +194,7 @@ def test_a_communicator_is_made_before_a_rank_can_fail_alone(
 ) -> None:
     """The first collective makes it, and the ranks that wait in that cannot be told of a failure."""
     group, reduced = mock.Mock(**{"size.return_value": size}), mock.Mock()
-    for name in ("share", "check_gpus", "get_default_store", "PrefixStore"):
+    for name in ("connect", "check_gpus", "get_default_store", "PrefixStore"):
         monkeypatch.setattr(mesh, name, mock.Mock())
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: config)
     monkeypatch.setattr(mesh.torch, "zeros", lambda *sizes, **kind: kind["device"])

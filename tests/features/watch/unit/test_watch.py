@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tp_transformers.features.watch import renew
 from tp_transformers.features.watch.calls import WATCHED_CALLS
 from tp_transformers.features.watch.device import Steps
 from tp_transformers.features.watch.failure import lost
@@ -69,3 +73,21 @@ def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) ->
     made = Patch(patch.owner, patch.name, patch._install, without=patch._without)
     made.hold_for(nn.Module())
     assert "profile_hook_step" in made.missing
+
+
+@pytest.mark.parametrize(("release", "binds"), [("2.8.0", False), ("2.9.1", False), ("2.10.0", True), ("2.13.0", True)])
+def test_a_renewed_group_is_bound_to_its_gpu_where_torch_can_split_it(
+    monkeypatch: pytest.MonkeyPatch, release: str, binds: bool
+) -> None:
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
+    started: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, device_id, **__: started.append(device_id))
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(renew, "prepare", lambda *own: None)
+    group = SimpleNamespace(device=device, device_mesh=object(), process_group=object())
+    renew._restart(group, dist.HashStore())  # type: ignore[arg-type]
+    assert started == [device if binds else None]
