@@ -113,9 +113,9 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": Private("in torch's checkpoints", "features", "not read"),
     "torch.distributed.checkpoint.filesystem._StoragePrefix": Private("the same", "features", "not read"),
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": Private("the same", "features", "not read"),
-    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": Private("a renewed group", "ranks", _BY_ITSELF),
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": Private("a renewed group", "features", _BY_ITSELF),
     "torch.distributed.device_mesh.DeviceMesh._init_backend": Private("a mesh without ranks", "strategies", "no mesh"),
-    "torch.distributed.device_mesh.DeviceMesh._pg_registry": Private("a renewed group", "ranks", _BY_ITSELF),
+    "torch.distributed.device_mesh.DeviceMesh._pg_registry": Private("a renewed group", "features", _BY_ITSELF),
     "torch.distributed.device_mesh.DeviceMesh._rank": Private("a mesh without ranks", "strategies", "no mesh"),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private(
         "calls of modules inside of FSDP's", "training", _RAISES
