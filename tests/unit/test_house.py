@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16046
+CORE = 16037
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44494
+PACKAGE = 44518
 """Lines of the package, likewise."""
 FROM_CORE = 12
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
