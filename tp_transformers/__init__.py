@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .debug import check_replicas as check_replicas
     from .debug import partition as partition
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
+    from .features.data_parallel.data_parallel import data_parallel
     from .features.presharded.save import save_sharded
     from .features.watch.calls import fail_together
     from .features.watch.renew import renew_process_group
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from .training import load_optimizer_state_dict as load_optimizer_state_dict
     from .training import optimizer_state_dict as optimizer_state_dict
     from .training import parameter_groups as parameter_groups
-    from .training.data_parallel import data_parallel
 
 __version__ = "0.1.0"
 
@@ -88,7 +88,6 @@ _HOMES = {
     "model.clip": "clip_grad_norm_",
     "model.parallelize": "is_tensor_parallel",
     "strategies.shards.shard": "full_tensor local_tensor",
-    "training.data_parallel": "data_parallel",
 }
 """Module -> its public names at the top level; all other public names are in a namespace."""
 _FORMER = {

@@ -41,6 +41,8 @@ Compute = Callable[[type, Any, Any, Any], Any]
 """(class of the sharded parameters, torch function, arguments, keywords) -> result."""
 Meet = Callable[["Store", int, int], "Store"]
 """(store of a launch, rank, number of ranks) -> the part of the store that these ranks use. Collective."""
+Planned = Callable[[Callable[[dict[str, Any]], Any], Mapping[str, Any]], Any]
+"""(`from_pretrained` of arguments with a `tp_plan`, the arguments given) -> what `from_pretrained` returns."""
 Measure = Callable[..., tuple[tuple[float, ...], str]]
 """(plan, model on the meta device, group, request of the load) -> shares of the ranks, and what was measured."""
 
@@ -153,6 +155,10 @@ class Feature:
     def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
         """Context of a load with a plan, on all ranks of `group`; what it returns is called with the loaded model."""
         return nullcontext(unchanged)
+
+    def planned(self, arguments: Mapping[str, Any]) -> Planned | None:
+        """How to load a model whose arguments of `from_pretrained` ask for a plan otherwise than by `tp_plan`."""
+        return None
 
     def check_save(self, folder: Path, variant: str | None) -> None:
         """Raise for a folder or a variant in which a standard checkpoint would be taken for one of this feature, or be

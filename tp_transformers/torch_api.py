@@ -63,7 +63,7 @@ PRIVATE: dict[str, Private] = {
     "torch._inductor.lowering.add_layout_constraint": Private("the same", "features", _RAISES),
     "torch._inductor.lowering.constrain_to_fx_strides": Private("the same", "features", _RAISES),
     "torch._inductor.lowering.register_lowering": Private("the same", "features", _RAISES),
-    "torch.autograd.Variable._execution_engine": Private("averages end with the backward", "training", _RAISES),
+    "torch.autograd.Variable._execution_engine": Private("averages end with the backward", "features", _RAISES),
     "torch.distributed._functional_collectives.all_gather_single": Private("compiled graphs", "ranks", _OTHER),
     "torch.distributed._functional_collectives.all_gather_tensor": Private("until torch 2.12", "ranks", _OTHER),
     "torch.distributed._functional_collectives.reduce_scatter_single": Private("compiled graphs", "ranks", _OTHER),
@@ -93,13 +93,13 @@ PRIVATE: dict[str, Private] = {
     "torch.ops.aten._weight_int4pack_mm_for_cpu": Private("their product", "features", _DECODED),
     "torch.ops.aten._weight_int8pack_mm": Private("the product of packed weights of 8 bits", "features", _DECODED),
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private("products in fp32 elsewhere", "features", "in fp32"),
-    "torch.utils._pytree.tree_leaves": Private("nested arguments", "features strategies training"),
+    "torch.utils._pytree.tree_leaves": Private("nested arguments", "features strategies"),
     "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "features strategies"),
     "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "features strategies"),
     # Attributes, methods and arguments, used in place.
     "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
     "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),
-    "torch.Tensor._post_accumulate_grad_hooks": Private("hooks that see the gradient of one copy", "training", _RAISES),
+    "torch.Tensor._post_accumulate_grad_hooks": Private("hooks that see the gradient of one copy", "features", _RAISES),
     "torch.Tensor._version": Private("values that have changed since", "features strategies"),
     "torch.UntypedStorage._cdata": Private("tensors that share memory", "features"),
     "torch.amp.GradScaler._unscale_grads_": Private("replaced", "features", "GradScaler refuses shards"),
@@ -118,16 +118,16 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.device_mesh.DeviceMesh._pg_registry": Private("a renewed group", "features", _BY_ITSELF),
     "torch.distributed.device_mesh.DeviceMesh._rank": Private("a mesh without ranks", "strategies", "no mesh"),
     "torch.distributed.fsdp.FSDPModule._get_fsdp_state": Private(
-        "calls of modules inside of FSDP's", "training", _RAISES
+        "calls of modules inside of FSDP's", "features", _RAISES
     ),
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": Private("the same", "training", _RAISES),
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward": Private("the same", "training", _RAISES),
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward": Private("the same", "training", _RAISES),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": Private("the same", "features", _RAISES),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward": Private("the same", "features", _RAISES),
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward": Private("the same", "features", _RAISES),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook": Private(
-        "the same", "training", _RAISES
+        "the same", "features", _RAISES
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state": Private(
-        "the same", "training", _RAISES
+        "the same", "features", _RAISES
     ),
     "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "features strategies"),
     "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
@@ -135,13 +135,13 @@ PRIVATE: dict[str, Private] = {
     "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "features"),
     "torch.nn.Module._apply": Private("`to`, `half`, ...: overridden", "model"),
     "torch.nn.Module._buffers": Private("the module's own", "features loading"),
-    "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "model training"),
+    "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "features model"),
     "torch.nn.Module._forward_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._load_state_dict_pre_hooks": Private("left out of copies", "model"),
     "torch.nn.Module._modules": Private("the module's own", "features strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
-        "anatomy features loading model strategies training",
+        "anatomy features loading model strategies",
     ),
     "torch.nn.Module._state_dict_hooks": Private("left out of copies", "model"),
     "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),

@@ -32,7 +32,6 @@ from ..seams import features
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
-from .distributed_config import read_distributed_config
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
@@ -89,7 +88,7 @@ FAILURES: ContextVar[list[TensorParallelError] | None] = ContextVar("tp_transfor
 def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwargs: Any) -> Any:
     """`from_pretrained` of a model or Auto class: calls `original` unless there is a `tp_plan`.
 
-    A `distributed_config` that asks for tensor parallelism counts as one.
+    Arguments that a feature reads as one count as one.
     """
     try:
         return _from_pretrained(original, cls, args, kwargs)
@@ -101,12 +100,10 @@ def from_pretrained(original: Callable[..., Any], cls: type, *args: Any, **kwarg
 
 
 def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    parallelism = read_distributed_config(kwargs)
-    if parallelism is not None:
-        del kwargs["distributed_config"]
-        mesh = parallelism.mesh()
-        arguments = {**kwargs, **parallelism.arguments, "device_mesh": mesh}
-        return parallelism.load(partial(_load_tensor_parallel, original, cls, args, arguments), mesh)
+    for feature in features().values():
+        planned = feature.planned(kwargs)
+        if planned is not None:
+            return planned(partial(_load_tensor_parallel, original, cls, args), kwargs)
     if kwargs.get("tp_plan") is None:
         refuse_without_tp_plan(kwargs)
         warn_of_size_alone(kwargs.get("tp_size"))

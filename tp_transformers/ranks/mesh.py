@@ -215,3 +215,15 @@ def _context_switches(name: str) -> list[str] | None:
                 return None
             counts += [line for line in status.splitlines() if "ctxt_switches" in line]
     return counts
+
+
+def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each copy of a model, in the order of the `tp` axis."""
+    both = both_axes(mesh, axis)
+    ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T
+    return tuple(map(tuple, ranks.tolist()))
+
+
+def both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return the submesh of `axis` and `tp`, in the order of `mesh`."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]

@@ -1,4 +1,4 @@
-"""Training: optimizers and their states, copies of a model, transformers' Trainer. See README.md."""
+"""Training: public names of features that train a model. See README.md."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from ...anatomy.names import folded, layer_number
 from ...errors import UnsupportedError
 from ...plans.bind import Resolution
 from ...ranks.group import GROUP
+from ...ranks.mesh import ranks_of
 from ...strategies.signature import BATCH
 from ...text import spans
-from ...training.data_parallel import ranks_of
 
 
 @dataclass(frozen=True)

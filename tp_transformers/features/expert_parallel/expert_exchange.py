@@ -7,12 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...loading.distributed_config import EXCHANGE
 from ...patches import Patch, Undo, nothing
 from ...ranks.collectives import gather_from_region, scatter_to_region
 from ...slices.layout import apportion
 from ...transformers_api import expert_implementations
 from .exchange import combine, dispatch
+
+EXCHANGE = "tp_transformers"
+"""Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
 
 
 class ExpertExchange:

@@ -30,7 +30,7 @@ _COLLECTIVES = (
     "torch.distributed._functional_collectives",
 )
 """Modules of the innermost frame of a thread that waits in a collective."""
-_AVERAGES = (f"{_PACKAGE}.training.averaging",)
+_AVERAGES = (f"{_PACKAGE}.features.data_parallel.averaging",)
 """The same while it waits for other copies of the model."""
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INTERVAL = 0.25

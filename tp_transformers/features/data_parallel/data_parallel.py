@@ -11,17 +11,17 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..anatomy.names import check_values
-from ..errors import MeshError, UnsupportedError, describe
-from ..features.watch.calls import watch_copies
-from ..marks import untyped
-from ..model.parallelize import WRAPPED
-from ..ranks.group import GROUP, TP_AXIS, TensorParallelGroup
-from ..ranks.mesh import check_ranks
-from ..ranks.transport import connect
-from ..strategies import batch_sharded
+from ...anatomy.names import check_values
+from ...errors import MeshError, UnsupportedError, describe
+from ...marks import untyped
+from ...model.parallelize import WRAPPED
+from ...ranks.group import GROUP, TP_AXIS, TensorParallelGroup
+from ...ranks.mesh import both_axes, check_ranks, ranks_of
+from ...ranks.transport import connect
+from ...strategies import batch_sharded
+from ..watch.calls import watch_copies
 from .averaging import Average, broadcast, outside
-from .fsdp import both_axes, shard_copies
+from .fsdp import shard_copies
 
 
 def data_parallel(
@@ -108,13 +108,6 @@ def _join_copies(
         if fault is not None:
             raise UnsupportedError(fault)
     return copies
-
-
-def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each copy of a model, in the order of the `tp` axis."""
-    both = both_axes(mesh, axis)
-    ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T
-    return tuple(map(tuple, ranks.tolist()))
 
 
 def _check_mesh(group: TensorParallelGroup, mesh: DeviceMesh, axis: str) -> None:

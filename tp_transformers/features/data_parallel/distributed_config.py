@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import MeshError, PlanError, UnsupportedError, shown
-from ..logs import get_logger
-from ..marks import untyped
-from ..ranks.environment import local_device
-from ..ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
-from ..ranks.mesh import join
-from .choose_plan import ChangedPlan
+from ...errors import MeshError, PlanError, UnsupportedError, shown
+from ...loading.choose_plan import ChangedPlan
+from ...logs import PACKAGE, get_logger
+from ...marks import untyped
+from ...ranks.environment import local_device
+from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
+from ...ranks.mesh import join
 
 logger = get_logger(__name__)
 
@@ -34,8 +34,6 @@ _SERVED = {
 }
 """Supported fields; all others have to be None, 1 or their default."""
 
-EXCHANGE = "tp_transformers"
-"""Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
 _EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
 _DP_AXIS = "dp"
 
@@ -77,16 +75,23 @@ class Parallelism:
         names = (_DP_AXIS, TP_AXIS)
         return init_device_mesh(group.device.type, (self.copies, self.tp_size), mesh_dim_names=names)
 
-    def load(self, load: Callable[[], Any], mesh: DeviceMesh | None) -> Any:
-        """Load a copy of the model on each row of `mesh`, and let the copies train together; see `data_parallel`.
+    def load(self, load: Callable[[dict[str, Any]], Any], given: Mapping[str, Any]) -> Any:
+        """Load a copy of the model on each row of the mesh, and let the copies train together; see `data_parallel`.
+
+        Args:
+            load: takes arguments with a `tp_plan`.
+            given: arguments with a `distributed_config`.
 
         Returns what `load` does. Raises its error on the ranks of all copies if it fails on those of one.
         """
+        mesh = self.mesh()
+        arguments = {**given, **self.arguments, "device_mesh": mesh}
+        del arguments["distributed_config"]
         if mesh is None:
-            return self._marked(load())
+            return self._marked(load(arguments))
         copies = TensorParallelGroup.of_mesh(mesh[_DP_AXIS], local_device(mesh.device_type))
         try:
-            result = load()
+            result = load(arguments)
         except Exception as error:
             copies.gather(reported(error))
             raise
@@ -95,7 +100,7 @@ class Parallelism:
                 kind, text = report
                 raise agreed(kind(f"copy {index} of the model: {text}"))
 
-        from ..training.data_parallel import data_parallel  # rarely needed
+        from .data_parallel import data_parallel  # rarely needed
 
         model = result[0] if isinstance(result, tuple) else result
         mode: Any = "shard" if self.sharded > 1 else "replicate"
@@ -111,18 +116,16 @@ class Parallelism:
 def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     """Read the `distributed_config` among the arguments of a `from_pretrained`.
 
-    Returns None without one, or if transformers shall shard the model: it asks for no tensor or expert parallelism,
-    names `ExpertExchange`, or shards experts over more ranks than the dense modules. Raises UnsupportedError for fields
+    Returns None if transformers shall shard the model: it asks for no tensor or expert parallelism, names
+    `ExpertExchange`, or shards experts over more ranks than the dense modules. Raises UnsupportedError for fields
     that are not supported, PlanError if another argument conflicts with it.
     """
-    config = kwargs.get("distributed_config")
-    if config is None or kwargs.get("tp_plan") is not None:
-        return None
+    config = kwargs["distributed_config"]
     if not hasattr(config, "tp_size"):  # older releases of transformers: it is the only field
         alone = Parallelism({"tp_plan": "auto", "tp_expert_parallel": "alone"}, 1)
         return alone if getattr(config, "enable_expert_parallel", False) else None
     tp_plan, tp_size, ep_size = config.tp_plan, config.tp_size or 1, getattr(config, "ep_size", None) or 1
-    if (tp_plan is None and tp_size == ep_size == 1) or getattr(config, "ep_implementation", "") == EXCHANGE:
+    if (tp_plan is None and tp_size == ep_size == 1) or getattr(config, "ep_implementation", "") == PACKAGE:
         return None
     if 1 < tp_size < ep_size:
         logger.info("ep_size=%d above tp_size=%d: transformers shards the model itself", ep_size, tp_size)

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..anatomy.layers import layers_of
-from ..marks import untyped
-from ..ranks.group import TP_AXIS, TensorParallelGroup
-from ..strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
-from ..strategies.shards.tensors import ShardTensor
+from ...anatomy.layers import layers_of
+from ...marks import untyped
+from ...ranks.group import TensorParallelGroup
+from ...ranks.mesh import both_axes
+from ...strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
+from ...strategies.shards.tensors import ShardTensor
 from .averaging import outside
 
 
@@ -125,8 +126,3 @@ def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
                 if param not in plain:
                     plain[param] = nn.Parameter(local_tensor(param).detach(), requires_grad=param.requires_grad)
                 module._parameters[name] = plain[param]
-
-
-def both_axes(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return the submesh of `axis` and `tp`, in the order of `mesh`."""
-    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in (axis, TP_AXIS))]

@@ -17,7 +17,7 @@ import tp_transformers
 from tests.support.comparisons import gradient_differences
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
-from tp_transformers.training import averaging
+from tp_transformers.features.data_parallel import averaging
 
 pytestmark = pytest.mark.distributed
 

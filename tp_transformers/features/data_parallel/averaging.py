@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import UnsupportedError
-from ..marks import Mark, untyped
-from ..ranks import direct
-from ..ranks.group import GROUP
-from ..strategies import batch_sharded, finish_gradient, local_tensor
-from ..torch_api import engine, tree_leaves
+from ...errors import UnsupportedError
+from ...marks import Mark, untyped
+from ...ranks import direct
+from ...ranks.group import GROUP
+from ...strategies import batch_sharded, finish_gradient, local_tensor
+from ...torch_api import engine, tree_leaves
 
 BUCKET = 32 << 20
 """Bytes of gradients in one all-reduce."""
