@@ -6,13 +6,13 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 16037
+CORE = 15855
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44518
+PACKAGE = 44552
 """Lines of the package, likewise."""
-FROM_CORE = 12
+FROM_CORE = 11
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
-BETWEEN_FEATURES = 2
+BETWEEN_FEATURES = 0
 """Imports of one feature by another that does not require it, likewise."""
 
 
