@@ -76,8 +76,7 @@ def test_copies_on_other_machines_lack_a_save(cases: Any, tmp_path: Path, kind: 
         options = {"save": [kind, str(bed.disk / "saved")], "config": {"tp_size": 2, "dp_replicate_size": 2}}
         saved = run(bed, [2, 2], cases(9, 3).folder, options)
         results(bed, saved, [2, 2])
-    says = {"sharded": "saved was written on m0; m1 does not have it", "standard": "saves are on m0; machines of other"}
-    assert saved[0].output.count(says[kind]) == 1
+    assert saved[0].output.count("saved was written on m0; m1 does not have it") == 1
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared folder", "own folders"])
