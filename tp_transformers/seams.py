@@ -18,19 +18,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 from .errors import PlanError, shown
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.distributed_c10d import ProcessGroup, Store
     from transformers import PreTrainedModel
 
     from .checkpoint.reading.header import Checkpoint
     from .checkpoint.reading.jobs import Request
+    from .loading.encoding import Encoding
+    from .loading.holding import Holding
     from .loading.options import Options
+    from .loading.request import LoadRequest
     from .loading.storage import Storage
+    from .loading.targets import Targets
     from .patches import Patch
     from .plans.entry import Entry
     from .plans.rules import Plan
     from .ranks.group import TensorParallelGroup
     from .ranks.transport import Transport
+    from .slices.lazy import LazyTensor
     from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")
@@ -132,6 +138,21 @@ class Feature:
     def storages(self) -> Sequence[type[Storage]]:
         """Storages of weights; a load asks them in this order."""
         return ()
+
+    def encodings(self) -> Sequence[type[Encoding]]:
+        """Encodings of checkpoints; a load asks them in this order."""
+        return ()
+
+    def holding(
+        self,
+        model: PreTrainedModel,
+        targets: Targets,
+        shards: Mapping[str, LazyTensor],
+        device: torch.device,
+        request: LoadRequest,
+    ) -> Holding | None:
+        """Parameters that a load holds in another form than tensors, of the `shards` of one rank; None: none."""
+        return None
 
     def clients(self) -> Sequence[Patch]:
         """Patches of other libraries, held from `enable()` to `disable()`."""

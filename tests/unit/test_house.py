@@ -6,11 +6,11 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 15855
+CORE = 15894
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44552
+PACKAGE = 44850
 """Lines of the package, likewise."""
-FROM_CORE = 11
+FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
 BETWEEN_FEATURES = 0
 """Imports of one feature by another that does not require it, likewise."""

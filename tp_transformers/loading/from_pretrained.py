@@ -19,9 +19,6 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
-from ..features.packed.arriving import Arriving
-from ..features.quantized.find import recognised, take_quantization
-from ..features.quantized.format import Quantization
 from ..marks import untyped
 from ..model.parallelize import parallelize
 from ..plans.bind import Resolution
@@ -32,6 +29,7 @@ from ..seams import features
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig
 from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
+from .encoding import Encoding, find_encoding
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
@@ -54,10 +52,8 @@ class _Load:
     """Where the weights lie."""
     folder: Path | None = None
     """The folder of a local checkpoint."""
-    quantization: Quantization | None = None
-    """Quantisation of the checkpoint; None if it is not quantised."""
-    arriving: Arriving | None = None
-    """Quantisation to apply to unquantised weights as they are loaded; None: none."""
+    encoding: Encoding = dataclasses.field(default_factory=Encoding)
+    """What the tensors of the checkpoint mean."""
     instead: Instead | None = None
     """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
@@ -73,9 +69,7 @@ class _Load:
             files=self.storage.sources(files),
             state_dict=state_dict,
             storage=self.storage,
-            quantization=self.quantization,
-            recognised=recognised,
-            arriving=self.arriving,
+            encoding=self.encoding,
         )
 
 
@@ -208,16 +202,15 @@ def find_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
     """Return no quantizer, so that the model is built in floating point; all else is as in transformers.
 
-    `config` is transformers' own copy; the quantisation is removed from it. Raises UnsupportedError on one that cannot
-    be undone while loading.
+    `config` is transformers' own copy; the settings of an encoding are removed from it. Raises UnsupportedError on
+    settings that no feature reads.
     """
     current = _current.get()
     if current is None or current.resolution is not None:
         return original(config, quantization_config, *args, **kw)
-    folder, known = current.folder or Path(config.name_or_path), current.storage.quantization
-    current.quantization = take_quantization(config, quantization_config, folder=folder, known=known)
-    if current.quantization is None and quantization_config is not None:
-        current.arriving = Arriving.of(quantization_config, current.group.device)
+    folder, known = current.folder or Path(config.name_or_path), current.storage.encoding
+    device = current.group.device
+    current.encoding = find_encoding(config, quantization_config, folder=folder, known=known, device=device)
     return original(config, None, *args, **kw)
 
 

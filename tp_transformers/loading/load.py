@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
@@ -24,7 +23,6 @@ from ..seams import features
 from ..slices.lazy import Resident
 from ..strategies import take
 from ..strategies.shards.shard import SHARD
-from ..text import size
 from ..transformers_api import LoadStateDictInfo
 from .memory import Memory, allocate
 from .request import LoadRequest, open_together
@@ -74,12 +72,15 @@ def load(
             targets = describe(model, checkpoint, resolution.layouts, request)
             # 3. Allocate the slices; this fixes the destination of every byte.
             memory = allocate(model, targets, group, request)
+            if resolution.keeps_order:
+                memory.holding.check_in_order()
         # 4. Features see to the files before they are read: all ranks have the same, in a warm cache.
         counts: dict[str, int] = {}
         for feature in features().values():
             counts |= feature.before_reads(checkpoint, memory.local_reads, group, request.options)
-        group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.packed.weights)]})
-        _log_quantization(memory)
+        group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.holding.weights)]})
+        if group.rank == 0:
+            request.encoding.log(memory.nbytes_in_files, memory.nbytes, is_kept=bool(memory.holding.weights))
         # 5. Read; all ranks share bytes from the Hub.
         title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
         total = memory.nbytes_in_files
@@ -103,26 +104,11 @@ def load(
         fallbacks=tuple(targets.conversion.fallbacks),
         tp_shares=resolution.plan.numbers,
         shares_because=request.shares_because,
-        products=dict(Counter(weight.product for weight in memory.packed.weights.values())),
+        products=dict(Counter(weight.product for weight in memory.holding.weights.values())),
     )
     if group.rank == 0:
         logger.info("%s", report)
     return LoadResult(missing, targets.conversion.unexpected, targets.mismatched, report)
-
-
-def _log_quantization(memory: Memory) -> None:
-    """Log whether a quantised checkpoint stays packed, and its size in memory."""
-    quantization, packed = memory.request.quantization, memory.packed.weights
-    remedy = "" if memory.request.stays_packed else " (tp_dequantize=False, or --packed of a command, keeps it packed)"
-    if quantization is not None and memory.group.rank == 0:
-        logger.log(
-            logging.INFO if packed else logging.WARNING,
-            "the checkpoint is in %s, and %s: of %s in its files, this rank makes %s in memory",
-            quantization.format.title,
-            "stays packed" if packed else f"dequantised while it is loaded{remedy}",
-            size(memory.nbytes_in_files),
-            size(memory.nbytes),
-        )
 
 
 def install(model: PreTrainedModel, targets: Targets, memory: Memory, group: TensorParallelGroup) -> set[str]:
@@ -140,8 +126,8 @@ def install(model: PreTrainedModel, targets: Targets, memory: Memory, group: Ten
         del values[name]
     for name, value in values.items():
         place(model, name, value)
-    memory.packed.hold(model)
-    missing = set(targets.full) - set(values) - set(memory.packed.weights)
+    memory.holding.hold(model)
+    missing = set(targets.full) - set(values) - set(memory.holding.weights)
     for name in missing:
         restore_full(model, name, targets.full[name])
     return missing

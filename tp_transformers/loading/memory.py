@@ -1,8 +1,8 @@
 """The memory of a load: places for this rank's shards, and the rounds of reads that fill them.
 
-A contiguous shard of a local file is mapped, weights that stay packed keep the tensors that encode them, all others get
-memory of their own. Weights that are dequantised, or quantised as they arrive, are read in later rounds, so that only
-some of them at a time are in memory in both forms.
+A contiguous shard of a local file is mapped, those of a `Holding` have another form, all others get memory of their
+own. Weights that are decoded, or change their form, are read in later rounds, so that only some of them at a time are
+in memory in both forms.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..anatomy.names import owner_of, tied_parameters
 from ..checkpoint.reading.header import Checkpoint
-from ..checkpoint.reading.jobs import Request, Statistics
+from ..checkpoint.reading.jobs import Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
-from ..checkpoint.saving.save import STORED_FORM
-from ..features.packed.forward import hold_packed
-from ..features.packed.stored_shards import PackedCheckpoint
-from ..features.packed.weight import HeldWeight, pack
-from ..features.quantized.bundle import Decoded
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
+from .holding import Holding, find_holding
 from .request import Dependents, LoadRequest, Reads, read_together, split_reads
 from .targets import Targets
 
@@ -34,22 +29,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROUND_BYTES = 256 << 20
-"""Bytes of the weights of one round, dequantised, on one rank; a larger weight has a round of its own."""
+"""Bytes of the weights of one round, decoded, on one rank; a larger weight has a round of its own."""
 
 
 def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest) -> Memory:
     """Allocate the shards of this rank, and plan the reads that fill them.
 
-    Raises UnsupportedError if a weight cannot be quantised as it arrives.
+    Raises UnsupportedError if a parameter cannot be held as the request wants it.
     """
     shards = targets.shards(group.rank)
-    packed = pack_weights(model, targets, shards, group.device, request)
-    dense = {name: shard for name, shard in shards.items() if name not in packed.weights}
-    arriving = _names_arriving(model, dense, request)
+    holding = find_holding(model, targets, shards, group.device, request)
+    dense = {name: shard for name, shard in shards.items() if name not in holding.weights}
     may_map = request.options.may_map and group.device.type == "cpu"
     values, mapped = {}, {}
     for name, shard in dense.items():
-        if name in arriving:
+        if name in holding.arriving:
             continue
         pages = _map_pages(shard, targets.dtypes[name]) if may_map else None
         values[name] = empty(shard.shape, targets.dtypes[name], group.device) if pages is None else pages
@@ -57,79 +51,15 @@ def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGrou
             mapped[name] = shard
     in_place, _ = split_reads(mapped, values)
     first, *later = _split_rounds(
-        [name for name in dense if name not in mapped], targets, arriving, group.size, request
+        [name for name in dense if name not in mapped], targets, holding.arriving, group.size, request
     )
     stored, dependents = split_reads({name: dense[name] for name in first}, values)
     meta_values = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
     later_reads, _ = split_reads({name: dense[name] for name in meta_values}, meta_values)
-    stored += packed.reads
+    stored += holding.reads
     return Memory(
-        group, request, dense, targets.dtypes, values, packed, in_place, stored, dependents, later, later_reads
+        group, request, dense, targets.dtypes, values, holding, in_place, stored, dependents, later, later_reads
     )
-
-
-@dataclass
-class Packing:
-    """Parameters of this rank that stay packed."""
-
-    weights: dict[str, HeldWeight]
-    reads: Reads
-    """Reads of the tensors that encode them, and of tensors that are kept for a save."""
-    kept: PackedCheckpoint | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed weights in memory."""
-        return sum(weight.nbytes for weight in self.weights.values())
-
-    def hold(self, model: PreTrainedModel) -> None:
-        """Make the modules of `model` compute with the weights; one weight at a time changes its layout."""
-        for name in self.weights:
-            self.weights[name] = hold_packed(*owner_of(model, name), self.weights[name])
-        if self.weights:
-            STORED_FORM.put(model, self.kept or PackedCheckpoint())
-
-
-def pack_weights(
-    model: PreTrainedModel,
-    targets: Targets,
-    shards: Mapping[str, LazyTensor],
-    device: torch.device,
-    request: LoadRequest,
-) -> Packing:
-    """Parameters that stay packed, if the request wants packed weights.
-
-    Tied parameters cannot stay packed, since several modules compute with them, nor can partly quantised ones.
-    """
-    packing, conversion = Packing({}, []), targets.conversion
-    if request.quantization is None or not request.stays_packed:
-        return packing
-    ties, unpacked = tied_parameters(model), list(conversion.fallbacks)
-    untied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {*ties, *ties.values()}
-    for name, shard in shards.items():
-        packed = pack(shard, targets.dtypes[name], device) if name in untied else None
-        if packed is not None:
-            packing.weights[name] = packed[0]
-            packing.reads += [Request(step, view) for step, view in packed[1]]
-        elif _is_quantised(shard):
-            unpacked.append(name)
-    kept = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in conversion.beside.items()}
-    reads, dependents = split_reads(conversion.beside, kept)
-    packing.reads += reads
-    for step, destination in dependents:
-        step.fill(destination)
-    packing.kept = PackedCheckpoint(request.quantization, kept, unpacked)
-    return packing
-
-
-def _names_arriving(model: PreTrainedModel, shards: Mapping[str, LazyTensor], request: LoadRequest) -> set[str]:
-    """Names of the parameters that are quantised as they arrive. Raises UnsupportedError if a shard cannot be."""
-    if request.arriving is None:
-        return set()
-    names = shards.keys() & set(request.arriving.names(model))
-    for name in sorted(names):
-        request.arriving.check(name, shards[name].shape)
-    return names
 
 
 def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -157,8 +87,7 @@ def _split_rounds(
 ) -> list[list[str]]:
     """Split the names into rounds, the same on all ranks: first those with one form in memory, then the others."""
     expressions = targets.conversion.expressions
-    is_decoded = request.quantization is not None
-    changed = {name for name in names if name in arriving or (is_decoded and _is_quantised(expressions[name]))}
+    changed = {name for name in names if name in arriving or request.encoding.is_decoded(expressions[name])}
     rounds = [[name for name in names if name not in changed]]
     room = 0
     for name in (name for name in names if name in changed):
@@ -171,12 +100,6 @@ def _split_rounds(
     return rounds
 
 
-def _is_quantised(expression: LazyTensor) -> bool:
-    """True if some of it is decoded from tensors that are read first."""
-    meta = torch.empty(expression.shape, device="meta")
-    return any(isinstance(step, Decoded) for step, _ in expression.read_steps(meta))
-
-
 @dataclass
 class Memory:
     """Places of this rank's shards, and the reads that fill them."""
@@ -184,11 +107,11 @@ class Memory:
     group: TensorParallelGroup
     request: LoadRequest
     shards: Mapping[str, LazyTensor]
-    """Expressions of all but packed weights."""
+    """Expressions of all parameters but those that are held in another form."""
     dtypes: Mapping[str, torch.dtype]
     values: dict[str, torch.Tensor]
-    """Memory of the shards; a weight that is quantised as it arrives gets its own in its round, and is packed then."""
-    packed: Packing
+    """Memory of the shards; one that is held in another form once it is read gets its own in its round."""
+    holding: Holding
     mapped: Reads
     """Shards that are mapped from a file: they need no read."""
     stored: Reads
@@ -203,7 +126,7 @@ class Memory:
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
-        return sum(value.nbytes for value in self.values.values()) + self.packed.nbytes
+        return sum(value.nbytes for value in self.values.values()) + self.holding.nbytes
 
     @cached_property
     def nbytes_in_files(self) -> int:
@@ -228,7 +151,7 @@ class Memory:
         """
         progress(self.nbytes_mapped)
         statistics = self._fill_round(self.stored, self.dependents, checkpoint, progress)
-        self.stored, self.packed.reads = [], []  # they refer to the memory of packed weights
+        self.stored, self.holding.reads = [], []  # they refer to the memory of other forms
         for names in self.later:
             statistics.add(self._fill_later(names, checkpoint, progress))
         self.group.together(checkpoint.check_unchanged)
@@ -251,14 +174,17 @@ class Memory:
     def _fill_later(
         self, names: Sequence[str], checkpoint: Checkpoint, progress: Callable[[int], object]
     ) -> Statistics:
-        """Fill one later round; shards without memory are quantised as they arrive, and then packed."""
+        """Fill one later round; shards without memory are then held in another form."""
         with self.group.agree():
             unplaced = [name for name in names if name not in self.values]
             arriving = {name: empty(self.shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
             stored, dependents = split_reads({name: self.shards[name] for name in names}, self.values | arriving)
         statistics = self._fill_round(stored, dependents, checkpoint, progress)
-        if self.request.arriving is not None:
-            quantise = self.request.arriving.quantised
-            weights = self.group.together(lambda: {name: quantise(arriving.pop(name)) for name in sorted(arriving)})
-            self.packed.weights |= weights
+        if self.holding.arriving:
+
+            def put() -> None:
+                for name in sorted(arriving):
+                    self.holding.put(name, arriving.pop(name))
+
+            self.group.together(put)
         return statistics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,14 +12,12 @@ import torch
 from ..checkpoint.reading.header import Checkpoint
 from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.reader import read
-from ..errors import UnsupportedError
-from ..features.packed.arriving import Arriving
-from ..features.quantized.format import Quantization, Tensors, refuse_other
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
 from ..slices.source import Source
 from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
+from .encoding import Encoding
 from .options import Options
 from .storage import Storage
 
@@ -39,42 +37,25 @@ class LoadRequest:
     """Weights in memory, in place of files."""
     storage: Storage = field(default_factory=Storage)
     """Where the weights lie; the same kind on all ranks."""
-    quantization: Quantization | None = None
-    """Quantisation of the weights; None if they are not quantised."""
-    recognised: Callable[[Tensors, Collection[str]], Quantization | None] | None = None
-    """Finds the quantisation that tensors show, if no config says it; its second argument: names of the model's."""
-    arriving: Arriving | None = None
-    """Quantisation to apply to unquantised weights; None to apply none."""
+    encoding: Encoding = field(default_factory=Encoding)
+    """What the tensors mean."""
     shares_because: str = ""
     """Reason of the plan's shares, for the report; "" if the caller gave them."""
 
     def recognise(self, checkpoint: Checkpoint, model: PreTrainedModel) -> LoadRequest:
-        """The request with the quantisation that the tensors of the checkpoint show, if its config has none.
+        """The request with the encoding that the tensors of the checkpoint show, if its config has none.
 
         Raises UnsupportedError if the caller wants another one.
         """
-        if self.recognised is None or self.quantization is not None or self.storage.has_own_names:
+        if self.storage.has_own_names:
             return self
         given = {name: Resident(tensor) for name, tensor in (self.state_dict or {}).items()}
-        found = self.recognised(given or checkpoint.tensors, model.state_dict().keys())
-        if found is not None and self.arriving is not None:
-            raise refuse_other("torchao")
-        return replace(self, quantization=found)
+        names = model.state_dict().keys()
+        return replace(self, encoding=self.encoding.recognised(given or checkpoint.tensors, names))
 
     def in_order(self) -> LoadRequest:
-        """The request for an invariant plan: nothing is mapped, since bits depend on the alignment of weights.
-
-        Raises UnsupportedError if weights stay packed: their products are sums in other orders.
-        """
-        if self.stays_packed or self.arriving is not None:
-            got, fix = "quantised weights in memory", "Leave out tp_dequantize=False and quantization_config."
-            raise UnsupportedError("tp_invariant", got=got, expected="weights in floating point", fix=fix)
+        """The request for an invariant plan: nothing is mapped, since bits depend on the alignment of weights."""
         return replace(self, options=replace(self.options, given={**self.options.given, "tp_map": False}))
-
-    @property
-    def stays_packed(self) -> bool:
-        """True if quantised weights stay so in memory; else they are dequantised to the model's dtype."""
-        return self.quantization is not None and self.options.get("tp_dequantize") is False
 
 
 @contextmanager
@@ -97,10 +78,10 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
 
 
 def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParallelGroup) -> None:
-    """Read the tensors of a quantised checkpoint that determine how others are sharded; they stay in memory."""
-    if request.quantization is None:
+    """Read the tensors that determine how others are sharded; they stay in memory."""
+    names = request.encoding.read_first(checkpoint.tensors)
+    if not names:
         return
-    names = request.quantization.format.read_first(checkpoint.tensors)
     tensors = {name: checkpoint.tensors[name] for name in names}
     values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     stored, _ = split_reads(tensors, values)

@@ -13,11 +13,11 @@ from huggingface_hub import try_to_load_from_cache
 from ..checkpoint.reading.header import Checkpoint, check_files, read_index
 from ..checkpoint.reading.jobs import Request
 from ..errors import CheckpointError
-from ..features.quantized.format import Quantization
 from ..ranks.group import TensorParallelGroup
 from ..seams import features
 from ..slices.source import Source
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
+from .encoding import Encoding
 from .options import Options
 
 
@@ -59,8 +59,8 @@ class Storage:
     """True if tensors have the names and shapes of the model's parameters, so that nothing is converted."""
     shares: Sequence[float] | None = None
     """The share of each rank as the weights were saved; None: even, or not known."""
-    quantization: Quantization | None = None
-    """Quantisation of all such files; None: as the config says."""
+    encoding: Encoding | None = None
+    """Encoding of all such files; None: as the config says."""
 
     @classmethod
     def find(cls, asked: Asked) -> Storage | None:

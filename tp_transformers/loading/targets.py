@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ..checkpoint.conversion.convert import Conversion, convert, dtype_policy, renamer
+from ..checkpoint.conversion.convert import Conversion, dtype_policy
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
-from ..features.quantized.format import Locate, check_read, of_weights, stored_names
 from ..marks import untyped
 from ..slices.layout import Layout
 from ..slices.lazy import LazyTensor, Resident
@@ -65,45 +63,18 @@ def describe(
 def _write_expressions(
     model: PreTrainedModel, checkpoint: Checkpoint, full: Mapping[str, torch.Tensor], request: LoadRequest
 ) -> Conversion:
-    """Write the `full` tensors as expressions over checkpoint tensors: a quantised weight has several."""
+    """Write the `full` tensors as expressions over checkpoint tensors."""
     tensors: Mapping[str, LazyTensor] = checkpoint.tensors
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
     shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
-    stored, named = tensors, None
-    if request.quantization is not None:
-        form = request.quantization.format.located(model, locator(model, shapes, entries))
-        tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=request.stays_packed)
-        named = form.named(model, tensors, shapes)
-        tensors, entries = (tensors, entries) if named is None else named
-    # Quantised tensors keep the names of the original checkpoint.
-    has_own_names = request.storage.has_own_names and request.quantization is None
-    conversion = convert(model, tensors, shapes, None if has_own_names else entries)
-    check_read(tensors, conversion.unread, shapes.keys() - conversion.expressions.keys())
-    if named is not None:  # a save writes the names of the model's class
-        untyped(model)._weight_conversions = None
-    elif request.stays_packed:
-        encoding = {name for tensor in tensors.values() for name in stored_names(tensor)}
-        conversion.beside = {
-            name: tensor for name, tensor in stored.items() if name not in encoding and tensors.get(name) is not tensor
-        }
+    conversion = request.encoding.convert(
+        model, tensors, shapes, entries, has_own_names=request.storage.has_own_names, options=request.options
+    )
     applied = request.storage.applied(entries or ())
     if applied is not None:
         untyped(model)._weight_conversions = list(applied)
     return conversion
-
-
-def locator(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: Sequence[Any] | None) -> Locate:
-    """Find the module of `model` for a module of the checkpoint."""
-    rename, linear = renamer(model, shapes, entries), nn.Linear(1, 1, device="meta")
-    modules = dict(model.named_modules())
-
-    def locate(module: str) -> tuple[str, nn.Module]:
-        weight, pattern = rename(f"{module}.weight")
-        name = weight.rpartition(".")[0]
-        return name, linear if pattern is not None else modules.get(name, linear)
-
-    return locate
 
 
 def _remove_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:

@@ -263,7 +263,7 @@ class UnprintableError(Exception):
 STEPS = (
     (Plan, "as_dict"),  # before ranks compare plans
     (request, "_read_first"),
-    (memory, "_names_arriving"),
+    (memory, "find_holding"),
     (sameness, "_compare"),
     (prefetch, "prefetch"),
     (memory, "read_together"),

@@ -18,7 +18,7 @@ from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.lazy import LazyTensor
 from ...slices.source import Source
-from ..quantized.format import Quantization
+from ..quantized.find import Quantization
 from .blocks import Gguf
 from .header import read_gguf_header
 
@@ -39,7 +39,7 @@ class GgufFile(Storage):
     argument: ClassVar[str] = "gguf_file"
     endings = (".gguf",)
     checkpoint = GgufCheckpoint
-    quantization = Quantization(Gguf(), {"quant_method": "gguf"})
+    encoding = Quantization(Gguf(), {"quant_method": "gguf"})
 
     def __init__(self, file: str) -> None:
         self.agreed = self.file = file

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn.functional import linear
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError, in_one_line
+from ...loading.encoding import Encoding, Tensors
+from ..quantized.format import refuse_other
 from .weight import DECODED
 
 _WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
@@ -57,13 +60,26 @@ class ArrivedWeight:
 
 
 @dataclass(frozen=True)
-class Arriving:
+class Arriving(Encoding):
     """The quantisation that a caller requests for a checkpoint in floating point."""
 
     config: Any
     """A config of torchao."""
     excluded: Collection[str]
     """Substrings of the names of modules that stay in floating point."""
+
+    @classmethod
+    def find(
+        cls, config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
+    ) -> Encoding | None:
+        """See `Encoding.find`; raises as `of`."""
+        return None if requested is None else cls.of(requested, device)
+
+    def recognised(self, tensors: Tensors, names: Collection[str]) -> Encoding:
+        """See `Encoding.recognised`; raises UnsupportedError for quantised tensors."""
+        if super().recognised(tensors, names) is not self:
+            raise refuse_other("torchao")
+        return self
 
     @classmethod
     def of(cls, requested: Any, device: torch.device) -> Arriving:

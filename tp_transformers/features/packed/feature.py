@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import PlanError
 from ...seams import Feature, Option
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from ...loading.encoding import Encoding
+    from ...loading.holding import Holding
+    from ...loading.request import LoadRequest
+    from ...loading.targets import Targets
+    from ...slices.lazy import LazyTensor
 
 
 class Dequantize(Option):
@@ -29,6 +39,23 @@ class Packed(Feature):
 
     def options(self) -> Sequence[Option]:
         return (Dequantize(),)
+
+    def encodings(self) -> Sequence[type[Encoding]]:
+        from .arriving import Arriving
+
+        return (Arriving,)
+
+    def holding(
+        self,
+        model: PreTrainedModel,
+        targets: Targets,
+        shards: Mapping[str, LazyTensor],
+        device: torch.device,
+        request: LoadRequest,
+    ) -> Holding | None:
+        from .holding import packing
+
+        return packing(model, targets, shards, device, request)
 
     def model_methods(self) -> Sequence[type]:
         from .methods import PackedModel

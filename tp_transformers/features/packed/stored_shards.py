@@ -22,7 +22,7 @@ from ...slices.layout import Layout, Range, Split
 from ...strategies import SHARD
 from ...strategies.shards.shard import ParamShard
 from ..quantized.bundle import Origin, Place, StoredValues
-from ..quantized.format import Quantization
+from ..quantized.find import Quantization
 from .weight import HeldWeight, PackedWeight, packed_weights
 
 

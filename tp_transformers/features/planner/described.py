@@ -15,12 +15,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...anatomy.classes import inner_models
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, tied_parameters
-from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest, open_checkpoint
-from ...loading.targets import describe, locator
+from ...loading.targets import describe
 from ...slices.lazy import LazyTensor
 from ...transformers_api import revert_weight_conversion, should_convert_module
-from ..quantized.format import Quantization
+from ..packed.holding import pack_weights
+from ..quantized.find import Quantization, locator
 
 SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")
 """Settings with names or patterns of modules that stay in floating point."""
@@ -49,11 +49,12 @@ def described_packed(model: PreTrainedModel, request: LoadRequest) -> dict[str, 
     Linears and experts are quantised, but for those that the settings leave out, the output head and tied weights.
     Layers with the same tensors share the lazy tensors of the first.
     """
-    assert request.quantization is not None
+    quantization = request.encoding
+    assert isinstance(quantization, Quantization)
     state, layers = model.state_dict(), dict[str, list[str]]()
-    shapes, settings = {name: tensor.shape for name, tensor in state.items()}, request.quantization.settings
-    form = request.quantization.format.located(model, locator(model, shapes, request.config.weight_mapping))
-    for name in _weights(model, request.quantization):
+    shapes, settings = {name: tensor.shape for name, tensor in state.items()}, quantization.settings
+    form = quantization.format.located(model, locator(model, shapes, request.config.weight_mapping))
+    for name in _weights(model, quantization):
         if _is_converted(settings, name):
             layers.setdefault(_layer_of(name), []).append(name)
 

@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from ...anatomy.names import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.reading.header import Checkpoint
-from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
+from ..packed.holding import pack_weights, stays_packed
 from ..packed.products import with_products
 from ..packed.weight import DECODED, pack
+from ..quantized.find import Quantization
 from .described import described_packed
 
 
@@ -76,16 +77,16 @@ def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequ
     policy = dtype_policy(request.config.dtype_plan)
     is_stored = bool(request.files or request.state_dict)
     if not is_stored:
-        packed = described_packed(model, request) if request.stays_packed else {}
+        packed = described_packed(model, request) if stays_packed(request) else {}
         dtypes = {name: own for name in model.state_dict() if (own := policy(name))}
         notes = tuple(_notes(model, request, packed, is_stored=False))
-        return Survey(name, model, plan, dtypes, None, packed, request.quantization is not None, notes)
+        return Survey(name, model, plan, dtypes, None, packed, isinstance(request.encoding, Quantization), notes)
     with open_checkpoint(request, rank=0) as checkpoint:
         request = request.recognise(checkpoint, model)
         stock, filled, kept = _take_stock(model, checkpoint, request)
     dtypes = {name: own for name in filled if (own := policy(name))}
     notes = tuple(_notes(model, request, kept, is_stored=True))
-    return Survey(name, model, plan, dtypes, stock, kept, request.quantization is not None, notes)
+    return Survey(name, model, plan, dtypes, stock, kept, isinstance(request.encoding, Quantization), notes)
 
 
 def _notes(
@@ -95,7 +96,11 @@ def _notes(
     if request.options.get("tp_dequantize") is not False:
         return
     if not kept:
-        because = "its quantised format is not known" if request.quantization is not None else "nothing is quantised"
+        because = (
+            "its quantised format is not known"
+            if isinstance(request.encoding, Quantization)
+            else "nothing is quantised"
+        )
         yield f"--packed has no effect: {because}"
     elif not is_stored:
         share = sum(tensor.numel() for tensor in kept.values()) / model.num_parameters()

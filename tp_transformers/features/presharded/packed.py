@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from transformers import PreTrainedModel
 
-from ...loading.memory import pack_weights
 from ...loading.request import LoadRequest
 from ...loading.targets import Targets
 from ...ranks.group import TensorParallelGroup
 from ...slices.composed import reshaped
 from ...slices.lazy import LazyTensor
 from ...strategies import unsharded_like
+from ..packed.holding import pack_weights
 from ..packed.stored_shards import (
     StoredShards,
     place_stored,
@@ -31,7 +31,7 @@ def pack(
     device = torch.device("meta")
     ranks = [pack_weights(model, targets, targets.shards(rank), device, request) for rank in range(group.size)]
     first = ranks[0]
-    if first.kept is None or not first.weights:
+    if not first.weights:
         return {}
     first.kept.check_written()
     first.hold(model)

@@ -1,20 +1,38 @@
-"""Detection of the quantised format of a checkpoint, from its config or from its tensors."""
+"""Quantisation of a checkpoint: its format, found in the config or in the tensors, and what its tensors mean."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from ...checkpoint.conversion.convert import Conversion, convert, renamer
+from ...loading.encoding import Encoding, Tensors
+from ...loading.options import Options
+from ...logs import get_logger
+from ...marks import untyped
+from ...slices.lazy import LazyTensor
+from ...text import size
 from .awq import Awq
 from .bitnet import BitNet
 from .bitsandbytes import BitsAndBytes
+from .bundle import Decoded
 from .compressed import Compressed
 from .float8 import Float8
-from .format import Format, Quantization, Tensors, refuse_other, unsupported
+from .format import Format, Locate, check_read, of_weights, refuse_other, stored_names, unsupported
 from .gptq import Gptq
 from .modelopt import ModelOpt, settings_beside
 from .mxfp4 import Mxfp4
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = get_logger(__name__)
 
 FORMATS: Mapping[str, type[Format]] = {
     "awq": Awq,
@@ -34,6 +52,100 @@ REMEDIES: Mapping[str, str] = {
     "tp_plan.",
 }
 """Unsupported method -> the fix in its error, if there is a better one than another checkpoint."""
+
+
+@dataclass(frozen=True)
+class Quantization(Encoding):
+    """The quantisation settings of a model's config."""
+
+    format: Format
+    settings: Mapping[str, Any]
+    sub_config: str | None = None
+    """Name of the sub-config that has the settings; None for the model's config itself."""
+
+    @classmethod
+    def find(
+        cls, config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
+    ) -> Encoding | None:
+        """See `Encoding.find`; raises as `take_quantization`."""
+        return take_quantization(config, requested, folder=folder, known=known if isinstance(known, cls) else None)
+
+    @classmethod
+    def find_in(cls, tensors: Tensors, names: Collection[str]) -> Encoding | None:
+        """See `Encoding.find_in`: only ModelOpt's checkpoints may lack a config."""
+        return cls(ModelOpt(), {"quant_method": "modelopt"}) if ModelOpt.is_format_of(tensors, names) else None
+
+    @classmethod
+    def check_plain(cls, tensors: Tensors, conversion: Conversion, missing: Collection[str]) -> None:
+        check_read(tensors, conversion.unread, missing)
+
+    def recognised(self, tensors: Tensors, names: Collection[str]) -> Encoding:
+        return self
+
+    def read_first(self, tensors: Tensors) -> list[str]:
+        return self.format.read_first(tensors)
+
+    def convert(
+        self,
+        model: PreTrainedModel,
+        tensors: Tensors,
+        shapes: Mapping[str, torch.Size],
+        entries: Sequence[Any] | None,
+        *,
+        has_own_names: bool,
+        options: Options,
+    ) -> Conversion:
+        """See `Encoding.convert`. Quantised tensors keep the names of the original checkpoint."""
+        form = self.format.located(model, locator(model, shapes, entries))
+        stays_packed = options.get("tp_dequantize") is False
+        decoded: Tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=stays_packed)
+        named = form.named(model, decoded, shapes)
+        decoded, entries = (decoded, entries) if named is None else named
+        conversion = convert(model, decoded, shapes, entries)
+        check_read(decoded, conversion.unread, shapes.keys() - conversion.expressions.keys())
+        if named is not None:  # a save writes the names of the model's class
+            untyped(model)._weight_conversions = None
+        elif stays_packed:
+            encoding = {name for tensor in decoded.values() for name in stored_names(tensor)}
+            conversion.beside = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if name not in encoding and decoded.get(name) is not tensor
+            }
+        return conversion
+
+    def is_decoded(self, expression: LazyTensor) -> bool:
+        """True if some of it is decoded from tensors that are read first."""
+        meta = torch.empty(expression.shape, device="meta")
+        return any(isinstance(step, Decoded) for step, _ in expression.read_steps(meta))
+
+    def log(self, stored: int, held: int, *, is_kept: bool) -> None:
+        logger.log(
+            logging.INFO if is_kept else logging.WARNING,
+            "the checkpoint is in %s, and %s: of %s in its files, this rank makes %s in memory",
+            self.format.title,
+            "stays packed" if is_kept else "dequantised while it is loaded",
+            size(stored),
+            size(held),
+        )
+
+    def put_into(self, config: Any) -> None:
+        """Write the settings into `config`."""
+        target = config if self.sub_config is None else getattr(config, self.sub_config)
+        target.quantization_config = dict(self.settings)
+
+
+def locator(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: Sequence[Any] | None) -> Locate:
+    """Find the module of `model` for a module of the checkpoint."""
+    rename, linear = renamer(model, shapes, entries), nn.Linear(1, 1, device="meta")
+    modules = dict(model.named_modules())
+
+    def locate(module: str) -> tuple[str, nn.Module]:
+        weight, pattern = rename(f"{module}.weight")
+        name = weight.rpartition(".")[0]
+        return name, linear if pattern is not None else modules.get(name, linear)
+
+    return locate
 
 
 def take_quantization(
@@ -69,11 +181,6 @@ def take_quantization(
         titles = dict.fromkeys(kind.title for kind in FORMATS.values())
         raise unsupported(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))
     return Quantization(FORMATS[method].of(settings), settings, sub_config)
-
-
-def recognised(tensors: Tensors, names: Collection[str]) -> Quantization | None:
-    """The quantisation that the tensors of a checkpoint show, if its config has none; `names`: those of the model."""
-    return Quantization(ModelOpt(), {"quant_method": "modelopt"}) if ModelOpt.is_format_of(tensors, names) else None
 
 
 def method_of(quantization: Any) -> str:

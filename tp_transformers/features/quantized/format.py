@@ -6,7 +6,6 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,21 +78,6 @@ class Format(ABC):
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Reshape the full `tensor` to the shape that checkpoints store."""
         return tensor
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The quantisation settings of a model's config."""
-
-    format: Format
-    settings: Mapping[str, Any]
-    sub_config: str | None = None
-    """Name of the sub-config that has the settings; None for the model's config itself."""
-
-    def put_into(self, config: Any) -> None:
-        """Write the settings into `config`."""
-        target = config if self.sub_config is None else getattr(config, self.sub_config)
-        target.quantization_config = dict(self.settings)
 
 
 def of_weights(tensors: Tensors, names: Collection[str]) -> dict[str, LazyTensor]:
