@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 from .errors import PlanError, shown
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed.distributed_c10d import ProcessGroup, Store
     from transformers import PreTrainedModel
@@ -28,15 +27,12 @@ if TYPE_CHECKING:
     from .loading.encoding import Encoding
     from .loading.holding import Holding
     from .loading.options import Options
-    from .loading.request import LoadRequest
     from .loading.storage import Storage
-    from .loading.targets import Targets
     from .patches import Patch
     from .plans.entry import Entry
     from .plans.rules import Plan
     from .ranks.group import TensorParallelGroup
     from .ranks.transport import Transport
-    from .slices.lazy import LazyTensor
     from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")
@@ -143,16 +139,9 @@ class Feature:
         """Encodings of checkpoints; a load asks them in this order."""
         return ()
 
-    def holding(
-        self,
-        model: PreTrainedModel,
-        targets: Targets,
-        shards: Mapping[str, LazyTensor],
-        device: torch.device,
-        request: LoadRequest,
-    ) -> Holding | None:
-        """Parameters that a load holds in another form than tensors, of the `shards` of one rank; None: none."""
-        return None
+    def holdings(self) -> Sequence[type[Holding]]:
+        """Holdings of parameters in other forms than tensors; a load asks them in this order."""
+        return ()
 
     def clients(self) -> Sequence[Patch]:
         """Patches of other libraries, held from `enable()` to `disable()`."""

@@ -37,6 +37,18 @@ class Holding:
     arriving: Collection[str] = ()
     """Names of those that `put` takes, each after its values have been read."""
 
+    @classmethod
+    def find(
+        cls,
+        model: PreTrainedModel,
+        targets: Targets,
+        shards: Mapping[str, LazyTensor],
+        device: torch.device,
+        request: LoadRequest,
+    ) -> Holding | None:
+        """The holding of this kind that a load asks for, of the `shards` of one rank; None: no parameter."""
+        return None
+
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters in memory."""
@@ -59,6 +71,7 @@ def find_holding(
     device: torch.device,
     request: LoadRequest,
 ) -> Holding:
-    """The holding that a load asks for, of the `shards` of one rank. Raises UnsupportedError if one cannot be held."""
-    found = (feature.holding(model, targets, shards, device, request) for feature in features().values())
+    """The holding that a load asks for; arguments as in `Holding.find`."""
+    kinds = (kind for feature in features().values() for kind in feature.holdings())
+    found = (kind.find(model, targets, shards, device, request) for kind in kinds)
     return next((holding for holding in found if holding is not None), Holding())

@@ -9,14 +9,8 @@ from ...errors import PlanError
 from ...seams import Feature, Option
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
-
     from ...loading.encoding import Encoding
     from ...loading.holding import Holding
-    from ...loading.request import LoadRequest
-    from ...loading.targets import Targets
-    from ...slices.lazy import LazyTensor
 
 
 class Dequantize(Option):
@@ -45,17 +39,10 @@ class Packed(Feature):
 
         return (Arriving,)
 
-    def holding(
-        self,
-        model: PreTrainedModel,
-        targets: Targets,
-        shards: Mapping[str, LazyTensor],
-        device: torch.device,
-        request: LoadRequest,
-    ) -> Holding | None:
-        from .holding import packing
+    def holdings(self) -> Sequence[type[Holding]]:
+        from .holding import Packing
 
-        return packing(model, targets, shards, device, request)
+        return (Packing,)
 
     def model_methods(self) -> Sequence[type]:
         from .methods import PackedModel

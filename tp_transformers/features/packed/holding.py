@@ -38,6 +38,23 @@ class Packing(Holding):
     """Quantises the parameters that arrive."""
     kept: PackedCheckpoint = field(default_factory=PackedCheckpoint)
 
+    @classmethod
+    def find(
+        cls,
+        model: PreTrainedModel,
+        targets: Targets,
+        shards: Mapping[str, LazyTensor],
+        device: torch.device,
+        request: LoadRequest,
+    ) -> Packing | None:
+        """See `Holding.find`. Raises UnsupportedError if a shard cannot be quantised as it arrives."""
+        if isinstance(request.encoding, Arriving):
+            names = frozenset(shards.keys() & set(request.encoding.names(model)))
+            for name in sorted(names):
+                request.encoding.check(name, shards[name].shape)
+            return cls(arriving=names, encoding=request.encoding)
+        return pack_weights(model, targets, shards, device, request) if stays_packed(request) else None
+
     def check_in_order(self) -> None:
         """See `Holding.check_in_order`."""
         got, fix = "quantised weights in memory", "Leave out tp_dequantize=False and quantization_config."
@@ -58,22 +75,6 @@ class Packing(Holding):
 def stays_packed(request: LoadRequest) -> bool:
     """True if quantised weights stay so in memory; else they are dequantised to the model's dtype."""
     return isinstance(request.encoding, Quantization) and request.options.get("tp_dequantize") is False
-
-
-def packing(
-    model: PreTrainedModel,
-    targets: Targets,
-    shards: Mapping[str, LazyTensor],
-    device: torch.device,
-    request: LoadRequest,
-) -> Packing | None:
-    """See `Feature.holding`. Raises UnsupportedError if a shard cannot be quantised as it arrives."""
-    if isinstance(request.encoding, Arriving):
-        names = frozenset(shards.keys() & set(request.encoding.names(model)))
-        for name in sorted(names):
-            request.encoding.check(name, shards[name].shape)
-        return Packing(arriving=names, encoding=request.encoding)
-    return pack_weights(model, targets, shards, device, request) if stays_packed(request) else None
 
 
 def pack_weights(
