@@ -45,7 +45,7 @@ class Packed(Feature):
         return (Packing,)
 
     def model_methods(self) -> Sequence[type]:
-        from .methods import PackedModel
+        from .placeholder import PackedModel
 
         return (PackedModel,)
 

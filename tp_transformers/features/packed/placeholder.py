@@ -101,3 +101,15 @@ class HeldWeights(dict[str, HeldWeight]):
         self = super().__new__(cls, *args, **kwargs)
         PACKED_PARTS.hold_for(self)
         return self
+
+
+_Model: Any = object
+
+
+class PackedModel(_Model):
+    """See `Feature.model_methods`."""
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of this rank's parameters and buffers, packed weights in their layouts."""
+        packed = sum(weight.nbytes for weight in packed_weights(self).values())
+        return packed + int(super().get_memory_footprint(return_buffers))
