@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tp_transformers
-from tp_transformers.features.run.launch import torchrun
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."
@@ -101,6 +100,8 @@ def work(folder: Path, report: Path) -> None:
 
 def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """Run `work` on `ranks` processes with torchrun; returns the result of each, or exits with torchrun's code."""
+    from tp_transformers.features.run.launch import torchrun
+
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         program = ["-m", "benchmarks.demo", "--folder", str(folder), "--report", str(report)]
