@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.support.commands import main
 from tests.support.models import VOCAB
 from tests.support.pool import free_port
-from tests.support.quantized import awq
 from tp_transformers.features.run.launch import end_with_parent
 
 openai = pytest.importorskip("openai")
@@ -242,18 +241,6 @@ def test_an_interrupt_in_the_terminal_ends_all_in_silence(folder: str, tmp_path:
     assert "Traceback" not in printed
     assert "Interrupt" not in printed
     assert "SIG" not in printed
-
-
-@pytest.mark.parametrize("options", [[], ["--packed"]])
-def test_quantised_weights_stay_packed_on_request(folder: str, tmp_path: Path, options: list[str]) -> None:
-    quantised, said = tmp_path / "awq", tmp_path / "said"
-    shutil.copytree(folder, quantised)
-    awq(folder, quantised)
-    with said.open("wb") as output, served(str(quantised), 2, options, stderr=output) as (client, process):
-        assert ask(client, str(quantised), QUESTIONS[0], False)
-        process.send_signal(signal.SIGTERM)
-        wait_for_end(str(quantised))
-    assert said.read_text().count("tp_dequantize=False, or --packed of a command, keeps it packed") == (not options)
 
 
 def test_a_port_in_use_is_told_before_the_load(folder: str, capfd: pytest.CaptureFixture[str]) -> None:
