@@ -38,11 +38,11 @@ ORDER = (
     "loading",
     "debug",
     "",
-    "trainer",
     "commands",
-    "features",
-    "verify",
     "__main__",
+    "features",
+    "trainer",
+    "verify",
 )
 """Packages and modules at the top level; each imports those before it. "" is `tp_transformers/__init__.py`."""
 NAMING = ("", "checkpoint", "debug", "seams", "strategies", "training")
@@ -72,14 +72,13 @@ class Imports:
 
     @property
     def upward(self) -> list[tuple[str, str]]:
-        """(module, imported module) pairs in which the imported package comes later in ORDER; `house.py` has those of
-        features."""
+        """(module, imported module) pairs in which the imported package comes later in ORDER."""
         place = ORDER.index
         return [
             (name, target)
             for name, targets in self.of_module.items()
             for target in sorted(targets)
-            if place(top(target)) > place(top(name)) and top(target) != "features"
+            if place(top(target)) > place(top(name))
         ]
 
     @property
