@@ -19,7 +19,7 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/u
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick test-all matrix types proofs fuzz bench gpu lint versions coming optimizers docs docs-serve dist \
+.PHONY: demo test quick test-all matrix types proofs without fuzz bench gpu lint versions coming optimizers docs docs-serve dist \
   wheel workflows clean
 
 demo: $(VENV)/ready
@@ -49,6 +49,11 @@ types: $(VENV)/ready
 # type, which have other weights. The site shows tests/data/proofs.json in tables.
 proofs: $(VENV)/ready
 	$(PY) -m tests.support.proofs $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEEDS),--seeds $(SEEDS))
+
+# The package without each feature in turn, then without all: a quarter of an hour. SAMPLE=3 takes out three, others every
+# day, then all.
+without: $(VENV)/ready
+	SAMPLE=$(SAMPLE) $(PY) -m pytest -n 2 tests/unit/test_without.py
 
 # 10 times as many cases of every fuzz test, about two minutes; FUZZ=100 makes more. Findings: build/fuzz-findings.
 fuzz: $(VENV)/ready

@@ -42,8 +42,6 @@ from tests.support.pool import Pool, WorkerError
 from tp_transformers import TensorParallelError
 from tp_transformers.anatomy.classes import inner_models, model_class
 from tp_transformers.anatomy.names import fold_layers
-from tp_transformers.features.verify.rank import run_rank
-from tp_transformers.features.verify.small_models.config import meta_model
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
@@ -231,6 +229,9 @@ def shortened(message: str) -> str:
 
 def prove(model_type: str, kinds: list[str], seeds: int, pool: Pool) -> Proof:
     """Look at a model type in its default shape, and hold a small model of it, `seeds` times, against one process."""
+    from tp_transformers.features.verify.rank import run_rank
+    from tp_transformers.features.verify.small_models.config import meta_model
+
     proof = Proof(kinds, release=transformers.__version__, seeds=seeds)
     with one_line(proof, "unmade"):
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**NEEDED.get(model_type, {}))

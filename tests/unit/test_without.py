@@ -1,23 +1,45 @@
-"""A feature is a folder that can be taken out: the command line and the loads of the core are there without it."""
+"""A feature is a folder that can be taken out: the command line and the loads of the core are there without it.
+
+`make without` takes out each in turn, then all together; SAMPLE=3 takes out three, others every day, and then all.
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.tiers import wide
+from benchmarks.demo import prepare
+from tests.support.readme import README, blocks
 from tp_transformers.seams import features
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("tp_transformers", "model_plans", "benchmarks", "tests")
-CORE = "tests/distributed/test_llama.py::test_variant_matches_one_process[9-3-2]"
-"""A Llama on 2 ranks loads, generates, trains and saves as one process."""
-ALL = "all of them"
+LLAMA = "tests/distributed/test_llama.py::test_variant_matches_one_process"
+MODELS = "tests/distributed/test_architectures.py::test_architecture_matches_one_process"
+CORE = (
+    f"{LLAMA}[9-3-2]",
+    f"{LLAMA}[9-3-3]",
+    *(f"{MODELS}[{name}-{size}]" for name in ("mixtral-9-3", "phi3-9-3", "gpt2-9-9") for size in (2, 3)),
+)
+"""Models that load, generate, compute gradients and save as one process."""
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+"""(arguments of python -m) -> the process, which has ended, in a copy of the package."""
+
+
+def sample() -> list[str]:
+    """Features to take out: SAMPLE of them, others every day; all without SAMPLE."""
+    names, count = sorted(features()), int(os.environ.get("SAMPLE") or len(features()))
+    first = datetime.date.today().toordinal() * count % len(names)
+    return sorted((names + names)[first : first + count])
 
 
 def dependants(gone: str) -> set[str]:
@@ -28,35 +50,58 @@ def dependants(gone: str) -> set[str]:
     return found
 
 
-def copy_without(gone: str, target: Path) -> None:
-    """Copy the package and the tests, but for the folders of one feature, or of all."""
+def copy_without(gone: set[str], target: Path) -> Run:
+    """Copy the package and the tests, but for the folders of features; returns how to run modules of the copy."""
     for name in COPIED:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results", "*.md"))
-    for folder in ("tp_transformers/features", "tests/features"):
-        shutil.rmtree(target / folder / ("" if gone == ALL else gone), ignore_errors=True)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("gone", wide(sorted([*features(), ALL], key=lambda name: name != "serve"), 1))
-def test_without(gone: str, tmp_path: Path) -> None:
-    copy_without(gone, tmp_path)
-    absent = set(features()) if gone == ALL else dependants(gone)
-    lost = [command for name in absent for command in features()[name].commands()]
+    for name in gone:
+        for folder in ("tp_transformers/features", "tests/features"):
+            shutil.rmtree(target / folder / name, ignore_errors=True)
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        environment = {**os.environ, "PYTHONPATH": str(target), "MATRIX": "1"}
         program = [sys.executable, "-m", *arguments]
-        return subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        return subprocess.run(program, cwd=target, env=environment, capture_output=True, text=True, timeout=600)
 
+    return run
+
+
+def check_commands(run: Run, gone: set[str], folder: Path) -> None:
+    """The commands of the features `gone` are not there; each gives the error of a misspelt one."""
     helped = run("tp_transformers.commands.cli", "--help")
     assert helped.returncode == 0, helped.stderr
     for name, feature in features().items():
         for command in feature.commands():
-            assert (f"\n    {command} " in helped.stdout) == (name not in absent), helped.stdout
+            assert (f"\n    {command} " in helped.stdout) == (name not in gone), helped.stdout
+    lost = [command for name in sorted(gone) for command in features()[name].commands()]
     for command in [*lost[:1], "misspelt"]:
         refused = run("tp_transformers.commands.cli", command)
         assert refused.returncode == 2
         assert f"invalid choice: '{command}' (choose from " in refused.stderr
-        assert f"; no folder of {tmp_path / 'tp_transformers' / 'features'} adds it\n" in refused.stderr
-    tested = run("pytest", "-q", "-p", "no:cacheprovider", CORE)
+        assert f"; no folder of {folder / 'tp_transformers' / 'features'} adds it\n" in refused.stderr
+
+
+def check_tests(run: Run, *tests: str) -> None:
+    tested = run("pytest", "-q", "-p", "no:cacheprovider", *tests)
     assert tested.returncode == 0, tested.stdout[-5000:]
+
+
+@pytest.mark.parametrize("gone", sample())
+def test_without(gone: str, tmp_path: Path) -> None:
+    absent = dependants(gone)
+    run = copy_without({gone}, tmp_path)
+    check_commands(run, absent, tmp_path)
+    check_tests(run, CORE[0])
+
+
+def test_without_all(tmp_path: Path) -> None:
+    run = copy_without(set(features()), tmp_path)
+    check_commands(run, set(features()), tmp_path)
+    check_tests(run, *CORE)
+    demo = run("benchmarks.demo", "--ranks", "3")
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    script = next(block.code for block in blocks(README) if block.code.startswith("# generate.py"))
+    (tmp_path / "generate.py").write_text(script.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(prepare())))
+    launched = run("torch.distributed.run", "--nproc-per-node", "3", "-m", "tp_transformers", "generate.py")
+    assert launched.returncode == 0, launched.stderr
+    assert "The sky is" in launched.stdout
