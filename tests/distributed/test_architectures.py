@@ -16,15 +16,11 @@ import torch
 import transformers
 
 import tp_transformers
-from tests.distributed.test_model_types import COMPOSED
-from tests.support import proofs
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, observe
 from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
 from tests.support.models import Case, excess_read, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.tiny import MODELS
-from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.seams import features
 
 pytestmark = pytest.mark.distributed
@@ -132,11 +128,3 @@ def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_pa
         assert result["agree"]
         assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
     assert_same_files(case.folder, str(tmp_path / "saved"))
-
-
-def test_every_plan_has_an_architecture_in_the_matrix() -> None:
-    proven = {getattr(transformers, entry.config).model_type for entry in ARCHITECTURES.values()}
-    parts = {name.partition(",")[0] for name in MODELS} | {part for parts in COMPOSED.values() for part in parts}
-    alone = set(available_plans()) - (proven | parts)
-    assert proven | parts <= set(available_plans())
-    assert alone <= {name for name, proof in proofs.read().items() if len(proof.proven) == len(proofs.PROVEN_ON)}

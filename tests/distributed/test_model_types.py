@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 from transformers import GenerationMixin
 
-from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
+from tests.support import proofs
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import load, save_as_loaded
 from tests.support.pool import Pool
@@ -144,3 +145,11 @@ def test_models_are_cut_by_the_plans_of_their_parts(model_type: str) -> None:
     config = transformers.CONFIG_MAPPING[model_type](**WIDTHS.get(model_type, {}))
     for verdict in verify(config, sizes=(2, 3), grads=True):
         assert verdict.ok, verdict.faults
+
+
+def test_every_plan_has_an_architecture_in_the_matrix() -> None:
+    proven = {getattr(transformers, entry.config).model_type for entry in ARCHITECTURES.values()}
+    parts = {name.partition(",")[0] for name in MODELS} | {part for parts in COMPOSED.values() for part in parts}
+    alone = set(available_plans()) - (proven | parts)
+    assert proven | parts <= set(available_plans())
+    assert alone <= {name for name, proof in proofs.read().items() if len(proof.proven) == len(proofs.PROVEN_ON)}

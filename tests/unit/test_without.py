@@ -54,6 +54,7 @@ def copy_without(gone: set[str], target: Path) -> Run:
     """Copy the package and the tests, but for the folders of features; returns how to run modules of the copy."""
     for name in COPIED:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results", "*.md"))
+    shutil.copy(ROOT / "pyproject.toml", target)
     for name in gone:
         for folder in ("tp_transformers/features", "tests/features"):
             shutil.rmtree(target / folder / name, ignore_errors=True)
