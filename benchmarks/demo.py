@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -100,12 +101,18 @@ def work(folder: Path, report: Path) -> None:
 
 def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """Run `work` on `ranks` processes with torchrun; returns the result of each, or exits with torchrun's code."""
-    from tp_transformers.features.run.launch import torchrun
-
+    # By number: the name of the host may have no address.
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         program = ["-m", "benchmarks.demo", "--folder", str(folder), "--report", str(report)]
-        code = torchrun(program, ranks=ranks, timeout=TIMEOUT)
+        with subprocess.Popen([*torchrun, *program]) as process:
+            try:
+                code = process.wait(TIMEOUT)
+            except BaseException:
+                process.terminate()  # torchrun ends its ranks; after SIGKILL they would go on
+                raise
         if code:
             sys.exit(code)
         results: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))
