@@ -53,7 +53,7 @@ def load_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
     CheckpointError if parameters of one group were saved with different settings.
     """
     params = _parameters(model)
-    _check_groups(optimizer, state, {param: name for name, param in params.items()})
+    _check_groups(optimizer, state, {param: name for name, param in reversed(params.items())})  # tied: the first name
     values: dict[str, Any] = {
         key: laid_out(value.plain(), params[_name(key)]) if isinstance(value, LocalShard) else value
         for key, value in state.items()

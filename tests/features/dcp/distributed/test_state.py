@@ -52,9 +52,10 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
     return weights, moments, model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.item()
 
 
-def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path) -> None:
-    for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2))):
-        folder, target = cases(*heads).folder, str(tmp_path / str(heads))
+@pytest.mark.parametrize("tied", [False, True])
+def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path, tied: bool) -> None:
+    for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2)))[tied:]:
+        folder, target = cases(*heads, tie_word_embeddings=tied).folder, str(tmp_path / str(heads))
         (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
         for weights, _ in others:  # what several ranks hold may be written by any of them
             assert different_tensors(weights, saved) == []
