@@ -39,9 +39,9 @@ class Attention(Entry):
     section = "attention"
     children: Mapping[str, tuple[str, ...]]
     """Role (one of ROLES) -> names of child modules or parameters."""
-    gathered: bool = False
+    gathered: bool = field(default=False, kw_only=True)
     """True if projections are sharded and their outputs gathered, so that every rank computes with all heads."""
-    blocks: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     """Role -> number of blocks of heads, stored one after the other; each block is sharded."""
 
     @classmethod
