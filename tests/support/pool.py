@@ -176,6 +176,8 @@ def _serve(connection: Connection, stderr: str) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             forget_meshes()
+            if "accelerate.state" in sys.modules:  # which remembers the group that has ended
+                sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
             gc.collect()  # models are cycles, which keep their process groups, and those their threads
 
 
