@@ -71,6 +71,12 @@ def test_a_cluster_and_the_name_of_the_host_have_no_say(
     assert "--local-addr=127.0.0.1" in arguments.split()
 
 
+def answer_signals(ignored: int | None) -> None:
+    """Answer all signals but `ignored`, also where these tests were started in the background, which ignores some."""
+    for number in launch.ENDING:
+        signal.signal(number, signal.SIG_IGN if number == ignored else signal.SIG_DFL)
+
+
 def signalled(tmp_path: Path, *numbers: Any, again: str = "1", ignored: int | None = None) -> tuple[int, str]:
     """Exit code of a launcher whose group gets signals, and what had been printed by the time of its end."""
     path = tmp_path / "output"
@@ -80,7 +86,7 @@ def signalled(tmp_path: Path, *numbers: Any, again: str = "1", ignored: int | No
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=lambda: ignored and signal.signal(ignored, signal.SIG_IGN),
+            preexec_fn=lambda: answer_signals(ignored),
         )
         try:
             while path.read_text().count("\n") < 2:
