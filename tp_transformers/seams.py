@@ -132,7 +132,7 @@ class Feature:
         return ()
 
     def storages(self) -> Sequence[type[Storage]]:
-        """Storages of weights; a load asks them in this order."""
+        """Storages of weights. A load takes the first that finds its weights, in the order of `features()`."""
         return ()
 
     def encodings(self) -> Sequence[type[Encoding]]:

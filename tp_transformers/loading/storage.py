@@ -31,7 +31,8 @@ class Asked:
     """The path or the name of the checkpoint; None if weights are given in memory."""
     options: Options
     arguments: dict[str, Any]
-    """All other arguments. A storage may change them before transformers reads them."""
+    """All other arguments. A storage may change them before transformers reads them; the name stays, and transformers
+    looks for a config there: a storage in a single file is asked for by an argument, or found in a folder."""
 
     @property
     def folder(self) -> Path | None:
@@ -42,11 +43,15 @@ class Asked:
 class Storage:
     """Where the weights of one load lie, and how they are opened; this class: safetensors files, or none.
 
-    A subclass overrides what differs; its `find` decides whether a load is of its kind.
+    A load calls `find`, holds `agreed` against the other ranks, calls `prepare`, lets transformers read the config, then
+    calls `files`, `sources` and `open`. Another format of local files: `endings`, and a subclass of `Checkpoint` that
+    describes each tensor as `Stored` at an offset of the file, which is then mapped, prefetched and compared like
+    safetensors. Another medium: `sources`, which returns objects of a subclass of `Source`; a `LocalFile` alone is
+    mapped.
     """
 
     argument: ClassVar[str] = "the checkpoint"
-    """The argument of `from_pretrained` by which a load asks for it."""
+    """The argument of `from_pretrained` by which a load asks for it, for messages; or what a folder holds."""
     agreed: object = None
     """The value that has to be equal on all ranks."""
     endings: Sequence[str] = (".safetensors",)
@@ -64,7 +69,7 @@ class Storage:
 
     @classmethod
     def find(cls, asked: Asked) -> Storage | None:
-        """The storage of this kind that a load asks for; None if it asks for another."""
+        """The storage of this kind that a load asks for; None if it asks for another. Each rank looks alone."""
         return cls()
 
     @classmethod
@@ -78,6 +83,8 @@ class Storage:
         self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
     ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
         """Names of the files, and the metadata of their index; one rank of each node downloads them. Collective.
+
+        The same on all ranks. Of files that transformers cannot open, the metadata has a "dtype", if no config says it.
 
         Args:
             original: transformers' function that finds the files.
