@@ -43,9 +43,9 @@ class Asked:
 class Storage:
     """Where the weights of one load lie, and how they are opened; this class: safetensors files, or none.
 
-    A load calls `find`, holds `agreed` against the other ranks, calls `prepare`, lets transformers read the config, then
-    calls `files`, `sources` and `open`. Another format of local files: `endings`, and a subclass of `Checkpoint` that
-    describes each tensor as `Stored` at an offset of the file, which is then mapped, prefetched and compared like
+    A load calls `find`, holds `agreed` against the other ranks, calls `prepare`, lets transformers read the config,
+    then calls `files`, `sources` and `open`. Another format of local files: `endings`, and a subclass of `Checkpoint`
+    that describes each tensor as `Stored` at an offset of the file, which is then mapped, prefetched and compared like
     safetensors. Another medium: `sources`, which returns objects of a subclass of `Source`; a `LocalFile` alone is
     mapped.
     """

@@ -35,8 +35,9 @@ from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
 from tp_transformers.features.machines import sameness
 from tp_transformers.features.page_cache import prefetch
 from tp_transformers.features.presharded import save
-from tp_transformers.loading import from_pretrained, memory, request
+from tp_transformers.features.watch import calls
 from tp_transformers.loading import load as loader
+from tp_transformers.loading import memory, request
 from tp_transformers.plans import Plan
 from tp_transformers.ranks import group as group_module
 from tp_transformers.slices.lazy import Resident
@@ -273,7 +274,7 @@ STEPS = (
     (loader, "LoadReport"),
     (PreTrainedModel, "initialize_weights"),
     (Resident, "materialize"),  # of what transformers has initialised
-    (from_pretrained, "keep_watch"),
+    (calls, "load_watched"),
 )
 """Functions in which a rank fails, between the votes of a load."""
 
