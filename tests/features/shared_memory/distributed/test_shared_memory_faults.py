@@ -66,6 +66,9 @@ from tp_transformers.ranks.transport import BACKEND, transport_of
 
 # Imported while it still may: Python's own files may be another user's.
 import torch.distributed.distributed_c10d, torch.distributed.device_mesh, torch.distributed.tensor
+from tp_transformers import seams
+from tp_transformers.features.shared_memory import joining, memory, operators
+seams.features()
 if os.environ["RANK"] in sys.argv[1:]:
     os.setuid(65534)
 group = join()
