@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from ...seams import Compute, Feature, Loaded
+from ...seams import Compute, Feature, Loaded, unchanged
 
 if TYPE_CHECKING:
     from ...loading.options import Options
@@ -30,7 +30,7 @@ class FullParameters(Feature):
 
         token = WRITES_PARTS.set(True)
         try:
-            yield lambda model: None
+            yield unchanged
         finally:
             WRITES_PARTS.reset(token)
 

@@ -21,7 +21,7 @@ from ...errors import RemoteRankError
 from ...marks import Mark, untyped
 from ...patches import Patch, Undo, nothing, replace
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...seams import Loaded
+from ...seams import Loaded, unchanged
 from ...strategies import batch_sharded
 from ...strategies.shards.shard import SHARD
 from ...torch_api import DYNAMO, compiled_class, untraced
@@ -45,7 +45,7 @@ def load_watched(group: TensorParallelGroup, limit: bool | float | None) -> Iter
         limit: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
     """
     if group.size == 1 or limit is False or store_of_ranks() is None:
-        yield lambda model: None
+        yield unchanged
         return
     watching = Watch(group, LIMIT if limit is None or limit is True else limit)
     for patch in WATCHED_CALLS:
