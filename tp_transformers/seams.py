@@ -7,7 +7,7 @@ A method of `Feature` exists for what at least two features add, or the core its
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, wraps
 from importlib import import_module
@@ -264,6 +264,14 @@ def public_names(package: str) -> Mapping[str, str]:
         for path, module in feature.public.items()
         if path.rpartition(".")[0] == package
     }
+
+
+T = TypeVar("T")
+
+
+def first(answers: Iterable[T | None], default: T) -> T:
+    """The first of the answers of features that is not None; features after it are not asked."""
+    return next((answer for answer in answers if answer is not None), default)
 
 
 def together(caller: Any) -> ExitStack:

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint.conversion.convert import Conversion, convert
 from ..errors import UnsupportedError
-from ..seams import features
+from ..seams import features, first
 from ..slices.lazy import LazyTensor
 from .options import Options
 
@@ -48,7 +48,7 @@ class Encoding:
 
     def recognised(self, tensors: Tensors, names: Collection[str]) -> Encoding:
         """The encoding that tensors show, if no config says it; `names`: those of the model."""
-        return next((found for kind in kinds() if (found := kind.find_in(tensors, names)) is not None), self)
+        return first((kind.find_in(tensors, names) for kind in kinds()), self)
 
     def read_first(self, tensors: Tensors) -> list[str]:
         """Name the tensors whose values determine how others are sliced; they are read first."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from ..seams import features
+from ..seams import features, first
 from ..slices.lazy import LazyTensor
 from .request import LoadRequest, Reads
 from .targets import Targets
@@ -73,5 +73,4 @@ def find_holding(
 ) -> Holding:
     """The holding that a load asks for; arguments as in `Holding.find`."""
     kinds = (kind for feature in features().values() for kind in feature.holdings())
-    found = (kind.find(model, targets, shards, device, request) for kind in kinds)
-    return next((holding for holding in found if holding is not None), Holding())
+    return first((kind.find(model, targets, shards, device, request) for kind in kinds), Holding())

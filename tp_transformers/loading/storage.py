@@ -14,7 +14,7 @@ from ..checkpoint.reading.header import Checkpoint, check_files, read_index
 from ..checkpoint.reading.jobs import Request
 from ..errors import CheckpointError
 from ..ranks.group import TensorParallelGroup
-from ..seams import features
+from ..seams import features, first
 from ..slices.source import Source
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .encoding import Encoding
@@ -140,7 +140,7 @@ def kinds() -> list[type[Storage]]:
 
 def find_storage(asked: Asked) -> Storage:
     """The storage that a load asks for."""
-    return next((found for kind in kinds() if (found := kind.find(asked)) is not None), Storage())
+    return first((kind.find(asked) for kind in kinds()), Storage())
 
 
 def with_variant(name: str, variant: str | None) -> str:

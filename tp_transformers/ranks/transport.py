@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ..seams import features
+from ..seams import features, first
 
 MAX = dist.ReduceOp.MAX
 SUM = dist.ReduceOp.SUM
@@ -84,8 +84,8 @@ def connect(group: dist.ProcessGroup) -> None:
     """Set up the transport of `group`, of the first feature that has one. Collective. A second call does nothing."""
     if id(group) in _transports or group.size() == 1:
         return
-    found = filter(None, (feature.transport(group) for feature in features().values()))
-    transport = _transports[id(group)] = next(found, BACKEND)
+    transport = first((feature.transport(group) for feature in features().values()), BACKEND)
+    _transports[id(group)] = transport
     weakref.finalize(group, _transports.pop, id(group), None).atexit = False
     OPERATORS.pop(group.group_name, None)  # a destroyed group may have had the same name
     if transport.operators is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor import Replicate
 
 from ..errors import PlanError
-from ..seams import features
+from ..seams import features, first
 from .base import TensorParallelLayer
 from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
@@ -73,8 +73,7 @@ def _known() -> dict[str, TensorParallelLayer]:
 
 
 def _of_feature(value: Any) -> TensorParallelLayer | None:
-    found = (feature.strategy_of(value) for feature in features().values())
-    return next((strategy for strategy in found if strategy is not None), None)
+    return first((feature.strategy_of(value) for feature in features().values()), None)
 
 
 def as_strategy(value: Any) -> Any:

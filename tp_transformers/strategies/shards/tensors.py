@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
 from ...marks import Mark, untyped
-from ...seams import Compute, features
+from ...seams import Compute, features, first
 from ...torch_api import TorchDispatchMode, TracingContext, as_torch, tree_leaves, tree_map
 
 PICKLED: Mark[dict[str, Any]] = Mark("tp_pickled")
@@ -213,8 +213,7 @@ def _is_generated() -> bool:
 @cache
 def computes() -> Compute:
     """How a torch function computes on shards: as the first feature that has a way, else as `_on_values`."""
-    ways = (feature.computes() for feature in features().values())
-    return next((way for way in ways if way is not None), _on_values)
+    return first((feature.computes() for feature in features().values()), _on_values)
 
 
 def _on_values(kind: type, func: Any, args: Any, kwargs: Any) -> Any:
