@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tp_transformers
+from tp_transformers.ranks.limits import visible_cores
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."
@@ -104,10 +105,13 @@ def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
     # By number: the name of the host may have no address.
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
+    # PET_NNODES and others are torchrun's options for a job of a cluster, in which this process may run.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    environment = {"OMP_NUM_THREADS": str(max(1, visible_cores() // ranks)), **inherited}
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         program = ["-m", "benchmarks.demo", "--folder", str(folder), "--report", str(report)]
-        with subprocess.Popen([*torchrun, *program]) as process:
+        with subprocess.Popen([*torchrun, *program], env=environment) as process:
             try:
                 code = process.wait(TIMEOUT)
             except BaseException:
