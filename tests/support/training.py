@@ -54,7 +54,6 @@ def with_trainer(
     process. `adapted`: train LoRA alone; `loss`: with logits that are cut; `fp16`: with a scaler that begins too high;
     `own`: with our Trainer, else with transformers'. `config`: a DistributedConfig in place of a mesh.
     """
-    from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     if own:
@@ -126,4 +125,3 @@ def with_trainer(
         }
     finally:
         logging.disable(logging.NOTSET)
-        AcceleratorState._reset_state(reset_partial_state=True)

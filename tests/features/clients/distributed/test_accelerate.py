@@ -66,44 +66,33 @@ class Run:
             losses.append(loss.item())
         return losses
 
-    def close(self) -> None:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-
 
 def saved(
     folder: str, target: str, copies: int, safe: bool, adapted: bool = False, mode: Any = "replicate"
 ) -> list[float]:
     """Run on every rank: two steps, every kind of save, and the losses of two more steps."""
     run = Run(folder, copies, adapted, mode)
-    try:
-        run.train(2)
-        run.accelerator.save_state(f"{target}/state", safe_serialization=safe)
-        run.accelerator.save_model(run.model, f"{target}/model", safe_serialization=safe)
-        run.accelerator.unwrap_model(run.model).save_pretrained(
-            f"{target}/idiom",
-            is_main_process=run.accelerator.is_main_process,
-            save_function=run.accelerator.save,
-            state_dict=run.accelerator.get_state_dict(run.model),
-        )
-        if not copies or mode == "replicate":
-            own = {name: value * 2 for name, value in run.model.state_dict().items()}
-            run.model.save_pretrained(f"{target}/own", state_dict=own if not adapted else run.model.state_dict())
-        run.accelerator.wait_for_everyone()
-        return run.train(2)
-    finally:
-        run.close()
+    run.train(2)
+    run.accelerator.save_state(f"{target}/state", safe_serialization=safe)
+    run.accelerator.save_model(run.model, f"{target}/model", safe_serialization=safe)
+    run.accelerator.unwrap_model(run.model).save_pretrained(
+        f"{target}/idiom",
+        is_main_process=run.accelerator.is_main_process,
+        save_function=run.accelerator.save,
+        state_dict=run.accelerator.get_state_dict(run.model),
+    )
+    if not copies or mode == "replicate":
+        own = {name: value * 2 for name, value in run.model.state_dict().items()}
+        run.model.save_pretrained(f"{target}/own", state_dict=own if not adapted else run.model.state_dict())
+    run.accelerator.wait_for_everyone()
+    return run.train(2)
 
 
 def resumed(folder: str, target: str, copies: int, adapted: bool = False, mode: Any = "replicate") -> list[float]:
     """Run on every rank: the losses of two steps from the saved state."""
     run = Run(folder, copies, adapted, mode)
-    try:
-        run.accelerator.load_state(f"{target}/state")
-        return run.train(2)
-    finally:
-        run.close()
+    run.accelerator.load_state(f"{target}/state")
+    return run.train(2)
 
 
 def files_of(folder: Path) -> dict[str, torch.Tensor]:

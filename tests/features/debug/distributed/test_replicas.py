@@ -107,7 +107,6 @@ def test_groups_of_the_users_own_do_not_matter(pool: Pool, cases: Any) -> None:
 
 def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
     """Run on every rank: train, let a norm drift in every step, save; what differs then, and what was said."""
-    from accelerate.state import AcceleratorState
     from transformers import TrainerCallback, TrainingArguments
 
     from tp_transformers.trainer import Trainer
@@ -136,7 +135,6 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
         return tp_transformers.debug.check_replicas(model), said
     finally:
         logging.getLogger("tp_transformers").removeHandler(listener)
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_trainer_brings_ranks_together_at_checkpoints(pool: Pool, cases: Any, tmp_path: Path) -> None:

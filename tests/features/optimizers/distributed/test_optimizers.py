@@ -43,7 +43,6 @@ def torch_rows(folder: str) -> dict[str, Any]:
 
 def trainer_rows(folder: str) -> dict[str, Any]:
     """Run on every rank: the same for every value of Trainer's `optim`."""
-    from accelerate.state import AcceleratorState
 
     logging.disable(logging.WARNING)
     try:
@@ -56,7 +55,6 @@ def trainer_rows(folder: str) -> dict[str, Any]:
         }
     finally:
         logging.disable(logging.NOTSET)
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def quantised(name: str) -> float:

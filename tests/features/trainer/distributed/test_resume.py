@@ -129,7 +129,6 @@ def with_trainer(
     change: called with the model before Trainer is made; returns the model to train.
     settings: other TrainingArguments.
     """
-    from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
     from tp_transformers.trainer import Trainer
@@ -178,7 +177,6 @@ def with_trainer(
         }
     finally:
         logging.disable(logging.NOTSET)
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_a_checkpoint_of_trainer_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path) -> None:

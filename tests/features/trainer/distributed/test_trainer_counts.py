@@ -103,7 +103,6 @@ WAYS = {
 
 def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
     """Run on every rank: what Trainer logs and counts; `copies`: of the model, or 0 for one process."""
-    from accelerate.state import AcceleratorState
     from transformers import TrainingArguments, trainer
 
     from tp_transformers.trainer import Trainer
@@ -179,7 +178,6 @@ def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
     finally:
         trainer.speed_metrics = measured
         logging.disable(logging.NOTSET)
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("name", wide(WAYS, 3))
@@ -215,7 +213,6 @@ def test_batches_that_rank_0_would_slice_are_refused(pool: Pool, cases: Any, tmp
 
 def workers_draws(folder: str, target: str) -> list[list[list[int]]]:
     """Run on every rank: an epoch of random rows, drawn in two worker processes."""
-    from accelerate.state import AcceleratorState
     from transformers import TrainingArguments
 
     from tp_transformers.trainer import Trainer
@@ -227,7 +224,6 @@ def workers_draws(folder: str, target: str) -> list[list[list[int]]]:
         return [batch["input_ids"].tolist() for batch in run.get_train_dataloader()]
     finally:
         multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.slow  # workers import torch

@@ -29,7 +29,6 @@ LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "reward", "rewards/margins
 
 def train(kind: str, folder: str, target: str, alone: bool, resumed: str | None = None) -> list[dict[str, float]]:
     """Run on every rank: what the trainer logs of three steps, of which `resumed` is a checkpoint."""
-    from accelerate.state import AcceleratorState
 
     options = {} if alone else {"tp_plan": "auto"}
     if alone:  # for accelerate, torchrun's environment makes one process a distributed one
@@ -71,7 +70,6 @@ def train(kind: str, folder: str, target: str, alone: bool, resumed: str | None 
         return [{name: float(entry[name]) for name in LOGGED if name in entry} for entry in history]
     finally:
         logging.disable(logging.NOTSET)
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def with_tokenizer(checkpoint: str, folder: Path) -> str:
