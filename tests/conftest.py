@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,16 @@ from tests.support.pool import Pool
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # the ranks of the pool need the other cores
 cores.take_own()
-# How fast a machine draws examples says nothing about the code.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+# How fast a machine draws examples says nothing about the code. The quick tests draw the same examples in each run, so
+# that a change alone can break them; all tests (MATRIX=1) draw new ones.
+settings.register_profile(
+    "quick",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize="MATRIX" not in os.environ,
+    database=None,
+)
+settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session")
