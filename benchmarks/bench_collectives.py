@@ -18,9 +18,9 @@ from .report import shown_machine, shown_spread, slowest, spread
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Add the options, and read them."""
     add = parser.add_argument
-    add("--ranks", default="2,3,4,8", help="numbers of ranks (default: 2,3,4,8)")
+    add("--ranks", default="2,4,8", help="numbers of ranks (default: 2,4,8)")
     add("--kinds", default=",".join(KINDS), help="(default: all)")
-    add("--nbytes", default="4,4096,32768,262144,1048576,4194304,16777216", help="sizes of tensors")
+    add("--nbytes", default="4096,32768,4194304", help="sizes of tensors")
     add("--rounds", type=int, default=9, help="how often each side takes its turn (default: 9)")
     add("--timeout", type=float, default=600, help="seconds that one number of ranks may take")
     return parser.parse_args(argv)

@@ -126,7 +126,7 @@ def table(result: dict[str, Any]) -> str:
     """A Markdown table of all models and measures; the machine and versions are below it."""
     first, second = result["sides"].values()
     lines = [
-        f"| checkpoint | measure | {first} | {second} | ratio: median (min, quartiles, max) |",
+        f"| checkpoint | measure | {first} | {second} | ratio: median (min to max) |",
         "| --- | --- | --- | --- | --- |",
     ]
     for model, found in result["models"].items():
@@ -143,7 +143,6 @@ def table(result: dict[str, Any]) -> str:
 def remarks(result: dict[str, Any]) -> list[str]:
     """Notes below the table."""
     machine = result["machine"]
-    ours, second = list(result["sides"].items())[-1]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     lines = [
         f"{result['setting']}, {result['pairs']} pairs of fresh processes, in turn; {machine['date']}",
@@ -152,16 +151,6 @@ def remarks(result: dict[str, Any]) -> list[str]:
         + f", {machine['system']}, huge pages: {machine['huge_pages'] or 'none'}; {versions}",
         f"`{result['command']}`",
     ]
-    for model, found in result["models"].items():
-        limits = ", ".join(
-            f"{LIMITS[name]} {limit / 1e9:.1f} GB/s ({found['fractions'][name]:.0%})"
-            for name, limit in found["limits"].items()
-        )
-        lines.append(f"{model}: the machine's limits, and which part our load reaches: {limits}")
-        for side, held in found["shards"].items():
-            memory = ", ".join(f"{nbytes / 1e9:.2f} GB {where}" for where, nbytes in held.items() if nbytes)
-            lines.append(f"{model}, {result['sides'][side]}: the ranks' shards are {memory}")
-        lines += [f"{model}, {second}, the last load: {rank['report']['text']}" for rank in found["runs"][ours][-1]]
     return lines
 
 
@@ -170,17 +159,7 @@ def _bytes(rank: dict[str, Any]) -> int:
     return max(rank["rchar"] + rank["file_peak"] - rank["file_start"], rank.get("report", {}).get("bytes_read", 0))
 
 
-LIMITS = {
-    "fresh": "preadv into fresh memory",
-    "huge": "preadv into fresh memory of huge pages",
-    "touched": "preadv into touched memory",
-    "pinned": "pinned memory to the device",
-}
-"""Descriptions of the limits."""
-
-
 def _ratio(ratio: dict[str, Any] | None) -> str:
     if ratio is None:
         return "-"
-    rest = f"{ratio['min']:.3g}, {ratio['q1']:.3g} to {ratio['q3']:.3g}, {ratio['max']:.3g}"
-    return f"{ratio['median']:.3g} ({rest})"
+    return f"{ratio['median']:.3g} ({ratio['min']:.3g} to {ratio['max']:.3g})"

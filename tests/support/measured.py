@@ -38,7 +38,7 @@ def result(name: str) -> tuple[list[dict[str, str]], str]:
 
 def loading(page: Path) -> str:
     """Times and memory of loading by both sides, and of pre-sharded files; ratios are transformers' by ours."""
-    (mapped, remarks), (presharded, other_remarks) = result("load-cpu-2"), result("load-cpu-2-presharded-map")
+    (mapped, remarks), (presharded, other_remarks) = result("load-cpu-2"), result("load-cpu-2-presharded")
     rows = [
         "| checkpoint | measure | transformers | here | ratio | pre-sharded, `tp_map=True` | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -15,8 +15,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import tp_transformers
 from benchmarks.gpu.__main__ import LATER
@@ -46,9 +46,6 @@ PAGES = [
     ),
 ]
 """Every page, README first, except for results of benchmarks, which are written by them."""
-
-COMMON = {"colwise", "colwise_rep", "rowwise", "replicate", "embedding_rowwise"}
-"""Strategies that nearly every plan uses, and that say nothing about one."""
 
 
 @dataclass(frozen=True)
@@ -111,16 +108,8 @@ def _anchor(title: str) -> str:
 
 
 def architectures(page: Path) -> str:
-    """One row a plan: its title (the first comment of its file), its model types, its strategies beside the common."""
-    rows = [
-        "| architecture | `model_type` | plan | strategies beside columns, rows and replicated norms |",
-        "| --- | --- | --- | --- |",
-    ]
-    for entry in catalogue():
-        types = ", ".join(f"`{model_type}`" for model_type in entry.model_types)
-        marks = ", ".join(f"`{name}`" for name in entry.strategies if name not in COMMON) or "-"
-        rows.append(f"| [{entry.title}]({entry.url}) | {types} | [{entry.file.name}]({entry.file.name}) | {marks} |")
-    return "\n".join(rows)
+    """A link to each plan, with the title that is the first comment of the file."""
+    return " \N{MIDDLE DOT}\n".join(f"[{entry.title}]({entry.file.name})" for entry in catalogue())
 
 
 def proofs() -> str:
@@ -185,35 +174,23 @@ def _around(name: str, known: dict[str, Proof]) -> str:
 
 
 def public_names(page: Path) -> str:
-    """One row a public name: its module, and the first sentence of its docstring; the namespaces follow the top."""
-    rows = ["| name | meaning |", "| --- | --- |"]
+    """One row for the names at the top, and one for each namespace, whose names link to their modules."""
     top = {name: getattr(tp_transformers, name) for name in tp_transformers.__all__}
-    rows += [_row_of_name(page, name, value) for name, value in top.items() if not inspect.ismodule(value)]
-    for title, namespace in top.items():
-        if inspect.ismodule(namespace):
-            rows.append(_row_of_name(page, f"tp_transformers.{title}", namespace))
-            rows += [_row_of_name(page, f"{title}.{name}", getattr(namespace, name)) for name in namespace.__all__]
+    spaces = {name: value for name, value in top.items() if inspect.ismodule(value)}
+    rows = ["| import from | names |", "| --- | --- |"]
+    for title, space in {"tp_transformers": tp_transformers, **spaces}.items():
+        title = title if space is tp_transformers else f"tp_transformers.{title}"
+        names = [name for name in space.__all__ if name not in spaces]
+        linked = ", ".join(f"[`{name}`]({_module(getattr(space, name), page)})" for name in names)
+        rows.append(f"| `{title}` | {linked} |")
     return "\n".join(rows)
 
 
-def _row_of_name(page: Path, name: str, value: object) -> str:
-    is_defined = inspect.isclass(value) or inspect.isroutine(value)
-    module = value if inspect.ismodule(value) else sys.modules[(value if is_defined else type(value)).__module__]
-    has_doc = is_defined or module is value
-    doc = inspect.getdoc(value) if has_doc else _doc_of_value(name.split(".")[-1], inspect.getsource(module))
-    assert doc, f"{name} has no docstring"
-    file = Path(inspect.getsourcefile(module) or "").relative_to(page.parent).as_posix()
-    return f"| [`{name}`]({file.removesuffix('/__init__.py')}) | {_cell(first_sentence(doc))} |"
-
-
-def _doc_of_value(name: str, source: str) -> str | None:
-    """The string that follows the assignment of a value."""
-    body = ast.parse(source).body
-    for statement, after in pairwise(body):
-        is_named = isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name
-        if is_named and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            return str(after.value.value)
-    return None
+def _module(value: object, page: Path) -> str:
+    """The path of the module that defines a public name, or the type of its value, from a page."""
+    assert inspect.getdoc(value), f"{value} has no docstring"
+    owner = value if inspect.isclass(value) or inspect.isroutine(value) else type(value)
+    return Path(inspect.getsourcefile(sys.modules[owner.__module__]) or "").relative_to(page.parent).as_posix()
 
 
 def first_sentence(text: str) -> str:
@@ -231,7 +208,9 @@ def opening(page: Path) -> str:
 
 
 def _content(path: Path) -> str:
-    """The first sentence about a module or a folder with a page, for a cell of a table."""
+    """The title of a feature, or the first sentence about another folder or a module, for a cell of a table."""
+    if path.parent.name == "features":
+        return _cell((path / "README.md").read_text(encoding="utf-8").partition("\n")[0].removeprefix("# "))
     if path.is_dir():
         return _cell(opening(path / "README.md"))
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
@@ -281,17 +260,19 @@ def _listed(imported: list[str], others: list[str]) -> str:
 
 
 def quantised(page: Path) -> str:
-    """One row a format and model: the worst of all ranks of 1 to 4, as `test_quantized_table` recorded them."""
-    rows = json.loads((ROOT / "tests" / "data" / "quantised.json").read_text(encoding="utf-8"))
+    """One row a format: the worst of all models and ranks of 1 to 4, as `test_quantized_table` recorded them."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads((ROOT / "tests" / "data" / "quantised.json").read_text(encoding="utf-8")):
+        found.setdefault(f"{row['format']} | {row['by']}", []).append(row)
     text = [
-        "| format | checkpoint by | model | forward, packed | bytes read | of 2, 3, 4, packed |",
+        "| format | checkpoint by | models | forward, packed | bytes read | of 4, packed |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for row in rows:
-        held = " ".join(f"{row['held'][size]:.3f}".removeprefix("0") for size in "234")
-        text.append(
-            f"| {row['format']} | {row['by']} | {row['model']} | {row['error']:.0e} | {row['read']:.3f} | {held} |"
-        )
+    for title, rows in found.items():
+        models = ", ".join(row["model"].partition(",")[0] for row in rows)
+        error, read = (max(row[name] for row in rows) for name in ("error", "read"))
+        held = max(row["held"]["4"] for row in rows)
+        text.append(f"| {title} | {models} | {error:.0e} | {read:.3f} | {held:.3f} |")
     return "\n".join(text)
 
 
