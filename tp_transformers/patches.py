@@ -45,11 +45,11 @@ class Patch:
             applies another patch if a name is missing, such as one that raises at the place of use (`refusing`).
         """
         self.owner, self.name = owner, name
-        self._install, self._module, self._without = install, module, without
+        self._install, self._module, self.without = install, module, without
         self._holders = 0
         self._undo: Undo | None = None
         self._logged: set[str] = set()
-        _all.append(self)
+        ALL.append(self)
         self.missing = ""
         """The names that the library lacks, as text; "" if it lacks none."""
 
@@ -71,7 +71,7 @@ class Patch:
         """
         self.hold()
         weakref.finalize(model, self.release).atexit = False
-        if self.missing and self._without is None:
+        if self.missing and self.without is None:
             self.refuse()
 
     def release(self) -> None:
@@ -114,38 +114,18 @@ class Patch:
             logger.warning(
                 "%s: %s; tp_transformers leaves %s unchanged, and tensor-parallel models %s",
                 *(release(self.owner), self.missing, self.name),
-                "do without the change" if self._without is nothing else "that need the change are refused",
+                "do without the change" if self.without is nothing else "that need the change are refused",
             )
         self._logged.add(self.missing)
         with suppress(*_PROBLEMS):
-            return (self._without or nothing)()
+            return (self.without or nothing)()
         return nothing()
 
 
-_all: list[Patch] = []
+ALL: list[Patch] = []
 """Every patch."""
 _released: list[Patch] = []
 """Patches that lost a holder and may have to be undone."""
-
-
-def patched_names() -> dict[str, list[str]]:
-    """{library: names that `enable()` or tensor-parallel models replace}."""
-    found: dict[str, list[str]] = {}
-    for patch in _all:
-        found.setdefault(patch.owner, []).append(patch.name)
-    return found
-
-
-def missing_names() -> dict[str, str]:
-    """{library: names that it lacks and the consequences}, found by applying every patch that waits for no import."""
-    found: dict[str, list[str]] = {}
-    for patch in _all:
-        patch.hold()
-        if patch.missing:
-            then = "without the change" if patch._without is nothing else "refused"
-            found.setdefault(patch.owner, []).append(f"{patch.missing}: {patch.name} on a tensor-parallel model {then}")
-        patch.release()
-    return {owner: "; ".join(lines) for owner, lines in found.items()}
 
 
 def nothing() -> Undo:

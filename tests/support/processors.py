@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
-from tp_transformers.anatomy.classes import generating_class
+from tp_transformers.features.command_line.models import generating_class
 from tp_transformers.features.verify.small_models import model as probe
 from tp_transformers.features.verify.small_models.config import shrink
 from tp_transformers.features.verify.small_models.widths import levels_of

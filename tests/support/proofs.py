@@ -40,8 +40,9 @@ from transformers.models.auto import modeling_auto
 
 from tests.support.pool import Pool, WorkerError
 from tp_transformers import TensorParallelError
-from tp_transformers.anatomy.classes import inner_models, model_class
+from tp_transformers.anatomy.layers import inner_models
 from tp_transformers.anatomy.names import fold_layers
+from tp_transformers.features.command_line.models import model_class
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans

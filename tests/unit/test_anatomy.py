@@ -12,7 +12,14 @@ from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
 from tp_transformers import UnsupportedError
-from tp_transformers.anatomy import attention, classes, layers, linears, names, norms
+from tp_transformers.anatomy import attention, layers, linears, names, norms
+from tp_transformers.features.command_line import models
+from tp_transformers.features.data_parallel import fsdp
+from tp_transformers.features.infer import seen
+from tp_transformers.features.mixers import channelwise
+from tp_transformers.features.planner import kv_cache
+from tp_transformers.features.sequence import rewrite
+from tp_transformers.features.verify.small_models import config as small_config
 
 
 @cache
@@ -59,9 +66,9 @@ def test_layer_numbers_are_folded_by_name_and_by_list() -> None:
     model = outline("qwen2_5_vl")
     step = "model.visual.merger.mlp.2.weight"
     assert names.fold_layers(step) == "model.visual.merger.mlp.*.weight"
-    assert names.fold_lists(model, step) == step, "the members of an nn.Sequential differ"
+    assert seen.fold_lists(model, step) == step, "the members of an nn.Sequential differ"
     for name in outline("qwen3_moe").state_dict():
-        assert names.fold_lists(outline("qwen3_moe"), name) == names.fold_layers(name)
+        assert seen.fold_lists(outline("qwen3_moe"), name) == names.fold_layers(name)
 
 
 def test_names_of_layers() -> None:
@@ -97,7 +104,7 @@ def test_features_of_linears_and_embeddings() -> None:
         "lm_head": (64, 199),
     }
     assert answers("gpt2", linears.is_transposed).keys() == {name for name in found if ".h." in name}
-    assert answers("gpt2", linears.has_inputs_first).keys() == found.keys() - {"lm_head"}
+    assert answers("gpt2", channelwise.has_inputs_first).keys() == found.keys() - {"lm_head"}
     norm = outline("gpt2").transformer.ln_f
     assert linears.features(norm) is None
     assert (linears.input_width(norm), linears.output_width(norm)) == (0, 0)
@@ -118,8 +125,8 @@ def test_features_of_linears_and_embeddings() -> None:
 def test_experts(name: str, experts: set[str]) -> None:
     found = answers(name, linears.holds_experts)
     assert {path.rpartition(".")[2] for path in found} == experts
-    assert answers(name, linears.stacked_experts) == {}
-    transposed = answers(name, linears.has_inputs_first).keys() & found.keys()
+    assert answers(name, seen.stacked_experts) == {}
+    transposed = answers(name, channelwise.has_inputs_first).keys() & found.keys()
     assert bool(transposed) == (name == "gpt_oss")
 
 
@@ -129,7 +136,7 @@ def test_experts_that_stand_one_below_the_other() -> None:
     )
     with torch.device("meta"):
         model = transformers.DbrxModel(config)
-    found = {names.fold_layers(name): linears.stacked_experts(module) for name, module in model.named_modules()}
+    found = {names.fold_layers(name): seen.stacked_experts(module) for name, module in model.named_modules()}
     assert {name: count for name, count in found.items() if count} == {"blocks.*.ffn.experts": 4}
 
 
@@ -180,7 +187,7 @@ def test_experts_that_stand_one_below_the_other() -> None:
 def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], cross: set[str]) -> None:
     model = outline(name)
     found = {path: module for path, module in model.named_modules() if attention.is_attention(module)}
-    around = {path for path, module in found.items() if attention.is_around_attention(module)}
+    around = {path for path, module in found.items() if kv_cache.is_around_attention(module)}
     assert bool(around) == (name == "t5"), "T5's layers are called attention too"
     counts = {
         names.fold_layers(path): attention.head_counts(module, attention.attention_config(module, model))
@@ -223,7 +230,7 @@ def test_the_config_around_a_module() -> None:
 def test_widths_of_what_is_cached(name: str, widths: tuple[int, int, int]) -> None:
     model = outline(name)
     found = [module for module in model.modules() if attention.is_attention(module)]
-    assert {attention.cached_widths(module, attention.attention_config(module, model)) for module in found} == {widths}
+    assert {kv_cache.cached_widths(module, attention.attention_config(module, model)) for module in found} == {widths}
 
 
 # -- norms
@@ -235,8 +242,8 @@ LAYER = ["transformer.h.*.ln_1", "transformer.h.*.ln_2", "transformer.ln_f"]
 @pytest.mark.parametrize(("name", "found", "are_rms"), [("llama", RMS, True), ("gpt2", LAYER, False)])
 def test_norms(name: str, found: list[str], are_rms: bool) -> None:
     assert list(answers(name, norms.is_norm)) == found
-    assert list(answers(name, norms.is_norm_of_tokens)) == found
-    assert list(answers(name, norms.is_norm_of_one_tensor)) == found
+    assert list(answers(name, rewrite.is_norm_of_tokens)) == found
+    assert list(answers(name, seen.is_norm_of_one_tensor)) == found
     assert list(answers(name, lambda module: norms.is_norm(module) and norms.is_rms_norm(module, (8,)))) == (
         found if are_rms else []
     )
@@ -249,10 +256,10 @@ def test_norms_that_not_every_question_is_about() -> None:
     """Cohere's norm of heads has a number for every feature of every head, OLMo's has none."""
     heads = {"model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"}
     known = answers("cohere with q/k norms", norms.is_norm).keys()
-    assert known - answers("cohere with q/k norms", norms.is_norm_of_tokens).keys() == heads
-    assert answers("cohere with q/k norms", norms.is_norm_of_one_tensor).keys() == known
-    assert list(answers("olmo", norms.is_norm_of_tokens)) == RMS
-    assert answers("olmo", norms.is_norm_of_one_tensor) == {}
+    assert known - answers("cohere with q/k norms", rewrite.is_norm_of_tokens).keys() == heads
+    assert answers("cohere with q/k norms", seen.is_norm_of_one_tensor).keys() == known
+    assert list(answers("olmo", rewrite.is_norm_of_tokens)) == RMS
+    assert answers("olmo", seen.is_norm_of_one_tensor) == {}
     assert not norms.is_rms_norm(outline("olmo").model.norm, ())
 
 
@@ -278,17 +285,17 @@ def test_norms_that_not_every_question_is_about() -> None:
 )
 def test_the_class_of_a_config(config: str, named: list[str] | None, cls: str, generating: str) -> None:
     made = getattr(transformers, config)(architectures=named)
-    assert classes.model_class(made).__name__ == cls
-    assert classes.known_class(made) is classes.model_class(made)
-    assert classes.generating_class(made).__name__ == generating
+    assert models.model_class(made).__name__ == cls
+    assert models.known_class(made) is models.model_class(made)
+    assert models.generating_class(made).__name__ == generating
 
 
 def test_a_config_without_a_class_is_refused() -> None:
     class OwnConfig(transformers.PreTrainedConfig):
         model_type = "own"
 
-    assert classes.known_class(OwnConfig()) is None
-    for ask in (classes.model_class, classes.generating_class):
+    assert models.known_class(OwnConfig()) is None
+    for ask in (models.model_class, models.generating_class):
         with pytest.raises(UnsupportedError, match="model_type own"):
             ask(OwnConfig())
 
@@ -296,7 +303,7 @@ def test_a_config_without_a_class_is_refused() -> None:
 def test_a_model_without_memory_leaves_its_config_alone() -> None:
     config = outline("llama").config
     before = config.to_dict()
-    model = classes.without_memory(transformers.LlamaForCausalLM, config)
+    model = models.without_memory(transformers.LlamaForCausalLM, config)
     assert {param.device.type for param in model.parameters()} == {"meta"}
     assert config.to_dict() == before
     assert model.config is not config
@@ -320,7 +327,7 @@ def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
     found = dict(layers.stacks(model))
     assert list(found) == stacks
     members = [layer for stack in found.values() for layer in stack]
-    assert set(layers.layers_of(model)) >= set(members)  # a tower's embedding is not split either
+    assert set(fsdp.layers_of(model)) >= set(members)  # a tower's embedding is not split either
     for path, _ in model.named_parameters():
         inside = [f"{stack}.{step}" for stack in found for step, _ in found[stack].named_children()]
         around = [layer for layer in inside if path.startswith(f"{layer}.")]
@@ -337,5 +344,5 @@ def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
 )
 def test_layers_that_are_alike(name: str, stack: str, firsts: list[int]) -> None:
     found = outline(name).get_submodule(stack)
-    kinds = [layers.kind(layer) for layer in found]
+    kinds = [small_config.kind(layer) for layer in found]
     assert [kinds.index(each) for each in kinds] == firsts

@@ -11,10 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import PlanError
-from .linears import features
-from .names import CACHES
-
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -24,20 +20,11 @@ QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 """Attributes of transformers' attention modules, or of their configs, with counts and sizes of heads."""
-_CACHES = {*CACHES, "layer_past", "layer_state"}
-"""Names of the cache argument of attention modules."""
-LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Config fields of latent attention: widths of the latent, and of the keys and values of a head."""
 
 
 def is_attention(module: nn.Module) -> bool:
     """True for attention, and for a layer that contains it, as in T5; see `is_around_attention`."""
     return "Attention" in type(module).__name__
-
-
-def is_around_attention(module: nn.Module) -> bool:
-    """True if a module contains an attention module, as T5's layers do."""
-    return any(map(is_attention, list(module.modules())[1:]))
 
 
 def is_cross_attention(name: str) -> bool:
@@ -46,14 +33,6 @@ def is_cross_attention(name: str) -> bool:
     if own in ("self", "attention") and around and "att" in around[-1]:
         own = around[-1]
     return "cross" in own or own.startswith("enc")
-
-
-def cache_index(module: nn.Module) -> int | None:
-    """The layer of the cache that an attention module fills; None if it takes no cache, as in an encoder."""
-    indices = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
-    index = next((each for each in indices if isinstance(each, int)), None)
-    takes = inspect.signature(type(module).forward).parameters
-    return index if getattr(module, "is_decoder", True) and not _CACHES.isdisjoint(takes) else None
 
 
 def attention_config(module: nn.Module, model: PreTrainedModel) -> Any:
@@ -75,37 +54,6 @@ def head_counts(module: nn.Module, config: Any) -> tuple[int, int]:
     """(query heads, KV heads) from a module's attributes or its config; 0 if neither has them."""
     query = first_of(QUERY_COUNTS, module, config) or 0
     return query, first_of(KV_COUNTS, module, config) or query
-
-
-def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
-    """(cached heads, features of a key, features of a value) of an attention module.
-
-    Raises PlanError if the config has no usable counts.
-    """
-    query, kv = head_counts(module, config)
-    rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
-    if rank and hasattr(module, "expand_kv"):  # it caches the latent and the rotary key, which all heads share
-        return 1, rank, rope
-    if rank and nope:  # it caches the key and value of every query head, expanded from the latent
-        return query, nope + rope, value
-    width = first_of(HEAD_SIZES, module, config)
-    if width is None:
-        hidden = first_of(("hidden_size",), config)
-        if not query or not hidden:
-            raise PlanError(
-                f"the config of {type(module).__name__}",
-                got=f"{query} query heads and a hidden size of {hidden or 0}",
-                expected="numbers above 0",
-                fix="Correct num_attention_heads and hidden_size in config.json.",
-            )
-        width = hidden // query
-    projection = getattr(module, "k_proj", None)
-    projected = features(projection) if isinstance(projection, nn.Module) else None
-    if projected is not None and projected[1] % width == 0:
-        kv = projected[1] // width
-    if getattr(module, "new_decoder_architecture", False):  # Falcon caches the group's key and value per query head
-        kv = query
-    return kv, width, width
 
 
 def reads_counts_of_config(module: nn.Module) -> bool:

@@ -1,11 +1,11 @@
-"""Layers: the module lists of a model, the layer of a parameter, and a description to compare layers by."""
+"""Parts of a model: models inside it, module lists, and the layer of a parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleList]]:
@@ -35,29 +35,12 @@ def layer_around(model: nn.Module, name: str) -> str | None:
     return None
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model, inner ones first; FSDP wraps each of them.
+def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+    """(name, model) of the models inside `model`: a language model, a vision tower, ..., outermost first.
 
-    They are the modules that transformers keeps on one device (`_no_split_modules`), or else the entries of the
-    outermost module lists.
+    They are the submodels with a different model type; a base model has the type of its model.
     """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in kinds]
-    return (named or [layer for _, stack in stacks(model) for layer in stack])[::-1]
-
-
-def kind(layer: nn.Module) -> tuple[Any, ...]:
-    """A description that is equal for equal layers: modules, parameter shapes, and settings such as a window."""
-    return tuple(
-        (
-            name,
-            type(module).__name__,
-            tuple((param, tuple(value.shape)) for param, value in module.named_parameters(recurse=False)),
-            tuple(
-                (key, value)
-                for key, value in vars(module).items()
-                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id", "number"))
-            ),
-        )
-        for name, module in layer.named_modules()
-    )
+    own = getattr(getattr(model, "config", None), "model_type", None)
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel) and module.config.model_type != own:
+            yield name, module

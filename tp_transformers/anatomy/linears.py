@@ -43,11 +43,6 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def has_inputs_first(module: nn.Module) -> bool:
-    """True if weight rows are input features (Conv1D, embedding, transposed experts); used for drawings."""
-    return isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))
-
-
 def embeds_states(module: nn.Module, config: Any) -> bool:
     """True for an embedding with the hidden size; norms and residual sums need all its features."""
     return isinstance(module, nn.Embedding) and module.embedding_dim == getattr(config, "hidden_size", None)
@@ -63,15 +58,3 @@ def holds_experts(module: nn.Module) -> bool:
         and len({shape[0] for shape in shapes}) == 1
         and not any(map(features, module.children()))  # else a mixer, which has heads
     )
-
-
-def stacked_experts(module: nn.Module) -> int:
-    """Number of experts whose matrices are concatenated, (experts * features, hidden), in the parameters of a module.
-
-    0 if there are none. DBRX stores experts like this.
-    """
-    count = vars(module).get("num_experts")
-    shapes = [param.shape for param in module.parameters()]
-    if not isinstance(count, int) or count < 2 or not shapes or any(features(child) for child in module.modules()):
-        return 0
-    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0

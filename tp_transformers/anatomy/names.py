@@ -22,16 +22,6 @@ def fold_layers(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def fold_lists(model: nn.Module, name: str) -> str:
-    """Replace the indices of module lists in a name by `*`; indices of an nn.Sequential stay, as its modules differ."""
-    owner: Any = model
-    path = []
-    for step in name.split("."):
-        path.append("*" if isinstance(owner, nn.ModuleList) and step.isdecimal() else step)
-        owner = getattr(owner, step, None)
-    return ".".join(path)
-
-
 def folded(values: Iterable[tuple[str, V]]) -> dict[str, dict[V, list[str]]]:
     """Group names by `fold_layers` and value: {folded name: {value: names}}, in the order of `values`."""
     groups: dict[str, dict[V, list[str]]] = {}

@@ -20,8 +20,7 @@ from typing import Any
 from .. import __version__
 from ..errors import TensorParallelError
 from ..seams import FOLDER, features
-from . import REFUSED
-from .arguments import import_files
+from . import REFUSED, import_files
 
 COMMANDS: dict[str, Any] = {
     name: module for feature in features().values() for name, module in feature.commands().items()

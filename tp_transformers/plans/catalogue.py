@@ -9,12 +9,6 @@ from types import MappingProxyType
 
 from .yaml_file import model_types_of
 
-PROVEN_WITH = ("5.6.2", "5.17.0", "5.23.0")
-"""Releases of transformers that CI tests every plan with, against one process, from the oldest to the newest.
-
-A few model types need a later release to run with a shard of their heads, or to have the names of their plan: `since`
-in tests/support/tiny.py. With an earlier release, a load reports the misfit. A test compares this list with CI."""
-
 
 @cache
 def available_plans() -> Mapping[str, Path]:

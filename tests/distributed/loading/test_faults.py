@@ -31,10 +31,11 @@ from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tp_transformers.checkpoint.reading import reader
 from tp_transformers.checkpoint.reading.local_file import LocalFile
-from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
+from tp_transformers.checkpoint.saving.writer import Writer
 from tp_transformers.features.machines import sameness
 from tp_transformers.features.page_cache import prefetch
 from tp_transformers.features.presharded import save
+from tp_transformers.features.presharded.summed import SummedWriter
 from tp_transformers.features.watch import calls
 from tp_transformers.loading import load as loader
 from tp_transformers.loading import memory, request

@@ -14,7 +14,8 @@ import torch
 
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.saving import writer
-from tp_transformers.checkpoint.saving.writer import SummedWriter, Writer
+from tp_transformers.checkpoint.saving.writer import Writer
+from tp_transformers.features.presharded.summed import SummedWriter
 
 
 def test_a_writer_writes_in_order(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import main
 from tests.support.models import llama_config
-from tp_transformers.commands.arguments import add_plan, passed_on
+from tp_transformers.features.command_line.arguments import add_plan, passed_on
 from tp_transformers.strategies import STRATEGIES
 
 STRATEGY = """

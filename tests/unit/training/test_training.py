@@ -17,7 +17,7 @@ from transformers import BartForConditionalGeneration, LlamaForCausalLM
 import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config, load
-from tp_transformers.anatomy.layers import layers_of
+from tp_transformers.features.data_parallel.fsdp import layers_of
 from tp_transformers.features.sequence.sequence import SequenceGatherParallel
 from tp_transformers.features.trainer.checkpoints import _load_optimizer_and_scheduler
 from tp_transformers.model.dropout import OwnRandomness

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import warnings
@@ -20,9 +19,6 @@ _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 _SAMPLE_BYTES = 1 << 20
 """Distance between the bytes that `is_resident` probes, and bytes per read of `prefetch`."""
-
-BLOCKS, BLOCK_BYTES = 16, 4 << 10
-"""Number and bytes of the blocks that `sample` hashes."""
 
 
 class FileMap:
@@ -83,8 +79,6 @@ class LocalFile(Source):
             raise self.fault("no such file", "a safetensors file", fix) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
-        self.bytes_sampled = 0
-        """Bytes read by `sample`; not part of `bytes_read`."""
         status = os.fstat(self._fd)
         self.copy = (node_name(), status.st_dev, *_identity(status))
         """A value that is equal in two processes only if they read the same inode on the same node."""
@@ -96,7 +90,7 @@ class LocalFile(Source):
         pending = [buffer for buffer in buffers if len(buffer)]
         position = offset
         while pending:
-            count = self._preadv(pending[:_IOV_MAX], position)
+            count = self.preadv(pending[:_IOV_MAX], position)
             if count == 0:
                 got, expected = f"the end of the file at byte {position}", f"{sum(map(len, pending))} bytes more"
                 fix = "The file is truncated, or changed while it was read; download it again."
@@ -150,18 +144,7 @@ class LocalFile(Source):
         """Read the bytes [start, stop) into the page cache and discard them."""
         scratch = memoryview(bytearray(min(stop - start, _SAMPLE_BYTES)))
         for offset in range(start, stop, _SAMPLE_BYTES):
-            self._preadv([scratch[: stop - offset]], offset)
-
-    def sample(self) -> str:
-        """Hash a few blocks, at offsets that depend on the file size only; a short file is hashed completely."""
-        digest = hashlib.blake2b(digest_size=16)
-        block, room = memoryview(bytearray(BLOCK_BYTES)), max(self.size - BLOCK_BYTES, 0)
-        count = min(BLOCKS, -(-self.size // BLOCK_BYTES))
-        for offset in (room * index // max(count - 1, 1) for index in range(count)):
-            length = self._preadv([block], offset)
-            digest.update(block[:length])
-            self.bytes_sampled += length
-        return digest.hexdigest()
+            self.preadv([scratch[: stop - offset]], offset)
 
     def check_unchanged(self) -> None:
         """See `Source.check_unchanged`; compares inode, size and modification time."""
@@ -185,7 +168,8 @@ class LocalFile(Source):
             os.close(self._fd)
             self._fd = -1
 
-    def _preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill `buffers` from `offset` on as far as one call does, uncounted; returns the number of bytes."""
         try:
             return os.preadv(self._fd, buffers, offset)
         except OSError as error:

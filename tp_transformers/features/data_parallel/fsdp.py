@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ...anatomy.layers import layers_of
+from ...anatomy.layers import stacks
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...ranks.mesh import both_axes
@@ -126,3 +126,14 @@ def _unwrap(model: nn.Module, params: Collection[nn.Parameter]) -> None:
                 if param not in plain:
                     plain[param] = nn.Parameter(local_tensor(param).detach(), requires_grad=param.requires_grad)
                 module._parameters[name] = plain[param]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model, inner ones first; FSDP wraps each of them.
+
+    They are the modules that transformers keeps on one device (`_no_split_modules`), or else the entries of the
+    outermost module lists.
+    """
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    named = [module for module in model.modules() if type(module).__name__ in kinds]
+    return (named or [layer for _, stack in stacks(model) for layer in stack])[::-1]

@@ -119,24 +119,36 @@ def _refusals() -> list[str]:
 
 
 def _patched() -> dict[str, list[str]]:
-    """Changes to other libraries, by `enable()` and by tensor-parallel models."""
-    from ...patches import patched_names
-
-    _import_patches()
-    return patched_names()
+    """{library: names that `enable()` or tensor-parallel models replace}."""
+    found: dict[str, list[str]] = {}
+    for patch in _patches():
+        found.setdefault(patch.owner, []).append(patch.name)
+    return found
 
 
 def _lacking() -> dict[str, str]:
-    """Names that the installed releases lack, and the consequences."""
-    from ... import torch_api
-    from ...patches import missing_names
+    """{name, or library: consequence} of what the installed releases lack.
 
-    _import_patches()
-    return {**torch_api.lacking(), **missing_names()}
+    Applies every patch that waits for no import.
+    """
+    from ...patches import nothing
+    from ...torch_api import lacking
+
+    found: dict[str, list[str]] = {}
+    for patch in _patches():
+        patch.hold()
+        if patch.missing:
+            then = "without the change" if patch.without is nothing else "refused"
+            found.setdefault(patch.owner, []).append(f"{patch.missing}: {patch.name} on a tensor-parallel model {then}")
+        patch.release()
+    return {**lacking(), **{owner: "; ".join(lines) for owner, lines in found.items()}}
 
 
-def _import_patches() -> None:
+def _patches() -> list[Any]:
+    """Every patch."""
     from ...loading import hook  # noqa: F401 - imports those of the core
+    from ...patches import ALL
     from ...seams import model_patches
 
     model_patches()
+    return ALL

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import features, input_width, output_width, stacked_experts
-from ...anatomy.names import fold_lists
+from ...anatomy.linears import features, input_width, output_width
 from ...strategies import STRATEGIES
 from ...strategies.base import EXPERT_UNIT
 from .attention import Roles, attention_roles, feature_order
 from .block import KINDS, Block, Refused
 from .mixers import mixer_block
 from .reach import Flow
+from .seen import fold_lists, stacked_experts
 
 BIASES = ("alibi", "position_bias", "attention_mask")
 """Keyword arguments of attention that may be biases per head, which the strategy `alibi` slices."""

@@ -30,9 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the plan and print a report; returns 1 if it shards nothing, or verification fails."""
     from transformers.utils import logging
 
-    from ...anatomy.classes import own_class, read_config
     from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
+    from ..command_line.models import own_class, read_config
     from .prove import prove
     from .suggestion import suggest
 

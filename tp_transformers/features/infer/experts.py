@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...anatomy.linears import stacked_experts
 from ...torch_api import tree_map_only
+from .seen import stacked_experts
 
 TRIED = 32
 """Number of indices tried along each dim of a parameter."""

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import features, has_inputs_first
+from ...anatomy.linears import features
 from ...anatomy.norms import is_norm
 from ...errors import error_text, shorten
 from ...plans.bind import Resolution
 from ...slices.layout import Layout
 from ...strategies.shards.slicing import take
+from ..mixers.channelwise import has_inputs_first
 from ..verify.small_models.trace import Trace, traced
 
 TOLERANCE = 1e-3

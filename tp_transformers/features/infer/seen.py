@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import CONVOLUTIONS, features, holds_experts, stacked_experts
-from ...anatomy.names import fold_lists
-from ...anatomy.norms import is_norm, is_norm_of_one_tensor
+from ...anatomy.linears import CONVOLUTIONS, features, holds_experts
+from ...anatomy.norms import is_norm
 from ...torch_api import tree_map_only
 
 TINY = 1e-6
@@ -181,3 +181,37 @@ def read_outside(model: PreTrainedModel, run: Callable[[], Any]) -> set[str]:
         for handle in handles:
             handle.remove()
     return {fold_lists(model, name) for name in reads.outside}
+
+
+def stacked_experts(module: nn.Module) -> int:
+    """Number of experts whose matrices are concatenated, (experts * features, hidden), in the parameters of a module.
+
+    0 if there are none. DBRX stores experts like this.
+    """
+    count = vars(module).get("num_experts")
+    shapes = [param.shape for param in module.parameters()]
+    if not isinstance(count, int) or count < 2 or not shapes or any(features(child) for child in module.modules()):
+        return 0
+    return count if all(len(shape) == 2 and shape[0] % count == 0 and shape[0] > count for shape in shapes) else 0
+
+
+def fold_lists(model: nn.Module, name: str) -> str:
+    """Replace the indices of module lists in a name by `*`; indices of an nn.Sequential stay, as its modules differ."""
+    owner: Any = model
+    path = []
+    for step in name.split("."):
+        path.append("*" if isinstance(owner, nn.ModuleList) and step.isdecimal() else step)
+        owner = getattr(owner, step, None)
+    return ".".join(path)
+
+
+def is_norm_of_one_tensor(module: nn.Module) -> bool:
+    """True for a norm with one input tensor, no children, and a weight of at most two dims (heads, features)."""
+    weight = module._parameters.get("weight")
+    return (
+        is_norm(module)
+        and weight is not None
+        and weight.ndim <= 2
+        and not list(module.children())
+        and len(inspect.signature(type(module).forward).parameters) == 2
+    )

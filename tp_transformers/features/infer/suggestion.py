@@ -15,20 +15,21 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import generating_class
-from ...anatomy.names import base_prefix, fold_layers, fold_lists, inner
+from ...anatomy.names import base_prefix, fold_layers, inner
 from ...errors import PlanError
 from ...logs import get_logger
 from ...plans.attention_heads import AttentionHeads
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import shares
 from ...plans.rules import Plan
+from ..command_line.models import generating_class
 from ..verify.small_models import model as probe
 from ..verify.small_models.config import meta_model, shrink, supported
 from .block import Block
 from .blocks import find_blocks
 from .reach import Flow, flow_of
 from .rehearsal import misfit
+from .seen import fold_lists
 
 logger = get_logger(__name__)
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import Conv1D
 
-from ...anatomy.linears import CONVOLUTIONS, features, has_inputs_first
+from ...anatomy.linears import CONVOLUTIONS, features
 from ...slices.layout import Layout
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.views import still_sharded
@@ -51,3 +52,8 @@ class ChannelwiseParallel(TensorParallelLayer):
         return dict.fromkeys(
             ("groups", "in_channels", "out_channels"), self.split_length(module.out_channels, self.size).widths[rank]
         )
+
+
+def has_inputs_first(module: nn.Module) -> bool:
+    """True if weight rows are input features (Conv1D, embedding, transposed experts); used for drawings."""
+    return isinstance(module, nn.Embedding | Conv1D) or bool(getattr(module, "is_transposed", False))

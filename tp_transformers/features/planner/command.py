@@ -10,8 +10,8 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from ...commands.arguments import add_plan, add_shares, count_ranks, parse_shares
 from ...errors import UsageError, describe
+from ..command_line.arguments import add_plan, add_shares, count_ranks, parse_shares
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
 EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --gpu-memory 24GB"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import inner_models
+from ...anatomy.layers import inner_models
 from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, tied_parameters
 from ...loading.request import LoadRequest, open_checkpoint

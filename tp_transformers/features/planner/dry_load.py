@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 import torch
 from transformers import PreTrainedModel
 
-from ...anatomy.classes import model_class, read_config
 from ...errors import CheckpointError, TensorParallelError, in_one_line
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.request import LoadRequest
 from ...plans.rules import Plan
+from ..command_line.models import model_class, read_config
 from .described import described_dtype
 from .survey import Survey, take_survey
 

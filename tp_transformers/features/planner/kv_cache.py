@@ -7,14 +7,25 @@ it is filled with tensors of one head on the meta device, and measured.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
-from ...anatomy.attention import cache_index, cached_widths, is_around_attention, is_attention, is_cross_attention
+from ...anatomy.attention import HEAD_SIZES, first_of, head_counts, is_attention, is_cross_attention
+from ...anatomy.linears import features
+from ...anatomy.names import CACHES
+from ...errors import PlanError
 from ...plans.attention_heads import AttentionHeads
+
+_CACHES = {*CACHES, "layer_past", "layer_state"}
+"""Names of the cache argument of attention modules."""
+LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Config fields of latent attention: widths of the latent, and of the keys and values of a head."""
 
 
 @dataclass(frozen=True)
@@ -73,3 +84,47 @@ def cached_attention(
         heads_per_rank = next((split.widths for split in splits if split.length == heads), (heads,) * size)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
         yield Cached(name, tokens, tuple(width * head_bytes for width in heads_per_rank))
+
+
+def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:
+    """(cached heads, features of a key, features of a value) of an attention module.
+
+    Raises PlanError if the config has no usable counts.
+    """
+    query, kv = head_counts(module, config)
+    rank, nope, rope, value = (first_of((name,), module, config) or 0 for name in LATENT_WIDTHS)
+    if rank and hasattr(module, "expand_kv"):  # it caches the latent and the rotary key, which all heads share
+        return 1, rank, rope
+    if rank and nope:  # it caches the key and value of every query head, expanded from the latent
+        return query, nope + rope, value
+    width = first_of(HEAD_SIZES, module, config)
+    if width is None:
+        hidden = first_of(("hidden_size",), config)
+        if not query or not hidden:
+            raise PlanError(
+                f"the config of {type(module).__name__}",
+                got=f"{query} query heads and a hidden size of {hidden or 0}",
+                expected="numbers above 0",
+                fix="Correct num_attention_heads and hidden_size in config.json.",
+            )
+        width = hidden // query
+    projection = getattr(module, "k_proj", None)
+    projected = features(projection) if isinstance(projection, nn.Module) else None
+    if projected is not None and projected[1] % width == 0:
+        kv = projected[1] // width
+    if getattr(module, "new_decoder_architecture", False):  # Falcon caches the group's key and value per query head
+        kv = query
+    return kv, width, width
+
+
+def cache_index(module: nn.Module) -> int | None:
+    """The layer of the cache that an attention module fills; None if it takes no cache, as in an encoder."""
+    indices = (getattr(module, name, None) for name in ("layer_idx", "layer_id"))
+    index = next((each for each in indices if isinstance(each, int)), None)
+    takes = inspect.signature(type(module).forward).parameters
+    return index if getattr(module, "is_decoder", True) and not _CACHES.isdisjoint(takes) else None
+
+
+def is_around_attention(module: nn.Module) -> bool:
+    """True if a module contains an attention module, as T5's layers do."""
+    return any(map(is_attention, list(module.modules())[1:]))

@@ -11,11 +11,12 @@ import torch
 
 from ...anatomy.names import folded, layer_number
 from ...plans.catalogue import available_plans
-from ...text import columns, fold, size, spans, terminal_width
+from ...text import size, spans
 from .fit import MOST_RANKS
 from .memory import MemoryPlan, Parameter
 from .room import Room
 from .survey import Survey
+from .tables import columns, fold, terminal_width
 
 T = TypeVar("T")
 Tree = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ...commands.arguments import add_plan, add_shares, count_ranks, parse_shares
+from ..command_line.arguments import add_plan, add_shares, count_ranks, parse_shares
 
 SUMMARY = "shard a checkpoint for N ranks, one file a rank, in this process alone, one parameter after the other"
 EXAMPLE = "tp-transformers shard Qwen/Qwen3-8B sharded --tp-size 4"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class PreSharded(Feature):
     """One file for each rank, which that rank reads from its first byte to its last."""
 
-    requires = ("packed",)
+    requires = ("command_line", "packed")
     public: ClassVar[Mapping[str, str]] = {"save_sharded": ".save", "checkpoint.verify_sharded": ".checkpoint"}
 
     def commands(self) -> Mapping[str, ModuleType]:

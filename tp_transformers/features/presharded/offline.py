@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ...anatomy.classes import model_class, read_config
 from ...anatomy.names import tied_parameters
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.report import LoadReport
@@ -42,6 +41,7 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
 from ...strategies import layout_of
+from ..command_line.models import model_class, read_config
 from ..packed.weight import packed_weights
 from .manifest import Manifest, RankFile
 from .packed import pack, stored_as

@@ -21,7 +21,7 @@ from ...checkpoint.conversion.convert import identity
 from ...checkpoint.saving.copies import on_all_copies
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.save import config_last, names_in, saved_state, values_of, write_configs
-from ...checkpoint.saving.writer import STAGING, SummedWriter, make_folder, named
+from ...checkpoint.saving.writer import STAGING, make_folder, named
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...marks import untyped
@@ -32,6 +32,7 @@ from ...strategies import layout_of, local_tensor, unsharded_like
 from ...strategies.shards.replicas import sample, warn_of_drift
 from .checkpoint import ShardedCheckpoint
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
+from .summed import SummedWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from ...commands.arguments import add_shares, count_ranks
 from ...errors import UsageError
+from ..command_line.arguments import add_shares, count_ranks
 from .start import set_shares, start
 
 NUMA = "TP_TRANSFORMERS_NUMA"

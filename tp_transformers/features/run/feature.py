@@ -11,6 +11,8 @@ from ...seams import Feature
 class Run(Feature):
     """A script, unedited, on N ranks, with each error printed once."""
 
+    requires = ("command_line",)
+
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command
 

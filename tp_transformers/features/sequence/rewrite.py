@@ -22,7 +22,7 @@ from torch import nn
 
 from ...anatomy.linears import DROPOUTS
 from ...anatomy.names import fold_layers, is_inside
-from ...anatomy.norms import is_norm_of_tokens
+from ...anatomy.norms import is_norm
 from ...plans.rules import Plan
 from .stack import StackRewriter
 
@@ -113,3 +113,8 @@ def _draws(module: nn.Module) -> bool:
     """True if a module draws random numbers per token in training: a dropout, or a router with noise."""
     noise = (value for name, value in vars(module).items() if "jitter" in name)
     return (isinstance(module, DROPOUTS) and module.p > 0) or any(isinstance(n, float) and n > 0 for n in noise)
+
+
+def is_norm_of_tokens(module: nn.Module) -> bool:
+    """True for a token-wise norm (all parameters are vectors), which can run on a shard of the sequence."""
+    return is_norm(module) and all(param.ndim == 1 for param in module.parameters())

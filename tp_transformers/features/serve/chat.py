@@ -13,8 +13,8 @@ import time
 import urllib.request
 from collections.abc import Mapping
 
-from ...commands.arguments import passed_on
 from ...errors import UsageError
+from ..command_line.arguments import passed_on
 from ..run.launch import ENDING, end_with_parent
 from . import command
 

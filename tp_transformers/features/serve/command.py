@@ -8,9 +8,9 @@ import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...commands.arguments import add_plan, add_shares, count_ranks, passed_on
 from ...errors import UsageError
 from ...text import is_path
+from ..command_line.arguments import add_plan, add_shares, count_ranks, passed_on
 from ..run.start import set_shares, start
 from .ports import bound
 

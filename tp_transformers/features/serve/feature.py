@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Serve(Feature):
     """transformers' OpenAI-compatible server on N ranks, and a chat in the terminal with one."""
 
-    requires = ("run", "shares", "watch")
+    requires = ("command_line", "run", "shares", "watch")
 
     def commands(self) -> Mapping[str, ModuleType]:
         from . import chat, command

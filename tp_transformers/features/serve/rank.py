@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM
 from transformers.cli.serve import Serve
 from transformers.cli.serving.model_manager import ModelManager
 
-from ...anatomy.classes import read_config
-from ...commands.arguments import add_plan, import_files
+from ...commands import import_files
 from ...errors import MeshError, RemoteRankError, TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
+from ..command_line.arguments import add_plan
+from ..command_line.models import read_config
 from ..run.errors import keep_errors
 from ..run.launch import AGAIN, end_with_parent
 from ..watch.calls import WATCH

@@ -7,8 +7,8 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
-from ...commands.arguments import add_plan, add_shares, count_ranks, parse_shares
 from ...errors import UsageError
+from ..command_line.arguments import add_plan, add_shares, count_ranks, parse_shares
 
 if TYPE_CHECKING:
     from .verify import Verdict

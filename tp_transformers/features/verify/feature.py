@@ -11,7 +11,7 @@ from ...seams import Feature
 class Verify(Feature):
     """A small random model on several ranks, compared with one process."""
 
-    requires = ("quantized", "run")
+    requires = ("command_line", "quantized", "run")
 
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.classes import model_class, own_class, read_config
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
 from ...loading.choose_plan import NamedPlan, auto_plan, planners, read_plan
 from ...plans.bind import Resolution, resolve
@@ -31,6 +30,7 @@ from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
 from ...strategies import STRATEGIES
 from ...strategies.registry import built_in
+from ..command_line.models import model_class, own_class, read_config
 from ..quantized.find import take_quantization
 from ..run.launch import torchrun
 from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative

@@ -55,7 +55,7 @@ def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monk
 def test_what_the_installed_releases_lack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(__name__="library.module")
     model_patches()
-    monkeypatch.setattr(patches, "_all", [])
+    monkeypatch.setattr(patches, "ALL", [])
     Patch("library", "doubling", lambda: replace_all([(library, "_double", lambda original: None)]))
     Patch("library", "halving", lambda: replace_all([(library, "_halve", lambda original: None)]), without=nothing)
     monkeypatch.setattr(torch_api, "lacking", lambda: {"torch._gone": "it is not called"})

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import tp_transformers
 from tests.support.models import bytes_read, headers, held, load
 from tests.support.pool import Pool, WorkerError
-from tp_transformers.checkpoint.reading.local_file import BLOCK_BYTES, BLOCKS
+from tp_transformers.features.machines.sameness import BLOCK_BYTES, BLOCKS
 
 pytestmark = pytest.mark.distributed
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.checkpoint.reading.local_file import BLOCK_BYTES, BLOCKS, LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.features.hub_streaming.remote_file import RemoteFile
-from tp_transformers.features.machines.sameness import check_same_files
+from tp_transformers.features.machines.sameness import BLOCK_BYTES, BLOCKS, check_same_files, sample
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.slices.source import Source
 
@@ -83,8 +83,9 @@ def test_samples_are_bounded_and_of_the_first_and_the_last_byte(tmp_path: Path, 
             content[changed] = 1
         path.write_bytes(content)
         with LocalFile(path) as source:
-            found.add(source.sample())
-            assert min(size, BLOCKS * BLOCK_BYTES) <= source.bytes_sampled <= BLOCKS * BLOCK_BYTES
+            digest, nbytes = sample(source)
+            found.add(digest)
+            assert min(size, BLOCKS * BLOCK_BYTES) <= nbytes <= BLOCKS * BLOCK_BYTES
             assert source.bytes_read == source.reads == 0
     assert len(found) == (2 if size == 1 else 3)
 

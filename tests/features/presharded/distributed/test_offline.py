@@ -21,9 +21,9 @@ from tests.support.models import llama_config, load
 from tests.support.saving import MANIFEST_NAME
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
-from tp_transformers.checkpoint.saving.writer import SummedWriter
 from tp_transformers.features.presharded import offline
 from tp_transformers.features.presharded.offline import shard_checkpoint
+from tp_transformers.features.presharded.summed import SummedWriter
 
 pytestmark = pytest.mark.distributed
 

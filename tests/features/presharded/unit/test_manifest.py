@@ -18,9 +18,9 @@ from tests.unit.checkpoint.test_writer import full_disk
 from tests.unit.slices.test_layout import splits
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
-from tp_transformers.checkpoint.saving.writer import SummedWriter
 from tp_transformers.features.presharded.checkpoint import ShardedCheckpoint
 from tp_transformers.features.presharded.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
+from tp_transformers.features.presharded.summed import SummedWriter
 from tp_transformers.slices.layout import Layout, Split, apportion, packed
 from tp_transformers.slices.stored import Stored
 from tp_transformers.strategies import take

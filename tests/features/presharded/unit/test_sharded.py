@@ -16,8 +16,8 @@ from tests.support.comparisons import assert_same_files, equal_parameters
 from tests.support.models import load
 from tp_transformers import CheckpointError, UnsupportedError, save_sharded
 from tp_transformers.checkpoint import verify_sharded
-from tp_transformers.checkpoint.saving.writer import SummedWriter
 from tp_transformers.features.presharded.manifest import Manifest
+from tp_transformers.features.presharded.summed import SummedWriter
 
 
 @pytest.fixture

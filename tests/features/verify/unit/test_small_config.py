@@ -13,7 +13,7 @@ import tp_transformers
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import MIXERS
-from tp_transformers.anatomy.classes import generating_class, known_class
+from tp_transformers.features.command_line.models import generating_class, known_class
 from tp_transformers.features.verify.small_models import model as probe
 from tp_transformers.features.verify.small_models.config import LIMIT, shrink, supported
 from tp_transformers.features.verify.small_models.widths import of_kernels

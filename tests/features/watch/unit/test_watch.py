@@ -70,7 +70,7 @@ def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) ->
     patch = WATCHED_CALLS[1]
     monkeypatch.setattr(patch, "missing", "")
     monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
-    made = Patch(patch.owner, patch.name, patch._install, without=patch._without)
+    made = Patch(patch.owner, patch.name, patch._install, without=patch.without)
     made.hold_for(nn.Module())
     assert "profile_hook_step" in made.missing
 

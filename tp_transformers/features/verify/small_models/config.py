@@ -17,9 +17,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ....anatomy.classes import generating_class, without_memory
-from ....anatomy.layers import kind
 from ....errors import TensorParallelError, UnsupportedError, describe
+from ...command_line.models import generating_class, without_memory
 from .widths import (
     NARROW,
     Level,
@@ -305,3 +304,20 @@ def _taken(value: Any, count: int) -> Any:
         ranks = sorted(set(value), reverse=True)
         return [max(-count, index) if index < 0 else max(0, count - 1 - ranks.index(index)) for index in value]
     return value
+
+
+def kind(layer: nn.Module) -> tuple[Any, ...]:
+    """A description that is equal for equal layers: modules, parameter shapes, and settings such as a window."""
+    return tuple(
+        (
+            name,
+            type(module).__name__,
+            tuple((param, tuple(value.shape)) for param, value in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in vars(module).items()
+                if isinstance(value, bool | str | int | None) and not key.endswith(("idx", "index", "id", "number"))
+            ),
+        )
+        for name, module in layer.named_modules()
+    )

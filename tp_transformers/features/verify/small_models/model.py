@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ....anatomy.norms import is_of_norm_or_bias
 from ....marks import untyped
 from .inputs import ORDINARY_IDS, Medium, Prompts, about, candidates, media
 from .trace import Trace, traced
@@ -286,3 +285,8 @@ def gradients(model: PreTrainedModel, question: dict[str, Any], labels: Tensor |
         total = total + loss_of(model, question, labels)
     total.backward()
     return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+def is_of_norm_or_bias(name: str, ndim: int) -> bool:
+    """True if a parameter of that name is a norm's or a bias: a new model initialises it with a constant."""
+    return ndim < 2 or "norm" in name or "bias" in name.rpartition(".")[2]

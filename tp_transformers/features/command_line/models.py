@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..errors import UnsupportedError, UsageError, describe, in_one_line
-from ..text import is_path
-from ..transformers_api import get_class_from_dynamic_module
+from ...errors import UnsupportedError, UsageError, describe, in_one_line
+from ...text import is_path
+from ...transformers_api import get_class_from_dynamic_module
 
 
 def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
@@ -141,14 +140,3 @@ def _needs_code(subject: str) -> UnsupportedError:
         expected="one of transformers, or leave to run that code",
         fix="Read the code; then pass --trust-remote-code, or trust_remote_code=True in Python.",
     )
-
-
-def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
-    """(name, model) of the models inside `model`: a language model, a vision tower, ..., outermost first.
-
-    They are the submodels with a different model type; a base model has the type of its model.
-    """
-    own = getattr(getattr(model, "config", None), "model_type", None)
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and module.config.model_type != own:
-            yield name, module

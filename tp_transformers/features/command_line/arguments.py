@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
 
-from ..errors import UsageError, describe
+from ...errors import UsageError, describe
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -30,23 +28,6 @@ def passed_on(arguments: argparse.Namespace) -> list[str]:
     return ["--plan", plan, *(part for file in files for part in ("--import", file))]
 
 
-def import_files(files: Sequence[str]) -> None:
-    """Import each file as a module, from its folder, which other processes then find in `sys.path`.
-
-    Raises UsageError for what is no Python file, or has the name of a module that was imported from elsewhere.
-    """
-    for file in files:
-        path = Path(file).resolve()
-        if path.suffix != ".py" or not path.is_file():
-            fix = "Name the file that calls register_strategy."
-            raise UsageError("--import", got=file, expected="a Python file", fix=fix)
-        sys.path.insert(0, str(path.parent))
-        module = import_module(path.stem)
-        if Path(str(module.__file__)).resolve() != path:
-            fix = "Give your file a name of its own."
-            raise UsageError("--import", got=f"{file}, and a module {module.__file__}", expected="one", fix=fix)
-
-
 def add_shares(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:
     """Add `--shares`; `measured`: memory and speed are values too, since the command starts ranks."""
     words = ", memory or speed" if measured else ""
@@ -55,7 +36,7 @@ def add_shares(parser: argparse.ArgumentParser, *, measured: bool = False) -> No
 
 def parse_shares(text: str | None) -> tuple[float, ...] | None:
     """The shares of `text`, numbers; None for None. Raises PlanError for other text, UsageError for a measured one."""
-    from ..plans.parse import shares_of  # imports torch
+    from ...plans.parse import shares_of  # imports torch
 
     shares = shares_of(text, subject="--shares") if text is not None else None
     if isinstance(shares, str):
