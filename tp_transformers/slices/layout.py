@@ -356,11 +356,11 @@ def _rank_ranges(ranks: Ranks, count: int, longest: int) -> Iterator[Range]:
     def best(first: int, number: int) -> tuple[float, tuple[int, ...]]:
         """(squared error, stops) of the best `number` ranges from the rank `first` on."""
         if not number:
-            return (0.0, ()) if first == len(ranks) else (math.inf, ())
+            return (0, ()) if first == len(ranks) else (math.inf, ())
         found = []
         for stop in range(first + 1, min(first + longest, len(ranks)) + 1):
             error, stops = best(stop, number - 1)
-            excess = (bounds[stop] - bounds[first]) / bounds[-1] - 1 / count
+            excess = (bounds[stop] - bounds[first]) * count - bounds[-1]  # in integers: no rounding decides a tie
             found.append((error + excess**2, (stop, *stops)))
         return min(found, default=(math.inf, ()))
 
