@@ -37,6 +37,8 @@ for name in tp_transformers.__all__:
 """A program that uses every public name."""
 LONGEST_TEST = 400
 """Lines of a file of the tests, at most; parallel runs hand out whole files."""
+IMPORTED = 91
+"""Modules that `enable()` imports. The core and the features are imported when they are first used."""
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,16 @@ def test_the_package_does_not_import_what_few_need() -> None:
         "assert not sys.modules.keys() & {'matplotlib', *(f'tp_transformers.{room}' for room in few)}"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_hook_imports_few_modules() -> None:
+    program = (
+        "import sys, tp_transformers\n"
+        "tp_transformers.enable()\n"
+        "print(*(name for name in sys.modules if name.partition('.')[0] == 'tp_transformers'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    assert len(done.stdout.split()) <= IMPORTED, done.stdout
 
 
 def test_the_trainer_is_imported_after_the_hook_is_on() -> None:

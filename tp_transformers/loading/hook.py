@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from ..patches import Patch, Undo, replace_all
 from ..seams import features
 from ..transformers_api import auto_classes, check, modeling_utils
 from . import forgotten
-from .from_pretrained import find_chunks, find_quantizer, from_pretrained, load_pretrained_model, resolve_files
+
+
+def _at_first_call(name: str) -> Callable[..., Any]:
+    """A function of `from_pretrained.py`, which needs the whole core: it is imported when transformers calls it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from . import from_pretrained
+
+        return getattr(from_pretrained, name)(*args, **kwargs)
+
+    return call
 
 
 def _replace_all() -> Undo:
-    of_chunks = "get_distributed_checkpoint_dir"  # since transformers 5.20
-    return replace_all(
-        [
-            *([(modeling_utils, of_chunks, find_chunks)] if hasattr(modeling_utils, of_chunks) else ()),
-            (PreTrainedModel, "_load_pretrained_model", load_pretrained_model),
-            (modeling_utils, "_get_resolved_checkpoint_files", resolve_files),
-            (modeling_utils, "get_hf_quantizer", find_quantizer),
-            *((cls, "from_pretrained", from_pretrained) for cls in (PreTrainedModel, *auto_classes())),
-        ]
-    )
+    changes: list[tuple[Any, str, str]] = [
+        (PreTrainedModel, "_load_pretrained_model", "load_pretrained_model"),
+        (modeling_utils, "_get_resolved_checkpoint_files", "resolve_files"),
+        (modeling_utils, "get_hf_quantizer", "find_quantizer"),
+        *((cls, "from_pretrained", "from_pretrained") for cls in (PreTrainedModel, *auto_classes())),
+    ]
+    if hasattr(modeling_utils, "get_distributed_checkpoint_dir"):  # since transformers 5.20
+        changes.append((modeling_utils, "get_distributed_checkpoint_dir", "find_chunks"))
+    return replace_all((owner, name, _at_first_call(ours)) for owner, name, ours in changes)
 
 
 _HOOK = Patch("transformers", "from_pretrained", _replace_all)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.models import PROMPTS
-from tp_transformers.loading import forgotten
+from tp_transformers.loading import forgotten, from_pretrained
 from tp_transformers.loading.choose_plan import NamedPlan, read_plan
 from tp_transformers.plans.catalogue import available_plans
 
@@ -55,7 +55,7 @@ def test_a_size_without_a_plan_is_told_once(cases: Any, lines: Any, monkeypatch:
         return "transformers' own"
 
     for _ in range(2):
-        found = tp_transformers.loading.from_pretrained.from_pretrained(original, AutoModelForCausalLM, "x", tp_size=2)
+        found = from_pretrained.from_pretrained(original, AutoModelForCausalLM, "x", tp_size=2)
         assert found == "transformers' own"
     assert seen == [{"tp_size": 2}] * 2  # its meaning stays
     assert len(lines()) == 1

@@ -29,12 +29,12 @@ class Activations(Feature):
         yield gather
 
     def clients(self) -> Sequence[Patch]:
-        from .nnsight import ANY_RANKS, FULL_ACTIVATIONS
+        from .patch import ANY_RANKS, FULL_ACTIVATIONS
 
         return ANY_RANKS, FULL_ACTIVATIONS  # a model may be loaded after nnsight has made its tree
 
     def model_patches(self) -> Sequence[Patch]:
-        from .nnsight import FULL_ACTIVATIONS
+        from .patch import FULL_ACTIVATIONS
 
         return (FULL_ACTIVATIONS,)
 

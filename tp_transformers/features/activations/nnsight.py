@@ -7,7 +7,6 @@ inside a forward, which no module takes or returns (nnsight's `.source`), remain
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
-from ...patches import Patch, Undo, nothing, replace, replace_all
 from ...slices.layout import Split
 from ...strategies.signature import BATCH, SEQUENCE
 from .activations import (
@@ -27,8 +25,6 @@ from .activations import (
     own_features,
     strategy_of,
 )
-
-_MODULE, _LOADER = "nnsight.intervention.interleaver", "nnsight.modeling.huggingface"
 
 
 class FullActivations:
@@ -148,43 +144,16 @@ def _place(location: str) -> tuple[str, Side]:
     return path, side  # type: ignore[return-value]
 
 
-def _instrument(original: Callable[..., Any], interleaver: Any, envoy: Any) -> Any:
+def instrument(original: Callable[..., Any], interleaver: Any, envoy: Any) -> Any:
     """`Interleaver.instrument`, for a model before its modules; trees of other models keep their own fragments."""
     if not isinstance(interleaver.fragments, FullActivations) and any(map(strategy_of, envoy._module.modules())):
         interleaver.fragments = FullActivations()
     return original(interleaver, envoy)
 
 
-def _call_envoy(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -> Any:
+def call_envoy(original: Callable[..., Any], envoy: Any, *args: Any, **kwargs: Any) -> Any:
     """`Envoy.__call__`: a trace calls a module on its own, such as the head on an inner layer's output."""
     fragments = envoy.interleaver.fragments
     if not isinstance(fragments, FullActivations):
         return original(envoy, *args, **kwargs)
     return fragments.call(partial(original, envoy), envoy.path, *args, **kwargs)
-
-
-def _install() -> Undo:
-    from nnsight.intervention.envoy import Envoy
-
-    return replace_all(
-        [(sys.modules[_MODULE].Interleaver, "instrument", _instrument), (Envoy, "__call__", _call_envoy)]
-    )
-
-
-def _check_ranks(original: Callable[..., None], model: Any, name: str, arguments: Any) -> None:
-    """`HuggingFaceModel._refuse_impossible_tp`: our load takes heads that ranks do not divide."""
-    if arguments.get("tp_plan") is None:
-        original(model, name, arguments)
-
-
-FULL_ACTIVATIONS = Patch("nnsight", "activations that it shows", _install, module=_MODULE, without=nothing)
-"""Makes nnsight gather activations by our strategies, and shard them again after an edit."""
-
-ANY_RANKS = Patch(
-    "nnsight",
-    "HuggingFaceModel._refuse_impossible_tp",
-    lambda: replace(sys.modules[_LOADER].HuggingFaceModel, "_refuse_impossible_tp", _check_ranks),
-    module=_LOADER,
-    without=nothing,
-)
-"""Held by `enable()`: nnsight loads a model by its name and a `tp_plan` on any number of ranks."""

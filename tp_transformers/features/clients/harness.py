@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from typing import Any
 
 from ...patches import Patch, Undo, nothing, replace_all
-from ...strategies import LocalConfig
 
 _MODULE = "lm_eval.models.huggingface"
 
@@ -23,6 +22,8 @@ def _init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
     finally:
         _takes_plan.reset(token)
+    from ...strategies import LocalConfig
+
     if isinstance(self._config, LocalConfig):
         self._config = self._model.config
 
@@ -31,6 +32,8 @@ def _get_config(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """`HFLM._get_config`: the config then has as many KV heads as there are ranks, so that the comparison passes."""
     original(self, *args, **kwargs)
     if _takes_plan.get():
+        from ...strategies import LocalConfig
+
         self._config = LocalConfig(self._config, num_key_value_heads=int(os.environ.get("WORLD_SIZE", 1)))
 
 

@@ -8,11 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from ...errors import PlanError, TensorParallelError
-from ...loading.from_pretrained import FAILURES
-from ...loading.options import INSTEAD, OPTIONS
 from ...patches import Patch, Undo, nothing
-
-_OURS = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
 
 _original: Any = None
 """transformers' `pipeline`, while ours runs in its place."""
@@ -23,7 +19,11 @@ def pipeline(*args: Any, **kwargs: Any) -> Any:
 
     Raises PlanError if the model is already loaded, and the error of a load that fails.
     """
-    ours = {name: kwargs.pop(name) for name in _OURS if kwargs.get(name) is not None}
+    from ...loading.from_pretrained import FAILURES
+    from ...loading.options import INSTEAD, OPTIONS
+
+    names = ("tp_plan", "tp_size", "device_mesh", "distributed_config", *OPTIONS)
+    ours = {name: kwargs.pop(name) for name in names if kwargs.get(name) is not None}
     if not ours:
         return _original(*args, **kwargs)
     bound = inspect.signature(_original).bind(*args, **kwargs)

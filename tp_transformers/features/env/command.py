@@ -146,7 +146,7 @@ def _lacking() -> dict[str, str]:
 
 def _patches() -> list[Any]:
     """Every patch."""
-    from ...loading import hook  # noqa: F401 - imports those of the core
+    from ...loading import from_pretrained, hook  # noqa: F401 - import those of the core
     from ...patches import ALL
     from ...seams import model_patches
 

@@ -7,14 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...patches import Patch, Undo, nothing
 from ...ranks.collectives import gather_from_region, scatter_to_region
 from ...slices.layout import apportion
-from ...transformers_api import expert_implementations
 from .exchange import combine, dispatch
-
-EXCHANGE = "tp_transformers"
-"""Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
 
 
 class ExpertExchange:
@@ -58,15 +53,3 @@ class ExpertExchange:
         route, *given = dispatch(states, ids, weights, self.experts, group)
         sums = combine(self.forward(*given), route, group)
         return gather_from_region(sums, widths, tp_group, dim=0) if len(widths) > 1 else sums
-
-
-def _add_exchange() -> Undo:
-    """Add our exchange of tokens to transformers' implementations of expert parallelism."""
-    implementations = expert_implementations()
-    if implementations is None:
-        return lambda: None
-    implementations.register(EXCHANGE, ExpertExchange)
-    return lambda: implementations._global_mapping.pop(EXCHANGE, None)
-
-
-EP_IMPLEMENTATION = Patch("transformers", "ep_implementation", _add_exchange, without=nothing)

@@ -42,7 +42,7 @@ class ExpertParallelism(Feature):
         return (ExpertOption(),)
 
     def clients(self) -> Sequence[Patch]:
-        from .expert_exchange import EP_IMPLEMENTATION
+        from .patch import EP_IMPLEMENTATION
 
         return (EP_IMPLEMENTATION,)
 

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import Any
 
 from ...marks import untyped
-from ...model.parallelize import is_tensor_parallel
 from ...patches import Patch, Undo, replace
 
 _MODULE = "transformers.trainer"
@@ -20,6 +19,8 @@ def _change_methods() -> Undo:
 
 def _refuse(original: Any, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
     """Replace `Trainer.__init__` if the methods cannot be replaced: raise for tensor-parallel models."""
+    from ...model.parallelize import is_tensor_parallel
+
     if is_tensor_parallel(model):
         TRAINER.refuse()
     original(self, model, *args, **kwargs)

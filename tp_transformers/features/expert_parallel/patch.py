@@ -1,0 +1,29 @@
+"""Patch of transformers' ways in which experts get tokens: one that exchanges tokens, imported when a model uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...patches import Patch, Undo, nothing
+from ...transformers_api import expert_implementations
+
+EXCHANGE = "tp_transformers"
+"""Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
+
+
+def _exchange(*args: Any) -> Any:
+    from .expert_exchange import ExpertExchange
+
+    return ExpertExchange(*args)
+
+
+def _add_exchange() -> Undo:
+    """Add our exchange of tokens to transformers' implementations of expert parallelism."""
+    implementations = expert_implementations()
+    if implementations is None:
+        return lambda: None
+    implementations.register(EXCHANGE, _exchange)
+    return lambda: implementations._global_mapping.pop(EXCHANGE, None)
+
+
+EP_IMPLEMENTATION = Patch("transformers", "ep_implementation", _add_exchange, without=nothing)
