@@ -25,37 +25,37 @@ PY := $(VENV)/bin/python
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
 
-# What holds the rest: every feature, in few of its shapes. About twelve minutes on two cores.
+# What holds the rest: every feature, in few of its shapes. tests/README.md has the minutes of each target.
 test: lint quick
 
 # The tests of `make test`, without ruff and mypy: for other releases of torch and Python.
 quick: $(VENV)/ready
 	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
-# Everything: all shapes, the whole matrix, the wide training table, every code block of every page. About an hour.
+# Everything: all shapes, the whole matrix, the wide training table, every code block of every page.
 test-all: lint
 	MATRIX=1 $(PY) -m pytest -n 2 --dist loadfile
 
-# Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors: about ten minutes.
+# Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors.
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
 
-# A small model of every model type that has a plan, on 2 ranks against one process: about three minutes.
+# A small model of every model type that has a plan, on 2 ranks against one process.
 types: $(VENV)/ready
 	$(PY) -m pytest -n 2 --dist load tests/distributed/test_model_types.py -k "match_one_process and even2"
 
-# A small model of every model type of transformers against one process, if its plan has changed: less than an hour from
-# the start. SAMPLE=10 proves ten, others every day, and writes nothing. SEEDS=3 proves with three small models of a
-# type, which have other weights. The site shows tests/data/proofs.json in tables.
+# A small model of every model type of transformers against one process, if its plan has changed.
+# SAMPLE=10 proves ten, others every day, and writes nothing. SEEDS=3 proves with three small models of a type, which
+# have other weights. The site shows tests/data/proofs.json in tables.
 proofs: $(VENV)/ready
 	$(PY) -m tests.support.proofs $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEEDS),--seeds $(SEEDS))
 
-# The package without each feature in turn, then without all: a quarter of an hour. SAMPLE=3 takes out three, others every
-# day, then all.
+# The package without each feature in turn, then without all. SAMPLE=3 takes out three, others every day,
+# then all.
 without: $(VENV)/ready
 	SAMPLE=$(SAMPLE) $(PY) -m pytest -n 2 tests/unit/test_without.py
 
-# 10 times as many cases of every fuzz test, about two minutes; FUZZ=100 makes more. Findings: build/fuzz-findings.
+# 10 times as many cases of every fuzz test; FUZZ=100 makes more. Findings: build/fuzz-findings.
 fuzz: $(VENV)/ready
 	FUZZ=$(FUZZ) $(PY) -m pytest $(FUZZ_TESTS)
 

@@ -228,10 +228,15 @@ def _link(path: Path) -> str:
 
 
 def modules(page: Path) -> str:
-    """One row a module of the page's folder, then one for each folder in it with modules."""
+    """The modules and folders of the page's folder: one row each with its content; links alone for a feature.
+
+    The text of a feature's page says what its modules do, and the docstring of each says it again.
+    """
     files = sorted(path for path in page.parent.glob("*.py") if path.name != "__init__.py")
-    folders = sorted({path.parent for path in page.parent.glob("*/*.py")})
-    rows = [f"| {_link(path)} | {_content(path)} |" for path in files + folders]
+    paths = files + sorted({path.parent for path in page.parent.glob("*/*.py")})
+    if "features" in page.relative_to(PACKAGE).parent.parts[:-1]:
+        return textwrap.fill(", ".join(map(_link, paths)), 120, break_long_words=False, break_on_hyphens=False)
+    rows = [f"| {_link(path)} | {_content(path)} |" for path in paths]
     return "\n".join(["| module | content |", "| --- | --- |", *rows])
 
 

@@ -50,7 +50,7 @@ def test_every_folder_has_a_page_with_all_of_its_modules(folder: Path) -> None:
     text = page.read_text(encoding="utf-8")
     _, begin, rest = text.partition("<!-- map -->" if folder == PACKAGE else "<!-- modules -->")
     assert begin
-    listed = set(re.findall(r"^\| \[[^]]+\]\(([^)]+)\)", rest.partition("<!-- /")[0], re.MULTILINE))
+    listed = set(re.findall(r"\[[^]]+\]\(([^)]+)\)", rest.partition("<!-- /")[0]))
     modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
     assert modules | {f"{path.parent.name}/README.md" for path in folder.glob("*/*.py")} == listed - {"__init__.py"}
 
