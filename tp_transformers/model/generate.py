@@ -30,7 +30,6 @@ from ..ranks.group import TensorParallelGroup, agreed, differing
 from ..ranks.random_state import random_states, set_random_states
 from ..seams import collective
 from ..strategies import local_tensor, same_inputs
-from ..strategies.shards.replicas import sample, warn_of_drift
 from ..transformers_api import BaseStreamer
 
 _Model: Any = object
@@ -135,8 +134,8 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     prints = {name: fingerprint(value) for name, value in own.items()}
     streams, stops = (arguments.get(name) is not None for name in OWN)
     states = random_states(model.device) if group.rank == 0 else None
-    ranks = group.gather((prints, streams, stops, states, sample(model, group), device_kind(group.device)))
-    warn_of_drift([rank[4] for rank in ranks], group.rank)
+    ranks = group.gather((prints, streams, stops, states, model._tp_sample(), device_kind(group.device)))
+    model._tp_compare([rank[4] for rank in ranks])
     differs, names = differing([rank[0] for rank in ranks])
     if names:
         raise MeshError(

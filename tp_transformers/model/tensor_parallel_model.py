@@ -1,9 +1,9 @@
-"""Methods of a loaded model that differ from those of its own class: saving, loading, copying, embeddings."""
+"""Methods of a loaded model that differ from those of its own class: saving, loading, copying."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..seams import collective, features, model_patches
 from ..strategies import local_tensor, unsharded_like
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
-from .state_dict import check_device, keep_shards, replace_embeddings, resize_embeddings
+from .state_dict import check_device, keep_shards
 
 _Model: Any = object
 """Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
@@ -86,6 +86,12 @@ class TensorParallelModel(_Model):
             check_values(self, "load_state_dict")
             return super().load_state_dict(state_dict, *args, **kwargs)
 
+    def _tp_sample(self) -> Any:
+        """What `_tp_compare` gets of all ranks when they generate or save; features override both."""
+
+    def _tp_compare(self, samples: Sequence[Any]) -> None:
+        """Called with the samples of all ranks."""
+
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Count the parameters of the full model, as in one process."""
         embeddings = {
@@ -101,28 +107,6 @@ class TensorParallelModel(_Model):
         """Bytes of this rank's parameters and buffers."""
         tensors = [*self.parameters(), *(self.buffers() if return_buffers else ())]
         return sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
-
-    @collective
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set full embeddings, the same on all ranks, and shard them by the plan. Collective."""
-        old = self.get_input_embeddings()
-        super().set_input_embeddings(value)
-        replace_embeddings(old, value, self.tp_group)
-
-    @collective
-    def set_output_embeddings(self, value: nn.Module) -> None:
-        """Set a full head, the same on all ranks, and shard it by the plan. Collective."""
-        old = self.get_output_embeddings()
-        super().set_output_embeddings(value)
-        replace_embeddings(old, value, self.tp_group)
-
-    @collective
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Resize full embeddings with transformers' method, then shard them again. Collective."""
-        resize = partial(super().resize_token_embeddings, new_num_tokens, *args, **kwargs)
-        if self.tp_group.device_mesh is None:
-            return resize()
-        return resize_embeddings(self, resize)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         """Implement `to`, `half`, `cuda`, ...: shards stay shards, on the mesh's own device."""

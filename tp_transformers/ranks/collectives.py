@@ -3,8 +3,8 @@
 The conjugate pairs of Megatron-LM (Shoeybi et al. 2019, "f" and "g" in its figure 3; Korthikanti et al. 2022 for
 sequence parallelism): the backward of each function is the other collective of its pair. README.md has a table.
 
-Each backward calls the other autograd function of its pair, so that higher-order gradients (`create_graph=True`) are
-exact too.
+All are one autograd function of a pair of functions, whose backward is that of the pair in reverse, so that
+higher-order gradients (`create_graph=True`) are exact too.
 
 Sharded dims need not be divisible by the number of ranks: `widths` lists the shard length of every rank.
 """
@@ -12,7 +12,7 @@ Sharded dims need not be divisible by the number of ranks: `widths` lists the sh
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,13 @@ from . import direct
 Group = dist.ProcessGroup
 Sharding = tuple[int, tuple[int, ...]]
 """(dim, shard length of every rank along it)."""
-Counts = Sequence[int]
-"""Number of rows for each rank."""
 Place = tuple[int, int, int]
 """(start in this rank's shard, start in the all-reduced buffer, length)."""
 
 
 def copy_to_region(x: Tensor, group: Group, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """Identity; backward all-reduces the gradients over `group`, in `reduce_dtype` or else in their own dtype."""
-    return apply_function(_CopyToRegion, x, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
+    return apply_pair(x, same, _sum, group, reduce_dtype) if torch.is_grad_enabled() and x.requires_grad else x
 
 
 def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Tensor:
@@ -59,7 +57,7 @@ def reduce_from_region(x: Tensor, group: Group, *, in_place: bool = False) -> Te
         total = x.clone(memory_format=torch.contiguous_format)
         direct.all_reduce(total, group)
         return total
-    return apply_function(_ReduceFromRegion, x, group, None)
+    return apply_pair(x, _sum, same, group, None)
 
 
 def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -68,23 +66,23 @@ def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: i
     `widths[rank]` is the shard length of that rank; `x` has length `widths[own rank]` along `dim`.
     """
     if not torch.is_grad_enabled():
-        return all_gather_uneven(x, widths, group, dim=dim)
-    return apply_function(_GatherFromRegion, x, tuple(widths), group, dim)
+        return _gather(x, widths, group, dim)
+    return apply_pair(x, _gather, _own, tuple(widths), group, dim)
 
 
 def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """Keep this rank's shard of `x` along `dim`; backward all-gathers the gradients."""
-    return apply_function(_ScatterToRegion, x, tuple(widths), group, dim)
+    return apply_pair(x, _own, _gather, tuple(widths), group, dim)
 
 
 def gather_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather the shards along `dim`; backward reduce-scatters the gradients."""
-    return apply_function(_GatherToRegion, x, tuple(widths), group, dim)
+    return apply_pair(x, _gather, _scatter_sum, tuple(widths), group, dim)
 
 
 def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """Reduce-scatter `x` along `dim`; backward all-gathers the gradients."""
-    return apply_function(_ReduceScatterFromRegion, x, tuple(widths), group, dim)
+    return apply_pair(x, _scatter_sum, _gather, tuple(widths), group, dim)
 
 
 def exchange_regions(
@@ -94,7 +92,7 @@ def exchange_regions(
 
     `widths[rank]` is the length of that rank's `x` along `dim`, `parts[rank]` the length of its result along `into`.
     """
-    return apply_function(_Exchange, x, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
+    return apply_pair(x, _exchange, _exchange_back, (dim % x.ndim, tuple(widths)), (into % x.ndim, tuple(parts)), group)
 
 
 def copy_shared(
@@ -119,35 +117,7 @@ def copy_shared(
     if not torch.is_grad_enabled() or not x.requires_grad:
         return x
     places = tuple((entry.local, entry.slot, entry.length) for entry in shared)
-    return apply_function(_CopyShared, x, places, length, dim, group, reduce_dtype)
-
-
-def exchange_counts(counts: Tensor, group: Group) -> Tensor:
-    """All-to-all of one number per rank: send `counts[rank]`, return the number that each rank sent: (size,)."""
-    ones = [1] * group.size()
-    return direct.all_to_all(counts, ones, ones, group)
-
-
-def exchange_rows(tensors: Sequence[Tensor], sent: Counts, received: Counts, group: Group) -> tuple[Tensor, ...]:
-    """Send rows of each of `tensors` to every rank, in one all-to-all; backward is the reverse all-to-all.
-
-    Args:
-        tensors: (sum of `sent`, any width) each, of any dtypes, rows sorted by destination rank. Integers have no
-            gradient.
-        sent: number of rows for each rank, this one included; may be 0.
-        received: number of rows from each rank.
-        group: collective over all its ranks, also those without rows.
-
-    Returns:
-        A tensor for each input: (sum of `received`, its width), rows sorted by source rank.
-    """
-    exchanged: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
-    return exchanged
-
-
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """Identity; backward multiplies the gradient by `factor`."""
-    return apply_function(_Scale, x, 1.0, factor) if torch.is_grad_enabled() and x.requires_grad else x
+    return apply_pair(x, same, _sum_shared, places, length, dim, group, reduce_dtype)
 
 
 def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
@@ -179,6 +149,14 @@ def all_gather_number(number: int, group: Group, device: torch.device | str) -> 
     return tuple(all_gather_uneven(torch.tensor([number], device=device), [1] * group.size(), group).tolist())
 
 
+def apply_pair(x: Tensor, compute: Callable[..., Tensor], transpose: Callable[..., Tensor], *settings: Any) -> Tensor:
+    """`compute(x, *settings)`, a linear function; backward: `transpose(gradient, *settings)`, and so on in turns.
+
+    `compute` returns a new tensor, or a view of `x`.
+    """
+    return apply_function(_Pair, x, compute, transpose, settings)
+
+
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     """The only output of `function.apply`; see `apply_directly`."""
     output: Tensor = apply_directly(function)(*args)
@@ -193,155 +171,71 @@ def apply_directly(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-class _CopyToRegion(torch.autograd.Function):
+class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return apply_function(_ReduceFromRegion, grads[0], ctx.group, ctx.reduce_dtype), None, None
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
-        ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        # A copy: other code may still read the caller's tensor.
-        if not torch.compiler.is_dynamo_compiling() and direct.is_watched() and group.size() > 1:
-            return direct.all_reduced(x.to(reduce_dtype or x.dtype), group).to(x.dtype)
-        total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        direct.all_reduce(total, group)
-        return total.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return copy_to_region(grads[0], ctx.group, ctx.reduce_dtype), None, None
-
-
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
-        ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        return all_gather_uneven(x, widths, group, dim=dim)
+    def forward(ctx: Any, x: Tensor, compute: Any, transpose: Any, settings: tuple[Any, ...]) -> Tensor:
+        ctx.pair = (transpose, compute, settings)
+        return compute(x, *settings)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_ScatterToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+        grad, is_kept = grads[0], ctx.pair[0] is same and not (torch.is_grad_enabled() and grads[0].requires_grad)
+        return grad if is_kept else apply_function(_Pair, grad, *ctx.pair), None, None, None
 
 
-class _ScatterToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
-        ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        rank = dist.get_rank(group)
-        return x.narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_GatherFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+def same(x: Tensor, *_: Any) -> Tensor:
+    """`x`, for `apply_pair`."""
+    return x.view_as(x)
 
 
-class _GatherToRegion(_GatherFromRegion):
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_ReduceScatterFromRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+def _sum(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
+    # A copy: other code may still read the caller's tensor.
+    if not torch.compiler.is_dynamo_compiling() and direct.is_watched() and group.size() > 1:
+        return direct.all_reduced(x.to(reduce_dtype or x.dtype), group).to(x.dtype)
+    total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+    direct.all_reduce(total, group)
+    return total.to(x.dtype)
 
 
-class _ReduceScatterFromRegion(_ScatterToRegion):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> Tensor:
-        ctx.widths, ctx.group, ctx.dim = widths, group, dim
-        dim, longest = dim % x.ndim, max(widths)  # shorter shards are sent with padding
-        shards = [_padded(shard, longest, dim) for shard in x.split(list(widths), dim)]
-        own, width = direct.reduce_scatter(torch.cat(shards), group), widths[dist.get_rank(group)]
-        return own if width == longest else own.narrow(dim, 0, width)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_GatherToRegion, grads[0], ctx.widths, ctx.group, ctx.dim), None, None, None
+def _gather(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
+    return all_gather_uneven(x, widths, group, dim=dim)
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Sharding, into: Sharding, group: Group) -> Tensor:
-        ctx.source, ctx.into, ctx.group = source, into, group
-        (dim, widths), (into_dim, into_widths), rank = source, into, dist.get_rank(group)
-        shapes = [list(x.shape) for _ in widths]
-        for shape, width in zip(shapes, widths, strict=True):
-            shape[dim], shape[into_dim] = width, into_widths[rank]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        chunks = [chunk.reshape(-1) for chunk in x.split(list(into_widths), into_dim)]
-        received = direct.all_to_all(torch.cat(chunks), [chunk.numel() for chunk in chunks], sizes, group)
-        return torch.cat([chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes, strict=True)], dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_Exchange, grads[0], ctx.into, ctx.source, ctx.group), None, None, None
+def _own(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(widths[:rank]), widths[rank]).contiguous()
 
 
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, sent: Counts, received: Counts, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.settings = (received, sent, group)
-        ctx.have_gradients = [tensor.is_floating_point() for tensor in tensors]
-        # As bytes, so that one collective sends several dtypes.
-        rows = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
-        packed = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-        arrived = direct.all_to_all(packed, sent, received, group)
-        columns = arrived.split([row.shape[1] for row in rows], 1)
-        outputs = [column.contiguous().view(tensor.dtype) for column, tensor in zip(columns, tensors, strict=True)]
-        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        sent, received, group = ctx.settings
-        kept = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
-        exchanged = iter(exchange_rows(kept, sent, received, group))
-        return (None, None, None, *(next(exchanged) if has else None for has in ctx.have_gradients))
+def _scatter_sum(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
+    dim, longest = dim % x.ndim, max(widths)  # shorter shards are sent with padding
+    shards = [_padded(shard, longest, dim) for shard in x.split(list(widths), dim)]
+    own, width = direct.reduce_scatter(torch.cat(shards), group), widths[dist.get_rank(group)]
+    return own if width == longest else own.narrow(dim, 0, width)
 
 
-class _CopyShared(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, places: tuple[Place, ...], length: int, dim: int, group: Group, dtype: torch.dtype | None
-    ) -> Tensor:
-        ctx.settings = (places, length, dim, group, dtype)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return apply_function(_ReduceShared, grads[0], *ctx.settings), None, None, None, None, None
+def _exchange(x: Tensor, source: Sharding, into: Sharding, group: Group) -> Tensor:
+    (dim, widths), (into_dim, into_widths), rank = source, into, dist.get_rank(group)
+    shapes = [list(x.shape) for _ in widths]
+    for shape, width in zip(shapes, widths, strict=True):
+        shape[dim], shape[into_dim] = width, into_widths[rank]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    chunks = [chunk.reshape(-1) for chunk in x.split(list(into_widths), into_dim)]
+    received = direct.all_to_all(torch.cat(chunks), [chunk.numel() for chunk in chunks], sizes, group)
+    return torch.cat([chunk.view(shape) for chunk, shape in zip(received.split(sizes), shapes, strict=True)], dim)
 
 
-class _ReduceShared(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, places: tuple[Place, ...], length: int, dim: int, group: Group, dtype: torch.dtype | None
-    ) -> Tensor:
-        ctx.settings = (places, length, dim, group, dtype)
-        total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
-        buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
-        for local, slot, width in places:
-            buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
-        direct.all_reduce(buffer, group)
-        for local, slot, width in places:
-            total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
-        return total.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return apply_function(_CopyShared, grads[0], *ctx.settings), None, None, None, None, None
+def _exchange_back(x: Tensor, source: Sharding, into: Sharding, group: Group) -> Tensor:
+    return _exchange(x, into, source, group)
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, of_gradient: float) -> Tensor:
-        ctx.factors = (of_gradient, factor)
-        return x.view_as(x) if factor == 1 else x * factor
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return apply_function(_Scale, grads[0], *ctx.factors), None, None
+def _sum_shared(
+    x: Tensor, places: Sequence[Place], length: int, dim: int, group: Group, dtype: torch.dtype | None
+) -> Tensor:
+    total = x.to(dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
+    buffer = total.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    for local, slot, width in places:
+        buffer.narrow(dim, slot, width).copy_(x.narrow(dim, local, width))
+    direct.all_reduce(buffer, group)
+    for local, slot, width in places:
+        total.narrow(dim, local, width).copy_(buffer.narrow(dim, slot, width))
+    return total.to(x.dtype)

@@ -217,7 +217,7 @@ def _context_switches(name: str) -> list[str] | None:
     return counts
 
 
-def ranks_of(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
+def ranks_of_copies(mesh: DeviceMesh, axis: str) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each copy of a model, in the order of the `tp` axis."""
     both = both_axes(mesh, axis)
     ranks = both.mesh if (both.mesh_dim_names or ())[0] == axis else both.mesh.T

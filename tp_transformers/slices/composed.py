@@ -154,12 +154,6 @@ def concat(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
     return merged[0] if len(merged) == 1 else Concat(merged, dim)
 
 
-def merge_last(tensor: LazyTensor) -> LazyTensor:
-    """Flatten the last two dims: (..., n, m) -> (..., n * m). Reads `tensor` as `reshaped` does."""
-    *outer, rows, columns = tensor.shape
-    return reshaped(tensor, (*outer, rows * columns))
-
-
 def reshaped(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
     """Reshape `tensor` to `shape`. Reads it, unless it is a full stored tensor."""
     if tuple(tensor.shape) == tuple(shape):

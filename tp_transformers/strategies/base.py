@@ -46,6 +46,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     added_once: tuple[str, ...] = ()
     """Replicated parameters that only rank 0 adds to outputs that are summed over the ranks."""
+    heeds: tuple[str, ...] = ("use_dtensor",)
+    """Arguments by which a class of this package communicates."""
     keeps_order = False
     """True if its results, and the sums over its parameters' gradients, have the order of one process."""
     joins_remainder = False
@@ -102,7 +104,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
             "use_dtensor": use_dtensor,
         }
         given = {name: value for name, value in given.items() if value is not None}
-        ignored = {name: value for name, value in given.items() if name != "use_dtensor" and value is not True}
+        ignored = {name: value for name, value in given.items() if name not in self.heeds and value is not True}
         if ignored and type(self).__init__ is TensorParallelLayer.__init__ and self.is_built_in:
             raise PlanError(
                 f"{', '.join(ignored)} of {type(self).__name__}",
@@ -112,6 +114,10 @@ class TensorParallelLayer(Communication, ParallelStyle):
             )
         for name, value in given.items():
             setattr(self, name, value)
+        self.check_layouts()
+
+    def check_layouts(self) -> None:
+        """Raise PlanError if the layouts are none of the strategy."""
 
     def bind(
         self,

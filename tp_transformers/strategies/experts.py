@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from ..anatomy.linears import holds_experts
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Ranks, Split, count_of
 from .base import TensorParallelLayer
@@ -149,17 +148,6 @@ class MoEExpertsParallel(IsolatedParallel):
         return reduce_from_region(outputs, mesh.get_group())
 
 
-class IdentityExpertParallel(TensorParallelLayer):
-    """An expert that returns its input, divided by the number of ranks because their outputs are summed."""
-
-    def applies_to(self, module: object) -> bool:
-        """See `TensorParallelLayer.applies_to`: the expert is an `nn.Identity`."""
-        return True
-
-    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        return (inputs[0] / mesh.size(), *inputs[1:])
-
-
 def implementation_of(module: nn.Module) -> str | None:
     """GROUPED or BATCHED if that implementation of transformers computes the experts; None for their own loop."""
     kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
@@ -189,12 +177,6 @@ def is_captured(states: Tensor) -> bool:
 def never_empty(rows: Tensor) -> Tensor:
     """`rows` (rows, features), or one of zeros in place of none: it keeps the products, and their gradients."""
     return rows if len(rows) else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-
-
-def takes_expert_ids(module: nn.Module) -> bool:
-    """True for experts that are called with tokens, expert ids and routing weights."""
-    names = [*inspect.signature(type(module).forward).parameters][2:4]
-    return holds_experts(module) and len(names) == 2 and "weight" in names[1]
 
 
 def _is_routed(module: nn.Module) -> bool:

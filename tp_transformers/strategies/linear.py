@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.functional import pad
 
 from ..anatomy.linears import embeds_states, features, is_transposed
@@ -38,41 +38,21 @@ LAST = -1
 
 
 class _WeightParallel(TensorParallelLayer):
-    """Base of column- and row-parallel layers: shard a weight along its input or output features."""
+    """Base of column- and row-parallel layers: shard a weight along its input or output features.
 
+    `input_layouts` are Replicate(), Shard(dim) or Partial(), of plain inputs; shards along a dim other than the
+    features have one length. A DTensor has a layout already. Default of embeddings: Replicate(). `output_layouts` are
+    Replicate() or Shard(dim), in shards as of torch.chunk along a dim other than the features. Other layouts raise
+    PlanError.
+    """
+
+    heeds = ("input_layouts", "output_layouts", "use_local_output", "use_dtensor")
     is_transposed = False
     """True if the weight is (in, out), as in GPT-2's Conv1D."""
     in_features = 0
     """Input features of the unsharded module: the rows of an embedding."""
     out_features = 0
     """Output features of the unsharded module."""
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placements = None,
-        output_layouts: Placements = None,
-        use_local_output: bool | None = None,
-        use_dtensor: bool | None = None,
-    ) -> None:
-        """Arguments of torch's style of the same name, and `use_dtensor`; see `TensorParallelLayer.__init__`.
-
-        Args:
-            input_layouts: Replicate(), Shard(dim) or Partial(), of plain inputs; shards along a dim other than the
-                features have one length. A DTensor has a layout already. Default of embeddings: Replicate().
-            output_layouts: Replicate() or Shard(dim), in shards as of torch.chunk along a dim other than the features.
-            use_local_output: see there.
-            use_dtensor: see there.
-
-        Raises PlanError for other layouts.
-        """
-        super().__init__(
-            input_layouts=_as_tuple(input_layouts),
-            output_layouts=_as_tuple(output_layouts),
-            use_local_output=use_local_output,
-            use_dtensor=use_dtensor,
-        )
-        self.check_layouts()
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:
         """See `TensorParallelLayer.bind`; reads the module's features once."""
@@ -88,6 +68,8 @@ class _WeightParallel(TensorParallelLayer):
         """Raise PlanError if the layouts are no placements of the inputs and outputs of such a layer."""
         for name, sums in (("input_layouts", " or Partial()"), ("output_layouts", "")):
             layouts = getattr(self, name)
+            if isinstance(layouts, Placement):
+                setattr(self, name, (layouts,))
             placement = layouts[0] if isinstance(layouts, tuple | list) and len(layouts) == 1 else layouts
             if type(placement) not in (Replicate, Shard) and not (sums and placement == Partial()):
                 raise PlanError(
@@ -367,26 +349,21 @@ class RowwiseParallel(_WeightParallel):
         return outputs if self.use_local_output else _as_replicated(outputs, mesh)
 
 
-class PackedColwiseParallel(ColwiseParallel):
+class _PackedParallel(_WeightParallel):
+    """A fused projection: each of its parts is sharded."""
+
+    def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
+        """`parts`: the number of equal parts, or their lengths; overridden by a plan's `parts`."""
+        super().__init__(use_dtensor=use_dtensor)
+        self.parts = parts
+
+
+class PackedColwiseParallel(_PackedParallel, ColwiseParallel):
     """Shard each part of a fused projection's output features: `AABB -> [AB, AB]`, without a gather."""
 
-    def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
-        """`parts`: the number of equal parts, or their lengths; overridden by a plan's `parts`."""
-        super().__init__(use_dtensor=use_dtensor)
-        self.parts = parts
 
-
-class PackedRowwiseParallel(RowwiseParallel):
+class PackedRowwiseParallel(_PackedParallel, RowwiseParallel):
     """Shard each part of a fused projection's input features: `AABB -> [AB, AB]`; sum the outputs."""
-
-    def __init__(self, *, parts: int | Sequence[int] = 2, use_dtensor: bool = True) -> None:
-        """`parts`: the number of equal parts, or their lengths; overridden by a plan's `parts`."""
-        super().__init__(use_dtensor=use_dtensor)
-        self.parts = parts
-
-
-def _as_tuple(layouts: Placements) -> Placements:
-    return layouts if layouts is None or isinstance(layouts, Sequence) else (layouts,)
 
 
 def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import PlanError
 from ..seams import features, first
 from .base import TensorParallelLayer
-from .experts import IdentityExpertParallel, IsolatedParallel, MoEExpertsParallel
+from .experts import IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import (
     AllReduceParallel,
@@ -21,8 +21,7 @@ from .local import (
     LocalPackedRowwiseParallel,
     LocalRowwiseParallel,
 )
-from .replicate import InnerReplicateParallel, ReplicateOnceParallel, ReplicateParallel, ReplicateSumGradParallel
-from .sharded_norm import ShardedNormParallel
+from .replicate import ReplicateParallel, ReplicateSumGradParallel
 
 CORE: dict[str, TensorParallelLayer] = {
     "colwise": ColwiseParallel(),
@@ -39,10 +38,7 @@ CORE: dict[str, TensorParallelLayer] = {
     "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
     "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
     "gather": GatherParallel(),
-    "sharded_norm": ShardedNormParallel(),
     "replicate": ReplicateParallel(),
-    "replicate_inner": InnerReplicateParallel(),
-    "replicate_once": ReplicateOnceParallel(),
     # Names in the plans that classes of transformers 5 declare.
     "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
@@ -52,7 +48,6 @@ CORE: dict[str, TensorParallelLayer] = {
     "ep_dispatch_experts": MoEExpertsParallel(),
     "ep_router": ReplicateParallel(),
     "grouped_gemm": IsolatedParallel(use_dtensor=True),
-    "moe_identity_expert": IdentityExpertParallel(),
     "local_params": TensorParallelLayer(),
 }
 

@@ -83,11 +83,6 @@ class Signature:
         return self.takes is SEQUENCE and self.inside is not None and self.inside[0] is REPLICATED
 
     @property
-    def gathers_batch(self) -> bool:
-        """True for a block that every rank computes in full, on the samples of all ranks."""
-        return self.takes is BATCH and self.inside == (REPLICATED, REPLICATED)
-
-    @property
     def gathers_features(self) -> bool:
         """True for a module between sharded linears that every rank computes in full."""
         return self.takes is LOCAL and self.inside == (REPLICATED, REPLICATED)

@@ -15,7 +15,8 @@ from tests.support.comparisons import full_gradients, relative, relative_errors
 from tests.support.groups import join
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
-from tp_transformers.ranks.collectives import exchange_regions, exchange_rows, gather_from_region, scatter_to_region
+from tp_transformers.features.expert_parallel.exchange import exchange_rows
+from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
 from tp_transformers.strategies import batch_sharded, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.distributed

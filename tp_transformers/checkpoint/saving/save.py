@@ -31,7 +31,6 @@ from ...marks import Mark
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...seams import features
 from ...strategies import local_tensor, shard_of, unsharded_like
-from ...strategies.shards.replicas import sample, warn_of_drift
 from ...torch_api import memory_of
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
@@ -108,7 +107,7 @@ def _save(model: PreTrainedModel, folder: Path, contents: _Contents, group: Tens
         # 1. Write the file headers to a hidden folder that readers ignore.
         with group.agree():
             files = _Files(contents, folder, stack) if writes else None
-        warn_of_drift(group.gather(sample(model, group)), group.rank)
+        model._tp_compare(group.gather(model._tp_sample()))
         # 2. Write the weights, a few at a time: every rank sends its shards, rank 0 writes.
         for names in _convertible_groups(contents, group):
             _write_together(names, contents, files, group)

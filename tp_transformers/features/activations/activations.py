@@ -9,15 +9,14 @@ Gradients are those of one process, also of KV heads that several ranks have.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks import direct
-from ...ranks.collectives import Group, apply_function
+from ...ranks.collectives import Group, apply_pair
 from ...slices.layout import Layout, ShardRange, Split
 from ...strategies.forward.communication import Communication
 from ...strategies.shards.slicing import take
@@ -51,13 +50,13 @@ def local_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Ten
 def gather_features(x: Tensor, split: Split, strategy: Communication) -> Tensor:
     """All features of `x`, over the ranks of `strategy`; see `full_activation`."""
     _check_width(x, split.widths[strategy.rank])
-    return apply_function(_Full, x, split, strategy.rank, strategy.group_of())
+    return apply_pair(x, _full, _read_back, split, strategy.rank, strategy.group_of())
 
 
 def own_features(x: Tensor, split: Split, strategy: Communication) -> Tensor:
     """This rank's features of `x`; see `local_activation`."""
     _check_width(x, split.length)
-    return apply_function(_Local, x, split, strategy.rank, strategy.group_of())
+    return apply_pair(x, _local, _added, split, strategy.rank, strategy.group_of())
 
 
 def features_split(module: nn.Module, side: Side) -> Split | None:
@@ -106,31 +105,25 @@ def _sum(x: Tensor, ranges: Sequence[ShardRange], length: int, group: Group) -> 
     return full
 
 
-class _Full(torch.autograd.Function):
-    """Gather; backward: own features, those of shared KV heads on the first of their ranks alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, split: Split, rank: int, group: Group) -> Tensor:
-        ctx.split, ctx.rank = split, rank
-        return _sum(x, _read(split, rank), split.length, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        own = grad.new_zeros(*grad.shape[:-1], ctx.split.widths[ctx.rank])
-        for entry in _read(ctx.split, ctx.rank):
-            own.narrow(-1, entry.local, entry.length).copy_(grad.narrow(-1, entry.start, entry.length))
-        return own, None, None, None
+def _full(x: Tensor, split: Split, rank: int, group: Group) -> Tensor:
+    """All features; those of shared KV heads are read from the first of their ranks alone."""
+    return _sum(x, _read(split, rank), split.length, group)
 
 
-class _Local(torch.autograd.Function):
-    """Own features; backward: the gradients of all ranks, added where they share KV heads."""
+def _read_back(grad: Tensor, split: Split, rank: int, group: Group) -> Tensor:
+    """This rank's features of a gradient, where `_full` has read them from this rank; else zeros."""
+    own = grad.new_zeros(*grad.shape[:-1], split.widths[rank])
+    for entry in _read(split, rank):
+        own.narrow(-1, entry.local, entry.length).copy_(grad.narrow(-1, entry.start, entry.length))
+    return own
 
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, split: Split, rank: int, group: Group) -> Tensor:
-        ctx.split, ctx.rank, ctx.group = split, rank, group
-        own: Tensor = take(full, Layout(full.ndim - 1, split), rank)
-        return own.clone()  # not a view, which a hook could not change in place
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _sum(grad, ctx.split.held(ctx.rank), ctx.split.length, ctx.group), None, None, None
+def _local(full: Tensor, split: Split, rank: int, group: Group) -> Tensor:
+    """This rank's features."""
+    own: Tensor = take(full, Layout(full.ndim - 1, split), rank)
+    return own.clone()  # not a view, which a hook could not change in place
+
+
+def _added(grad: Tensor, split: Split, rank: int, group: Group) -> Tensor:
+    """The gradients of all ranks, added where they share KV heads."""
+    return _sum(grad, split.held(rank), split.length, group)

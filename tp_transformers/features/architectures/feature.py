@@ -12,18 +12,24 @@ if TYPE_CHECKING:
 
 
 class Architectures(Feature):
-    """Four strategies: for ALiBi, latent attention, sparse activations, and products of parameters."""
+    """Strategies for ALiBi, latent attention, sparse activations, products of parameters, norms over all heads, ..."""
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from .alibi import AlibiParallel
         from .latent import MlaKvAProjParallel
+        from .replicated import IdentityExpertParallel, InnerReplicateParallel, ReplicateOnceParallel
         from .sharded_moments import ShardedMomentsParallel
+        from .sharded_norm import ShardedNormParallel
         from .sharded_products import ShardedProductsParallel
 
         return {
             "alibi": AlibiParallel(),
             "mla_kv_a_proj": MlaKvAProjParallel(),
+            "moe_identity_expert": IdentityExpertParallel(),
+            "replicate_inner": InnerReplicateParallel(),
+            "replicate_once": ReplicateOnceParallel(),
             "sharded_moments": ShardedMomentsParallel(),
+            "sharded_norm": ShardedNormParallel(),
             "sharded_products": ShardedProductsParallel(),
         }
 

@@ -25,7 +25,7 @@ from transformers.utils import ModelOutput
 
 from ...anatomy.names import CACHES
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
-from ...ranks.collectives import Group, all_gather_uneven, scale_gradient, scatter_to_region
+from ...ranks.collectives import Group, all_gather_uneven, apply_pair, same, scatter_to_region
 from ...ranks.group import agreed
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
@@ -234,3 +234,8 @@ def _asks(config: Any, given: Mapping[str, Any], name: str) -> bool:
     """True if a forward is asked for an output, by an argument or by the config."""
     value = given.get(name)
     return bool(getattr(config, name, False) if value is None else value)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """Identity; backward multiplies the gradient by `factor`."""
+    return apply_pair(x, same, torch.mul, factor) if torch.is_grad_enabled() and x.requires_grad else x

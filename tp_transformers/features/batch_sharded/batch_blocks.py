@@ -17,7 +17,6 @@ from ...ranks.collectives import (
     exchange_regions,
     gather_to_region,
     reduce_scatter_from_region,
-    scale_gradient,
 )
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import Forward, forward_of
@@ -27,7 +26,7 @@ from ...strategies.local import to_local
 from ...strategies.signature import BATCH, FEATURES, LOCAL, PARTIAL, REPLICATED, Signature
 from ..expert_parallel.exchange import ExchangeExpertsParallel, Route
 from ..sequence.region import GatherMixin, RegionBlock, Widths
-from .batch import BATCH_DIM, Batch, batch_of, exchange_samples
+from .batch import BATCH_DIM, Batch, batch_of, exchange_samples, scale_gradient
 
 
 class BatchBlock(RegionBlock):

@@ -48,8 +48,11 @@ class BatchSharding(Feature):
     @contextmanager
     def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
         def share_randomness(model: Any) -> None:
+            from ...strategies.signature import BATCH, REPLICATED
+
             for name, strategy in model.tp_resolution.module_strategies.items():
-                if strategy.signature.gathers_batch and group.device_mesh is not None:
+                takes, inside = strategy.signature.takes, strategy.signature.inside
+                if takes is BATCH and inside == (REPLICATED, REPLICATED) and group.device_mesh is not None:
                     from .randomness import SharedRandomness
 
                     SharedRandomness(group).attach(model.get_submodule(name))

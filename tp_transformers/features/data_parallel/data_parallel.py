@@ -16,7 +16,7 @@ from ...errors import MeshError, UnsupportedError, describe
 from ...marks import untyped
 from ...model.parallelize import WRAPPED
 from ...ranks.group import GROUP, TP_AXIS, TensorParallelGroup
-from ...ranks.mesh import both_axes, check_ranks, ranks_of
+from ...ranks.mesh import both_axes, check_ranks, ranks_of_copies
 from ...ranks.transport import connect
 from ...strategies import batch_sharded
 from ..watch.calls import watch_copies
@@ -77,7 +77,7 @@ def data_parallel(
     if any(batch_sharded(model)):
         broadcast((*outside(model), *model.buffers()), group.process_group)
     broadcast((*model.parameters(), *model.buffers()), process_group)
-    copy = dataclasses.replace(group, copies=ranks_of(mesh, axis), mesh=both_axes(mesh, axis))
+    copy = dataclasses.replace(group, copies=ranks_of_copies(mesh, axis), mesh=both_axes(mesh, axis))
     for module in model.modules():
         if "tp_group" in module.__dict__:
             GROUP.put(module, copy)

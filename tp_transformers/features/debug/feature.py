@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Debugging(Feature):
-    """`check_inputs`, `check_replicas`, `partition`; with TP_TRANSFORMERS_DEBUG, the first of every loaded model."""
+    """`check_inputs`, `check_replicas`, `partition`; with TP_TRANSFORMERS_DEBUG, the first of every loaded model.
+
+    When ranks generate or save, they compare a few of the values that they have to hold alike.
+    """
 
     requires = ("places",)
     public = {  # noqa: RUF012 - of Feature
@@ -29,6 +32,11 @@ class Debugging(Feature):
         from .same_inputs import check_if_enabled
 
         yield check_if_enabled
+
+    def model_methods(self) -> Sequence[type]:
+        from .drift import DriftingModel
+
+        return (DriftingModel,)
 
 
 FEATURE = Debugging()

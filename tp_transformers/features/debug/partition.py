@@ -13,7 +13,7 @@ from ...anatomy.names import folded, layer_number
 from ...errors import UnsupportedError
 from ...plans.bind import Resolution
 from ...ranks.group import GROUP
-from ...ranks.mesh import ranks_of
+from ...ranks.mesh import ranks_of_copies
 from ...strategies.signature import BATCH
 from ...text import spans
 
@@ -66,7 +66,7 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
     group = GROUP.find(model)
     if group is None:
         raise UnsupportedError("partition needs a model that was loaded with tp_plan")
-    copies = ranks_of(mesh, axis) if mesh is not None else group.copies or (tuple(group.global_ranks),)
+    copies = ranks_of_copies(mesh, axis) if mesh is not None else group.copies or (tuple(group.global_ranks),)
     return partition_of(model, model.tp_resolution, copies)
 
 

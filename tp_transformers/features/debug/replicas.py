@@ -7,22 +7,65 @@ last bits, and the values drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...errors import UnsupportedError
 from ...ranks import direct
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...strategies import SHARD, local_tensor
-from ...strategies.shards.replicas import ReplicatedSlice, replicated_slices
+from ...strategies import SHARD, local_tensor, shard_of
 
 CHUNK = 1 << 20
 """Elements per step of a fingerprint."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicatedSlice(NamedTuple):
+    """The description of values that all of `ranks` hold; identical on every rank."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks of the `tp` axis; the values of the first one are the reference."""
+    number: int
+    """Index among the entries with the same name and ranks."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    @staticmethod
+    def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> ReplicatedSlice:
+        """The description of `value`."""
+        return ReplicatedSlice(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
+
+
+def replicated_slices(
+    name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
+) -> Iterator[tuple[ReplicatedSlice, Tensor]]:
+    """Yield the slices of `value`, laid out like `param`, that other ranks hold too.
+
+    A shard that is gathered from FSDP's shards is stored in `joined`, by name.
+    """
+    shard, local = shard_of(param), local_tensor(value)
+    if shard is None:
+        if not isinstance(param, DTensor):
+            yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
+    elif shard.layout is None:
+        if shard.data_parallel is None or shard.is_fsdp_over_replicas:
+            yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
+    elif shared := shard.layout.split.shared(shard.group.rank):
+        if shard.data_parallel is not None:
+            local = joined[name] = shard.joined(local)
+        numbers: dict[tuple[int, ...], int] = {}
+        for indices in shared:
+            number = numbers[indices.ranks] = numbers.get(indices.ranks, -1) + 1
+            values = local.narrow(shard.layout.dim, indices.local, indices.length)
+            yield ReplicatedSlice.of(name, indices.ranks, number, values), values
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ returns one weighted sum over its experts.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ranks.collectives import Group, exchange_counts, exchange_rows
+from ...anatomy.linears import holds_experts
+from ...ranks import direct
+from ...ranks.collectives import Group, apply_directly
 from ...slices.layout import Split
-from ...strategies.experts import IsolatedParallel, MoEExpertsParallel, never_empty, takes_expert_ids
+from ...strategies.experts import IsolatedParallel, MoEExpertsParallel, never_empty
 from ...strategies.forward.attach import forward_of
 from ...strategies.forward.communication import Forwarder
 from ...strategies.local import to_local
@@ -105,6 +109,12 @@ class SequenceExpertsParallel(ExchangeExpertsParallel):
         return exchange_shards(self.name, states, mesh)
 
 
+def takes_expert_ids(module: nn.Module) -> bool:
+    """True for experts that are called with tokens, expert ids and routing weights."""
+    names = [*inspect.signature(type(module).forward).parameters][2:4]
+    return holds_experts(module) and len(names) == 2 and "weight" in names[1]
+
+
 def dispatch(
     states: Tensor, ids: Tensor, weights: Tensor, experts: Split, group: Group
 ) -> tuple[Route, Tensor, Tensor, Tensor]:
@@ -158,3 +168,52 @@ def _sum_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
     """Sum the rows of `x` with equal index in `rows`, in fp32 or wider: (count, hidden)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_zeros((count, x.shape[1]), dtype=wide).index_add(0, rows, x.to(wide)).to(x.dtype)
+
+
+def exchange_counts(counts: Tensor, group: Group) -> Tensor:
+    """All-to-all of one number per rank: send `counts[rank]`, return the number that each rank sent: (size,)."""
+    ones = [1] * group.size()
+    return direct.all_to_all(counts, ones, ones, group)
+
+
+def exchange_rows(
+    tensors: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: Group
+) -> tuple[Tensor, ...]:
+    """Send rows of each of `tensors` to every rank, in one all-to-all; backward is the reverse all-to-all.
+
+    Args:
+        tensors: (sum of `sent`, any width) each, of any dtypes, rows sorted by destination rank. Integers have no
+            gradient.
+        sent: number of rows for each rank, this one included; may be 0.
+        received: number of rows from each rank.
+        group: collective over all its ranks, also those without rows.
+
+    Returns:
+        A tensor for each input: (sum of `received`, its width), rows sorted by source rank.
+    """
+    exchanged: tuple[Tensor, ...] = apply_directly(_ExchangeRows)(tuple(sent), tuple(received), group, *tensors)
+    return exchanged
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sent: Sequence[int], received: Sequence[int], group: Group, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.settings = (received, sent, group)
+        ctx.have_gradients = [tensor.is_floating_point() for tensor in tensors]
+        # As bytes, so that one collective sends several dtypes.
+        rows = [tensor.contiguous().view(torch.uint8) for tensor in tensors]
+        packed = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        arrived = direct.all_to_all(packed, sent, received, group)
+        columns = arrived.split([row.shape[1] for row in rows], 1)
+        outputs = [column.contiguous().view(tensor.dtype) for column, tensor in zip(columns, tensors, strict=True)]
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received, group = ctx.settings
+        kept = [grad for grad, has in zip(grads, ctx.have_gradients, strict=True) if has]
+        exchanged = iter(exchange_rows(kept, sent, received, group))
+        return (None, None, None, *(next(exchanged) if has else None for has in ctx.have_gradients))

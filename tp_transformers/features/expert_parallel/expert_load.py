@@ -17,8 +17,8 @@ from ...patches import Patch, nothing, replace
 from ...ranks.group import GROUP
 from ...slices.layout import Split
 from ...strategies import STRATEGY
-from ...strategies.experts import takes_expert_ids
 from ...torch_api import in_backward
+from .exchange import takes_expert_ids
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...strategies.shards.pickled import check_pickled
 from ...strategies.shards.tensors import is_sharded, know, local_values
 from ...torch_api import as_torch
 from .functions import SHAPES, name_of
+from .pickled import check_pickled
 from .values import assign
 
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 from ...seams import Compute, Feature, Loaded, unchanged
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...loading.options import Options
     from ...patches import Patch
     from ...ranks.group import TensorParallelGroup
 
 
 class FullParameters(Feature):
-    """Functions of torch on shards, and `training.full_parameters`."""
+    """Functions of torch on shards, embeddings of another size, and `training.full_parameters`."""
 
     public: ClassVar[Mapping[str, str]] = {"training.full_parameters": ".full_parameters"}
 
@@ -33,6 +35,16 @@ class FullParameters(Feature):
             yield unchanged
         finally:
             WRITES_PARTS.reset(token)
+
+    def sharded(self, module: nn.Module) -> None:
+        from .pickled import check_state
+
+        module.register_load_state_dict_pre_hook(check_state)
+
+    def model_methods(self) -> Sequence[type]:
+        from .embeddings import ResizableModel
+
+        return (ResizableModel,)
 
     def model_patches(self) -> Sequence[Patch]:
         from .patches import ASSIGNED_VALUES, FULL_BYTES

@@ -9,29 +9,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
-from ...strategies.shards.pickled import check_pickled
-from ...strategies.shards.shard import ParamShard
-from ...strategies.shards.tensors import is_sharded, local_values
+from ...ranks.collectives import apply_pair
+from ...strategies.shards.tensors import gather, is_sharded, local_values, take_own
 from ...torch_api import as_torch
+from .pickled import check_pickled
 
 
 def full_values(tensor: Any) -> Tensor:
     """Gather the full tensor on every rank, as an ordinary tensor; gradients flow back to `tensor`."""
-    full: Tensor = _Full.apply(local_values(tensor), tensor.tp_shard)
-    return full
-
-
-class _Full(torch.autograd.Function):
-    """Gather a full tensor on all ranks; backward: own slice of the replicated gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, shard: ParamShard) -> Tensor:
-        ctx.shard = shard
-        return shard.full(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shard.own(grad).clone(), None
+    return apply_pair(local_values(tensor), gather, take_own, tensor.tp_shard)
 
 
 def empty_full(tensor: Any) -> Tensor:

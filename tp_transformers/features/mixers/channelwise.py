@@ -11,8 +11,8 @@ from transformers import Conv1D
 from ...anatomy.linears import CONVOLUTIONS, features
 from ...slices.layout import Layout
 from ...strategies.base import TensorParallelLayer
-from ...strategies.forward.views import still_sharded
 from ...strategies.shards.shard import ParamShard
+from ...strategies.shards.tensors import ShardTensor
 from ...strategies.signature import LOCAL, Signature
 from .counts import first_long_dim
 
@@ -43,7 +43,7 @@ class ChannelwiseParallel(TensorParallelLayer):
 
     def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
         """See `Communication.views_of`; the enclosing mixer has replaced the parameters that it reads."""
-        return still_sharded(module, views)
+        return [name for name in views if isinstance(module._parameters[name], ShardTensor)]
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Channel counts of a convolution's shard, for code that calls it."""

@@ -17,8 +17,7 @@ from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
 from ...strategies import SHARD
 from ...strategies.forward.attach import LocalConfig, wrap_forward
-from ...strategies.forward.communication import Forwarder
-from ...strategies.forward.short_forwards import inference_forward
+from ...strategies.forward.communication import Communication, Forwarder, ShortForward
 from ...strategies.shards.tensors import HAS_LOCAL
 from .placeholder import HeldWeights, without_values
 from .products import with_products
@@ -91,3 +90,13 @@ def _with_weights(call: Forwarder) -> Forwarder:
 
     untraced: Forwarder = torch.compiler.disable(forward)
     return untraced
+
+
+def inference_forward(module: nn.Module) -> ShortForward | None:
+    """The short forward of a linear that keeps its input in inference, and at most sums its output; else None."""
+    strategy: Communication | None = vars(module).get("tp_strategy")
+    if strategy is None:
+        is_plain = type(module) is nn.Linear and "forward" not in vars(module)
+        return ShortForward("as it is", "as it is") if is_plain else None
+    short = strategy.short_forward() if strategy.asks_block else None
+    return short if short and short.input != "before" and short.output != "after" else None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import UnsupportedError
 from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
-from ...model.state_dict import keep_state, split_module
+from ...model.state_dict import keep_state
 from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split
@@ -26,6 +26,7 @@ from ...strategies import (
     ReplicateParallel,
     TensorParallelLayer,
     local_tensor,
+    shard_module,
     take,
 )
 from ...strategies.signature import BATCH, FEATURES, PARTIAL, SEQUENCE
@@ -84,7 +85,9 @@ def _split_lora(name: str, layer: Any, kind: str, adapter: str, group: TensorPar
     strategy = strategies_of(base)[kind == "lora_B"]
     shard = SHARD.find(base.weight)
     split = shard.layout.split if shard is not None and shard.layout is not None else None
-    split_module(module, strategy.bind(module, group.size, name=name, split=split, config=strategy.config), group)
+    bound = strategy.bind(module, group.size, name=name, split=split, config=strategy.config)
+    shard_module(module, bound, group)
+    keep_state(module)
     if strategy.signature.takes is FEATURES:
         _slice_dropout(layer.lora_dropout, adapter, split, group.rank)
 

@@ -29,7 +29,6 @@ from ...ranks.environment import firsts_of, host_of, node_name
 from ...ranks.group import TensorParallelGroup
 from ...seams import together
 from ...strategies import layout_of, local_tensor, unsharded_like
-from ...strategies.shards.replicas import sample, warn_of_drift
 from .checkpoint import ShardedCheckpoint
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
 from .summed import SummedWriter
@@ -88,8 +87,8 @@ def _save_or_undo(model: PreTrainedModel, folder: Path, group: TensorParallelGro
 def _save(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
     """Write the files of one replica, then the manifest."""
     dense, packed = saved_state(model)
-    per_rank = group.gather((secrets.token_hex(4), sample(model, group), node_name()))
-    warn_of_drift([values for _, values, _ in per_rank], group.rank)
+    per_rank = group.gather((secrets.token_hex(4), model._tp_sample(), node_name()))
+    model._tp_compare([values for _, values, _ in per_rank])
     state, save = dense | packed, per_rank[0][0]
     owners = _owners(folder, save, [machine for *_, machine in per_rank], group)
     path = rank_path(folder, save, group.rank, group.size)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...slices.composed import Transpose, merge_last
+from ...slices.composed import Transpose, reshaped
 from ...slices.lazy import LazyTensor
 from .bundle import Component, DimMap, StoredValues
 from .format import (
@@ -63,7 +63,7 @@ class Mxfp4(Format):
                 raise inconsistent(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
             lead = (DimMap(0), DimMap(1))
             components = {
-                "pairs": Component(merge_last(blocks) if blocks.ndim == 4 else blocks, (*lead, DimMap(2, 2)), name),
+                "pairs": Component(reshaped(blocks, (experts, rows, math.prod(width))), (*lead, DimMap(2, 2)), name),
                 "scales": Component(scales, (*lead, DimMap(2, _BLOCK)), f"{param}_scales"),
             }
             values = bundle(param, components, (experts, rows, math.prod(width) * 2), torch.float32, _decode)

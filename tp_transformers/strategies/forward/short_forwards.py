@@ -88,16 +88,6 @@ def forward_of_linear(
     return forward
 
 
-def inference_forward(module: nn.Module) -> ShortForward | None:
-    """The short forward of a linear that keeps its input in inference, and at most sums its output; else None."""
-    strategy: Communication | None = vars(module).get("tp_strategy")
-    if strategy is None:
-        is_plain = type(module) is nn.Linear and "forward" not in vars(module)
-        return ShortForward("as it is", "as it is") if is_plain else None
-    short = strategy.short_forward() if strategy.asks_block else None
-    return short if short and short.input != "before" and short.output != "after" else None
-
-
 def _view(param: Tensor, shard: ParamShard | None, block: Block | None) -> Tensor:
     """The local tensor of a parameter, from the autograd node of its `block` if there is one."""
     if shard is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...ranks.collectives import apply_directly, reduce_from_region
@@ -29,11 +28,6 @@ def local_view(param: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return param.to_local()
     return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
-
-
-def still_sharded(module: nn.Module, names: Iterable[str]) -> list[str]:
-    """Names of parameters of `module` that no enclosing forward has replaced by local tensors."""
-    return [name for name in names if isinstance(module._parameters[name], ShardTensor)]
 
 
 def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
 from ...marks import Mark, untyped
+from ...ranks.collectives import apply_pair
 from ...seams import Compute, features, first
 from ...torch_api import TorchDispatchMode, TracingContext, as_torch, tree_leaves, tree_map
 
@@ -142,21 +143,17 @@ def traced_values(tensor: Any) -> Tensor:
 def own_values(full: Tensor, shard: Any) -> Tensor:
     """Return this rank's slice of a replicated tensor; gradients flow back to `full`."""
     is_recorded = full.requires_grad and torch.is_grad_enabled()
-    return _Own.apply(full, shard) if is_recorded else shard.own(full)  # type: ignore[no-any-return]
+    return apply_pair(full, take_own, gather, shard) if is_recorded else shard.own(full)  # type: ignore[no-any-return]
 
 
-class _Own(torch.autograd.Function):
-    """Take this rank's slice of a replicated full tensor; backward: gather the gradient."""
+def take_own(full: Tensor, shard: Any) -> Tensor:
+    """A copy of this rank's slice of a replicated full tensor."""
+    return shard.own(full).clone()  # type: ignore[no-any-return]
 
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, shard: Any) -> Tensor:
-        ctx.shard = shard
-        return shard.own(full).clone()  # type: ignore[no-any-return]
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # The gradient of a sum of shards is passed on unchanged, so it may be a `Sharded` tensor.
-        return ctx.shard.full(local_values(grad) if is_sharded(grad) else grad), None
+def gather(local: Tensor, shard: Any) -> Tensor:
+    """The full tensor, of this rank's values: those of a `Sharded` tensor, as gradients of sums of shards are."""
+    return shard.full(local_values(local) if is_sharded(local) else local)  # type: ignore[no-any-return]
 
 
 # -- outside of a forward

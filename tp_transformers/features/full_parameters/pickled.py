@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import CheckpointError
-from .shard import ParamShard
-from .tensors import PICKLED
+from ...strategies.shards.shard import ParamShard, shard_of
+from ...strategies.shards.tensors import PICKLED
 
 
 def check_pickled(value: Any, param: Any, shard: ParamShard, name: str) -> None:
@@ -33,3 +34,11 @@ def check_pickled(value: Any, param: Any, shard: ParamShard, name: str) -> None:
             fix="torch.save writes the state of one rank: let every rank save and load a file of its own, or save by "
             "save_pretrained and torch.distributed.checkpoint.",
         )
+
+
+def check_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before `module` loads a state dict: check the values for sharded parameters."""
+    for name, param in module._parameters.items():
+        shard, value = shard_of(param), state.get(prefix + name)
+        if shard is not None and isinstance(value, Tensor):
+            check_pickled(value, param, shard, prefix + name)

@@ -1,4 +1,4 @@
-"""Values that several ranks hold, and samples of them to detect drift between ranks.
+"""Samples of values that several ranks hold, compared when ranks generate or save, to detect drift.
 
 Norms and replicated KV heads stay equal on all ranks as long as all ranks change them identically. Random numbers from
 different seeds, or a change on one rank alone, let them drift apart without an error.
@@ -6,16 +6,19 @@ different seeds, or a change on one rank alone, let them drift apart without an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...logs import get_logger
 from ...ranks.group import TensorParallelGroup
-from .shard import local_tensor, shard_of
+from ...strategies import shard_of
+from .replicas import replicated_slices
+
+_Model: Any = object
+"""Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
 
 logger = get_logger(__name__)
 
@@ -25,46 +28,16 @@ TOLERANCE = 1e-3
 """Relative difference above which values have drifted; another order of summation in a kernel stays below."""
 
 
-class ReplicatedSlice(NamedTuple):
-    """The description of values that all of `ranks` hold; identical on every rank."""
+class DriftingModel(_Model):
+    """Methods of a loaded model that compare samples of its parameters."""
 
-    name: str
-    ranks: tuple[int, ...]
-    """Ranks of the `tp` axis; the values of the first one are the reference."""
-    number: int
-    """Index among the entries with the same name and ranks."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
+    tp_group: TensorParallelGroup
 
-    @staticmethod
-    def of(name: str, ranks: tuple[int, ...], number: int, value: Tensor) -> ReplicatedSlice:
-        """The description of `value`."""
-        return ReplicatedSlice(name, ranks, number, tuple(value.shape), value.dtype, value.device.type)
+    def _tp_sample(self) -> Any:
+        return sample(self, self.tp_group)  # type: ignore[arg-type]
 
-
-def replicated_slices(
-    name: str, param: Tensor, value: Tensor, size: int, joined: dict[str, Tensor]
-) -> Iterator[tuple[ReplicatedSlice, Tensor]]:
-    """Yield the slices of `value`, laid out like `param`, that other ranks hold too.
-
-    A shard that is gathered from FSDP's shards is stored in `joined`, by name.
-    """
-    shard, local = shard_of(param), local_tensor(value)
-    if shard is None:
-        if not isinstance(param, DTensor):
-            yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
-    elif shard.layout is None:
-        if shard.data_parallel is None or shard.is_fsdp_over_replicas:
-            yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
-    elif shared := shard.layout.split.shared(shard.group.rank):
-        if shard.data_parallel is not None:
-            local = joined[name] = shard.joined(local)
-        numbers: dict[tuple[int, ...], int] = {}
-        for indices in shared:
-            number = numbers[indices.ranks] = numbers.get(indices.ranks, -1) + 1
-            values = local.narrow(shard.layout.dim, indices.local, indices.length)
-            yield ReplicatedSlice.of(name, indices.ranks, number, values), values
+    def _tp_compare(self, samples: Sequence[Any]) -> None:
+        warn_of_drift(samples, self.tp_group.rank)
 
 
 Sample = dict[tuple[str, tuple[int, ...], int], list[float]]
@@ -87,7 +60,7 @@ def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
     return {key: [next(values) for _ in range(len(tensor))] for key, tensor in sampled.items()}
 
 
-def warn_of_drift(samples: list[Sample], rank: int) -> None:
+def warn_of_drift(samples: Sequence[Sample], rank: int) -> None:
     """Log on rank 0 the parameters with samples that differ between ranks."""
     if rank != 0 or any(holder >= len(samples) for keys in samples for _, holders, _ in keys for holder in holders):
         return  # a rank without a sample is in another collective

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..anatomy.norms import epsilon, is_rms_norm
-from ..ranks.collectives import copy_to_region, reduce_from_region
-from .base import TensorParallelLayer
-from .forward.attach import forward_of, parameter_of
-from .linear import LAST
-from .shards.shard import ParamShard
-from .signature import LOCAL, Signature
+from ...anatomy.norms import epsilon, is_rms_norm
+from ...ranks.collectives import copy_to_region, reduce_from_region
+from ...strategies.base import TensorParallelLayer
+from ...strategies.forward.attach import forward_of, parameter_of
+from ...strategies.linear import LAST
+from ...strategies.shards.shard import ParamShard
+from ...strategies.signature import LOCAL, Signature
 
 
 class ShardedNormParallel(TensorParallelLayer):
