@@ -66,23 +66,23 @@ def gather_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: i
     `widths[rank]` is the shard length of that rank; `x` has length `widths[own rank]` along `dim`.
     """
     if not torch.is_grad_enabled():
-        return _gather(x, widths, group, dim)
-    return apply_pair(x, _gather, _own, tuple(widths), group, dim)
+        return all_gather_uneven(x, widths, group, dim)
+    return apply_pair(x, all_gather_uneven, _own, tuple(widths), group, dim)
 
 
 def scatter_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """Keep this rank's shard of `x` along `dim`; backward all-gathers the gradients."""
-    return apply_pair(x, _own, _gather, tuple(widths), group, dim)
+    return apply_pair(x, _own, all_gather_uneven, tuple(widths), group, dim)
 
 
 def gather_to_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """All-gather the shards along `dim`; backward reduce-scatters the gradients."""
-    return apply_pair(x, _gather, _scatter_sum, tuple(widths), group, dim)
+    return apply_pair(x, all_gather_uneven, _scatter_sum, tuple(widths), group, dim)
 
 
 def reduce_scatter_from_region(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
     """Reduce-scatter `x` along `dim`; backward all-gathers the gradients."""
-    return apply_pair(x, _scatter_sum, _gather, tuple(widths), group, dim)
+    return apply_pair(x, _scatter_sum, all_gather_uneven, tuple(widths), group, dim)
 
 
 def exchange_regions(
@@ -120,7 +120,7 @@ def copy_shared(
     return apply_pair(x, same, _sum_shared, places, length, dim, group, reduce_dtype)
 
 
-def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, *, dim: int = -1) -> Tensor:
+def all_gather_uneven(x: Tensor, widths: Sequence[int], group: Group, dim: int = -1) -> Tensor:
     """All-gather shards of different lengths along `dim`, without autograd; shorter shards are sent with padding."""
     dim, longest, shortest = dim % x.ndim, max(widths), min(widths)
     gathered = direct.all_gather(_padded(x, longest, dim), group)
@@ -195,10 +195,6 @@ def _sum(x: Tensor, group: Group, reduce_dtype: torch.dtype | None) -> Tensor:
     total = x.to(reduce_dtype or x.dtype, copy=True, memory_format=torch.contiguous_format)
     direct.all_reduce(total, group)
     return total.to(x.dtype)
-
-
-def _gather(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
-    return all_gather_uneven(x, widths, group, dim=dim)
 
 
 def _own(x: Tensor, widths: Sequence[int], group: Group, dim: int) -> Tensor:
