@@ -46,7 +46,8 @@ def main() -> None:
     named = set(_named(nav))
     tasks = set(_named([entry for entry in nav if not entry.keys() & set(REFERENCE)]))
     pages = {path: (ROOT / path).read_text(encoding="utf-8") for path in _files("*.md")}
-    pages |= {**plans(), **examples(), **reference(), PROOFS: every_model_type()}
+    plan_pages = plans()
+    pages |= {**plan_pages, **examples(), **reference(), PROOFS: every_model_type()}
     folder = BUILD / "pages"
     written = set()
     for path, text in pages.items():
@@ -59,7 +60,9 @@ def main() -> None:
         written.add(folder / path)
     for old in set(folder.rglob("*.*")) - written:
         old.unlink()
-    expanded = yaml.safe_dump({"nav": _expanded(nav, [path for path in pages if path not in named])}, sort_keys=False)
+    others = [path for path in pages if path not in named and path not in plan_pages]
+    foot = f'tp_transformers {_version()} \N{MIDDLE DOT} <a href="{_repository().partition("/blob")[0]}">repository</a>'
+    expanded = yaml.safe_dump({"copyright": foot, "nav": _expanded(nav, others)}, sort_keys=False)
     _write(BUILD / "mkdocs.yml", (ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8") + "\n" + expanded)
 
 
@@ -181,6 +184,11 @@ def _repository() -> str:
     home = re.search(r'^Homepage = "(\S+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
     assert home, "pyproject.toml has no Homepage"
     return f"{home[1]}/blob/main"
+
+
+def _version() -> str:
+    text = (ROOT / "tp_transformers" / "__init__.py").read_text(encoding="utf-8")
+    return text.partition('__version__ = "')[2].partition('"')[0]
 
 
 def _files(pattern: str) -> Iterator[str]:

@@ -109,7 +109,7 @@ def _anchor(title: str) -> str:
 
 def architectures(page: Path) -> str:
     """A link to each plan, with the title that is the first comment of the file."""
-    return ",\n".join(f"[{entry.title}]({entry.file.name})" for entry in catalogue())
+    return ";\n".join(f"[{entry.title}]({entry.file.name})" for entry in catalogue())
 
 
 def proofs() -> str:

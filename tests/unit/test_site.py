@@ -34,7 +34,9 @@ def paths(nav: Any) -> Iterator[str]:
 def test_each_page_is_in_the_navigation_once(build: Path) -> None:
     nav = (build / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     pages = {path.relative_to(build / "pages").as_posix() for path in build.rglob("*.md")}
-    assert Counter(paths(yaml.safe_load(nav))) == Counter(pages)
+    plans = {f"model_plans/{path.stem}.md" for path in (ROOT / "model_plans").glob("*.yaml")}
+    assert Counter(paths(yaml.safe_load(nav))) == Counter(pages - plans)
+    assert plans <= {f"model_plans/{link}" for link in links(build / "pages" / "model_plans" / "README.md")}
     assert {called(page) for page in PAGES} <= pages
     for kind, suffix in (("model_plans", ".yaml"), *(("examples", suffix) for suffix in (".py", ".sh", ".yaml"))):
         assert {f"{kind}/{path.stem}.md" for path in (ROOT / kind).glob(f"[a-z]*{suffix}")} <= pages
