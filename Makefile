@@ -21,14 +21,15 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/u
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick test-all matrix types proofs without fuzz bench gpu lint versions coming optimizers docs docs-serve dist \
+.PHONY: demo test quick test-all matrix types proofs without fuzz bench gpu lint ruff mypy versions coming optimizers docs docs-serve dist \
   wheel workflows clean
 
 demo: $(VENV)/ready
 	$(PY) -m benchmarks.demo --ranks $(RANKS)
 
 # What holds the rest: every feature, in few of its shapes. tests/README.md has the minutes of each target.
-test: lint quick
+test: ruff
+	@$(MAKE) --no-print-directory --jobs 2 mypy quick
 
 # The tests of `make test`, without ruff and mypy: for other releases of torch and Python.
 quick: $(VENV)/ready
@@ -69,9 +70,13 @@ bench: $(VENV)/ready
 gpu: $(VENV)/ready
 	$(PY) -m benchmarks.gpu --minutes $(MINUTES) $(GPU)
 
-lint: $(VENV)/ready
+lint: ruff mypy
+
+ruff: $(VENV)/ready
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+
+mypy: $(VENV)/ready
 	$(VENV)/bin/mypy
 
 # The tests of what meets other libraries, with other releases of them, and a table of the outcomes. It prints first the

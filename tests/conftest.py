@@ -25,6 +25,8 @@ from tests.support.pool import Pool
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # the ranks of the pool need the other cores
 cores.take_own()
+# torch asks for the name of each peer of a store: a name server that loses the question costs a second instead of 5.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # How fast a machine draws examples says nothing about the code. The quick tests draw the same examples in each run, so
 # that a change alone can break them; all tests (MATRIX=1) draw new ones.
 settings.register_profile(

@@ -73,7 +73,7 @@ FAULTS: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.fixture
 def own_pool() -> Iterator[Pool]:
     """New processes: after an error of a kernel, a process cannot use its GPU any more."""
-    pool = Pool(spawn=True)
+    pool = Pool(spawn=IS_GPU)
     yield pool
     pool.close()
 

@@ -19,12 +19,14 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = float(os.environ.get("TEST_TIMEOUT", 240))
 """Seconds that one call may take before its workers are ended."""
 
 
+PACKAGE = Path(__file__).parents[2] / "tp_transformers"
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.tensor",
@@ -34,6 +36,11 @@ PRELOADED = [
     "transformers.trainer",
     "tests.support.architectures",
     "tests.support.tiny",
+    *(
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "__main__.py"
+    ),
 ]
 """What the process imports that workers are forked from: a worker begins with them."""
 
@@ -72,6 +79,9 @@ class Pool:
         port = free_port()
         for rank, worker in enumerate(workers):
             worker.connection.send((rank, size, port, function, args))
+            if rank == 0:
+                with contextlib.suppress(EOFError):
+                    worker.connection.recv()  # it listens: a rank that finds no store looks again half a second later
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         traces: dict[int, str] = {}
@@ -151,10 +161,13 @@ class _Worker:
 
 def _serve(connection: Connection, stderr: str) -> None:
     """A worker's main loop: receive a call, run it as one rank, send back what came of it."""
+    # torch asks for the name of each peer of a store, and waits 5 s where a name server loses the question.
+    os.environ["RES_OPTIONS"] = "attempts:0"
     os.dup2(os.open(stderr, os.O_WRONLY), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
     from transformers.utils import logging
 
     torch.set_num_threads(1)
@@ -168,6 +181,10 @@ def _serve(connection: Connection, stderr: str) -> None:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
+        store = None
+        if rank == 0:
+            store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+            connection.send("listens")
         try:
             connection.send((True, function(*args), ""))
         except Exception as error:
@@ -175,6 +192,7 @@ def _serve(connection: Connection, stderr: str) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            del store  # which the process group shared
             forget_meshes()
             if "accelerate.state" in sys.modules:  # which remembers the group that has ended
                 sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

@@ -27,6 +27,17 @@ MOST = 15
 """Modules in one folder, at most."""
 LONGEST_FUNCTION = 70
 """Lines of a function, at most, its docstring included."""
+IN_FORKS = """
+import os, sys, torch, transformers
+from transformers import PreTrainedModel
+for program in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(program)
+        os._exit(0)
+    assert not os.waitpid(child, 0)[1], program
+"""
+"""A program that runs each of its arguments in a process that has not imported the package."""
 IMPORT_ALL = """
 import sys, tp_transformers
 for name in tp_transformers.__all__:
@@ -77,51 +88,35 @@ def test_files_of_the_tests_stay_small() -> None:
     assert not {str(path): count for path, count in lines.items() if count > LONGEST_TEST}
 
 
-def test_the_package_does_not_import_what_few_need() -> None:
-    program = (
-        IMPORT_ALL + "few = ['commands', 'verify', 'trainer', 'features.trainer.trainer', 'features.trainer.methods']\n"
-        "assert not sys.modules.keys() & {'matplotlib', *(f'tp_transformers.{room}' for room in few)}"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+FEW_NEED = (
+    IMPORT_ALL + "few = ['commands', 'verify', 'trainer', 'features.trainer.trainer', 'features.trainer.methods']\n"
+    "assert not sys.modules.keys() & {'matplotlib', *(f'tp_transformers.{room}' for room in few)}"
+)
+HOOK_BEFORE_TRAINER = f"""
+import sys, tp_transformers
+tp_transformers.enable()
+ours = [name for name in sys.modules if name.partition('.')[0] == 'tp_transformers']
+assert len(ours) <= {IMPORTED}, ours
+assert 'transformers.trainer' not in sys.modules
+from tp_transformers.trainer import Trainer
+from transformers import Trainer as original
+assert original.compute_loss.__wrapped__ is not original.compute_loss and issubclass(Trainer, original)
+"""
+PATCHES_AND_STARTS_NOTHING = (
+    "before = dict(vars(PreTrainedModel))\n" + IMPORT_ALL + "assert dict(vars(PreTrainedModel)) == before\n"
+    "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
+    "import logging\n"
+    "package = logging.getLogger('tp_transformers')\n"
+    "assert not package.handlers and not logging.root.handlers and package.level == logging.NOTSET\n"
+    "loggers = [logger for logger in vars(logging.root.manager)['loggerDict'].values()\n"
+    "           if isinstance(logger, logging.Logger) and logger.name.startswith('tp_transformers.')]\n"
+    "assert loggers and all(logger.filters for logger in loggers), loggers\n"
+)
 
 
-def test_the_hook_imports_few_modules() -> None:
-    program = (
-        "import sys, tp_transformers\n"
-        "tp_transformers.enable()\n"
-        "print(*(name for name in sys.modules if name.partition('.')[0] == 'tp_transformers'))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
-    assert len(done.stdout.split()) <= IMPORTED, done.stdout
-
-
-def test_the_trainer_is_imported_after_the_hook_is_on() -> None:
-    program = (
-        "import sys, tp_transformers\n"
-        "tp_transformers.enable()\n"
-        "assert 'transformers.trainer' not in sys.modules\n"
-        "from tp_transformers.trainer import Trainer\n"
-        "from transformers import Trainer as original\n"
-        "assert original.compute_loss.__wrapped__ is not original.compute_loss and issubclass(Trainer, original)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_importing_patches_and_starts_nothing() -> None:
-    program = (
-        "import torch, transformers\n"
-        "before = dict(vars(transformers.PreTrainedModel))\n"
-        + IMPORT_ALL
-        + "assert dict(vars(transformers.PreTrainedModel)) == before\n"
-        "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
-        "import logging\n"
-        "package = logging.getLogger('tp_transformers')\n"
-        "assert not package.handlers and not logging.root.handlers and package.level == logging.NOTSET\n"
-        "loggers = [logger for logger in vars(logging.root.manager)['loggerDict'].values()\n"
-        "           if isinstance(logger, logging.Logger) and logger.name.startswith('tp_transformers.')]\n"
-        "assert loggers and all(logger.filters for logger in loggers), loggers\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+def test_what_an_import_does_and_what_it_leaves() -> None:
+    programs = (FEW_NEED, HOOK_BEFORE_TRAINER, PATCHES_AND_STARTS_NOTHING)
+    subprocess.run([sys.executable, "-c", IN_FORKS, *programs], check=True, timeout=120)
 
 
 def patched() -> dict[str, Any]:

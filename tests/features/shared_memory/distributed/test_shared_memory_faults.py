@@ -85,20 +85,18 @@ def in_own(options: str) -> str:
     return f"unshare -m sh -ec 'mount -t tmpfs -o {options} tmpfs /dev/shm; exec \"$@\"' sh"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems, as root")
 @pytest.mark.parametrize(
     ("scripts", "users", "way", "why"),
-    wide(
-        [
-            (["", ""], [], "memory", ""),
-            ([in_own("size=1m"), ""], [], "gloo", "No space left on device"),
-            ([in_own("size=64m,ro"), ""], [], "gloo", "Read-only file system"),
-            (["", in_own("size=64m")], [], "gloo", "rank 1 cannot map the memory of rank 0"),
-            (["", ""], ["1"], "gloo", "Permission denied"),
-            ([in_own("size=64m"), in_own("size=64m")], [], "gloo", "rank 1 cannot map the memory of rank 0"),
-        ],
-        2,
-    ),
+    [
+        (["", ""], [], "memory", ""),
+        ([in_own("size=1m"), ""], [], "gloo", "No space left on device"),
+        ([in_own("size=64m,ro"), ""], [], "gloo", "Read-only file system"),
+        (["", in_own("size=64m")], [], "gloo", "rank 1 cannot map the memory of rank 0"),
+        (["", ""], ["1"], "gloo", "Permission denied"),
+        ([in_own("size=64m"), in_own("size=64m")], [], "gloo", "rank 1 cannot map the memory of rank 0"),
+    ],
 )
 def test_memory_is_used_where_all_ranks_see_it(
     tmp_path: Path, scripts: list[str], users: list[str], way: str, why: str
@@ -125,9 +123,10 @@ for x in tensors:
 """
 
 
-def test_a_process_that_ends_just_after_a_collective_of_gloo_is_not_aborted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", wide([2, 4], 1))
+def test_a_process_that_ends_just_after_a_collective_of_gloo_is_not_aborted(tmp_path: Path, size: int) -> None:
     (tmp_path / "script.py").write_text(ENDS_AT_ONCE)
-    assert [(code, output) for code, output in launch([""] * 4, tmp_path / "script.py")] == [(0, "")] * 4
+    assert launch([""] * size, tmp_path / "script.py") == [(0, "")] * size
 
 
 def test_eight_ranks_fit_into_the_memory_that_docker_gives() -> None:
@@ -181,10 +180,9 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "seed"),
-    wide([(how, seed) for seed in range(17) for how in ("raise", "SIGSTOP", "SIGKILL")], 1),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(17))
+@pytest.mark.parametrize("how", ["raise", "SIGSTOP", "SIGKILL"])
 def test_a_rank_that_fails_within_collectives_is_told_to_all(tmp_path: Path, how: str, seed: int) -> None:
     """Where the bad rank fails in the middle of a step, too."""
     (tmp_path / "script.py").write_text(FAULTS)
