@@ -93,7 +93,7 @@ RANKS = {"even2": [1, 1], "even3": [1, 1, 1], "shares31": [3, 1], "shares251": [
 
 
 @pytest.mark.parametrize("shares", wide([pytest.param(shares, id=name) for name, shares in RANKS.items()], 1))
-@pytest.mark.parametrize("plan", sampled(by_plan(), 6))
+@pytest.mark.parametrize("plan", sampled(by_plan(), 15))
 def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, shares: list[int]) -> None:
     folders = {}
     for name in by_plan()[plan]:

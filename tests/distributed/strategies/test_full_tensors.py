@@ -72,7 +72,7 @@ def gather_and_count(copies: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("size", "copies"), wide([(4, 2), (3, 1), (2, 1)], 1))
+@pytest.mark.parametrize(("size", "copies"), wide([(3, 1), (4, 2), (2, 1)], 1))
 def test_a_rank_holds_what_it_asked_for_and_a_few_boxes(pool: Pool, size: int, copies: int) -> None:
     results = pool.run(size, gather_and_count, copies)
     assert [any(has for has, _, _ in rank.values()) for rank in results] == [True] + [False] * (size - 1)

@@ -100,8 +100,9 @@ def compare_sequences(folder: str, reference_file: str) -> dict[str, Any]:
 def shapes() -> Iterator[tuple[str, Variant, int]]:
     """(architecture, variant, ranks)."""
     if not WHOLE_MATRIX:
-        yield from (("llama", variant, size) for variant in ((8, 2), (9, 3)) for size in (2, 3, 4))
-        yield from (("mixtral", (9, 3), 2), ("mixtral", (8, 2), 4), ("qwen2", (9, 3), 2), ("qwen3", (8, 2), 3))
+        yield from (("llama", (8, 2), 3), ("llama", (9, 3), 4), ("mixtral", (9, 3), 2))
+        yield from (("llama", variant, size) for variant, size in (((8, 2), 2), ((8, 2), 4), ((9, 3), 2), ((9, 3), 3)))
+        yield from (("mixtral", (8, 2), 4), ("qwen2", (9, 3), 2), ("qwen3", (8, 2), 3))
         return
     for name in (name for name in ARCHITECTURES if name not in UNFIT):
         variants = ARCHITECTURES[name].variants
@@ -110,7 +111,10 @@ def shapes() -> Iterator[tuple[str, Variant, int]]:
 
 @pytest.mark.parametrize(
     ("name", "variant", "size"),
-    wide([pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()], 7),
+    wide(
+        [pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
+        3,
+    ),
 )
 def test_architecture_matches_one_process(
     pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str, variant: Variant, size: int

@@ -198,8 +198,19 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
-@pytest.mark.parametrize("kind", wide(["uneven", "shared and tied", "even", "mixtral"], 2))
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    wide(
+        [
+            ("uneven", "replicate"),
+            ("shared and tied", "shard"),
+            ("uneven", "shard"),
+            ("shared and tied", "replicate"),
+            *((kind, mode) for kind in ("even", "mixtral") for mode in ("replicate", "shard")),
+        ],
+        2,
+    ),
+)
 def test_copies_train_as_one_process(
     pool: Pool, cases: Any, mixtral: Case, tmp_path: Path, kind: str, mode: str
 ) -> None:
@@ -322,7 +333,7 @@ def one_axis(folder: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("heads", [(8, 4), (8, 2)])
+@pytest.mark.parametrize("heads", wide([((8, 4),), ((8, 2),)], 1))
 def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for result in pool.run(3, one_axis, cases(*heads).folder):
         check(result)

@@ -30,9 +30,9 @@ from tests.support.training import BATCH, MAX_NORM
 pytestmark = pytest.mark.distributed
 
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
-STEPS = 5
+STEPS = 5 if WHOLE_MATRIX else 3
 
-# fp32 sums in another order, through five steps: at worst 4e-7, 2e-6 and 3e-7 in the whole table.
+# fp32 sums in another order, through the steps: at worst 4e-7, 2e-6 and 3e-7 in the whole table.
 LOSS_TOLERANCE = 2e-6
 NORM_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 2e-6
@@ -206,7 +206,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 TRAINED = ("mixtral", "qwen3", "phi3", "gemma2", "gpt2")
 UNEVEN: tuple[Variant, ...] = ((6, 3), (9, 3))
-MORE = (("llama", (6, 3)), ("qwen3", (8, 4)), ("gemma2", (8, 4)))
+MORE = (("llama", (6, 3)), ("qwen3", (8, 4)), ("gemma2", (8, 4)), ("phi3", (8, 4)))
 """More of the same kind, for the slow tier."""
 ALONE = tuple(name for name, mode in MODES.items() if mode.copies == 1)
 

@@ -15,6 +15,7 @@ import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import load
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.errors import CheckpointError, UnsupportedError
 
 pytestmark = [
@@ -57,7 +58,8 @@ def own(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("heads", "fields"), [((9, 3), {"tp_size": 3}), ((8, 4), {"tp_size": 2, "fsdp_size": 2}), ((8, 2), {"tp_size": 4})]
+    ("heads", "fields"),
+    wide([((9, 3), {"tp_size": 3}), ((8, 4), {"tp_size": 2, "fsdp_size": 2}), ((8, 2), {"tp_size": 4})], 2),
 )
 def test_transformers_and_any_number_of_ranks_read_what_is_saved(
     pool: Pool, cases: Any, tmp_path: Path, heads: Any, fields: dict[str, int]

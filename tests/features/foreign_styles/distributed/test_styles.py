@@ -135,13 +135,13 @@ def in_plan(folder: str, reference: str, name: str, saved: str) -> dict[str, Any
     ("size", "heads", "name", "cuts"),
     wide(
         [
-            (2, (8, 4), "styles", [50, 100]),
-            (3, (6, 3), "styles that keep DTensors", [34, 67]),
             (3, (6, 3), "styles along the sequence", [34, 67]),
             (3, (9, 1), "strategies and styles", [67]),
+            (2, (8, 4), "styles", [50, 100]),
+            (3, (6, 3), "styles that keep DTensors", [34, 67]),
             (2, (8, 4), "styles along the sequence", [50, 100]),
         ],
-        4,
+        2,
     ),
 )
 def test_styles_in_plans(pool: Pool, cases: Any, tmp_path: Path, size: int, heads: Any, name: str, cuts: Any) -> None:

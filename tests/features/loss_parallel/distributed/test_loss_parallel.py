@@ -134,7 +134,7 @@ def compare_with_losses(name: str, folder: str, reference_file: str, sequence: b
             ("phi", 2, {}, False),  # has a bias
             ("cohere", 4, {}, True),  # ties, and scales its logits
         ],
-        3,
+        2,
     ),
 )
 def test_model_matches_one_process_and_holds_no_whole_logits(

@@ -20,6 +20,7 @@ from tests.support.adapters import TOLERANCE, train
 from tests.support.comparisons import relative
 from tests.support.models import edited, load, load_both, logits_of
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -74,6 +75,8 @@ KINDS: dict[str, Any] = {
     "OFT": OFTConfig(oft_block_size=4),
 }
 
+QUICK = ("DoRA with dropout", "LoHa", "IA3", "OFT")
+
 
 def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -89,7 +92,7 @@ def train_with_biases(folder: str, scratch: str, kind: str) -> None:
     train(folder, scratch, config)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", wide(sorted(KINDS, key=lambda kind: kind not in QUICK), len(QUICK)))
 def test_linears_with_biases(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
     """A row-parallel linear adds its bias once, after the sum; its adapters have none."""
     with_biases = cases(9, 3, attention_bias=True, mlp_bias=True).folder

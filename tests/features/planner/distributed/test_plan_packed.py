@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 from tests.support import quantized
 from tests.support.models import llama_config, load
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.memory import plan_memory
 
@@ -32,7 +33,7 @@ def held(folder: str) -> tuple[tuple[int, ...], list[str]]:
     return report.shares, sorted(report.products)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", wide([3, 2, 1], 1))
 @pytest.mark.parametrize("name", FORMATS)
 def test_packed_weights_count_as_a_load_holds_them(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import gradient_errors, gradients, relative, worst
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.plans import Plan
 
 pytestmark = pytest.mark.distributed
@@ -166,7 +167,7 @@ def recompute_alone(folder: str, name: str, reentrant: bool) -> None:
     RECOMPUTED[name](model, states, reentrant).mean().backward()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", wide([False, True], 1))
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_checkpoints_of_modules_alone_are_refused(pool: Pool, cases: Any, name: str, reentrant: bool) -> None:
     error = pool.error(2, recompute_alone, cases(9, 3).folder, name, reentrant)

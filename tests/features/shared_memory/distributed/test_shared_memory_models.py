@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.debug import check_replicas
 from tp_transformers.ranks.transport import BACKEND, transport_of
 
@@ -29,7 +30,7 @@ def watched_on(folder: str, ranks: list[int]) -> tuple[Tensor, int, int]:
     return logits, mode.get_total_counts() if isinstance(mode, CommDebugMode) else 0, memory.collectives - before
 
 
-@pytest.mark.parametrize("ranks", [[1], [0, 1], []])
+@pytest.mark.parametrize("ranks", wide([[1], [0, 1], []], 2))
 def test_a_mode_that_listens_on_some_ranks_sees_collectives(pool: Pool, cases: Any, ranks: list[int]) -> None:
     folder = cases(9, 3).folder
     found = pool.run(2, watched_on, folder, ranks)
