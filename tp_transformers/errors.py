@@ -48,12 +48,8 @@ class UsageError(TensorParallelError, ValueError):
 
 def lacks(library: str, problem: str, *, subject: str) -> UnsupportedError:
     """The error for a `subject` that needs a private name of `library` which the installed release lacks."""
-    return UnsupportedError(
-        subject,
-        got=f"{release(library)}: {problem}",
-        expected="a release that has it",
-        fix=f"Install another release of {library}, or a newer tp_transformers.",
-    )
+    fix = f"Install another release of {library}, or a newer tp_transformers."
+    return UnsupportedError(subject, got=f"{release(library)}: {problem}", expected="a release that has it", fix=fix)
 
 
 def release(library: str) -> str:

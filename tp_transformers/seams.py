@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")
+RAISES, REFUSED = "its call raises UnsupportedError", "a load with tp_plan is refused"
+"""Consequences of a private name that a library lacks."""
 
 Loaded = Callable[[Any], object]
 """Called with a model at the end of its load."""
@@ -113,6 +115,9 @@ class Feature:
     """Features that this one imports, by their folders."""
     public: ClassVar[Mapping[str, str]] = {}
     """Public names: "save_sharded" or "training.ExpertLoad" -> the module of the folder that has it, ".saving"."""
+
+    torch_names: ClassVar[Mapping[str, str]] = {}
+    """Private names of torch that this feature alone uses -> the consequence if torch lacks the name."""
 
     def commands(self) -> Mapping[str, ModuleType]:
         """Commands of `tp-transformers`: name -> module with SUMMARY, EXAMPLE, `configure(parser)` and

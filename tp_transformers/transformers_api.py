@@ -1,7 +1,7 @@
 """The private API of transformers that this package uses, and a check that it exists.
 
 Public are the names in `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
-anything else, except `features/trainer/checkpoints.py`, which imports a module of transformers late.
+anything else, but for late imports of features that it lists.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ __all__ = [
     "get_class_from_dynamic_module",  # a class of a repository's custom code, once it is trusted
     "get_keys_to_not_convert",  # modules that a quantiser leaves as they are unless its config lists them
     "get_state_dict_dtype",  # dtype="auto" for weights that are streamed from the Hub
-    "gguf_conversion",  # names and operations for the tensors of a GGUF file, of some architectures
-    "gguf_processor",  # names of others, and what llama.cpp did to their tensors, undone
     "modeling_utils",  # two of its functions are replaced
-    "parallel_styles",  # strategies that users register with transformers
     "rename_source_key",  # maps a checkpoint tensor's name to its name in the model
     "revert_weight_conversion",  # maps names and shapes back to the checkpoint's for saved files
     "should_convert_module",  # modules that a quantised config leaves in floating point
@@ -71,32 +68,16 @@ METHODS = {
 _ARGUMENTS: Mapping[tuple[Any, str], tuple[str, ...]] = {
     (PreTrainedModel, "_load_pretrained_model"): ("model", "state_dict", "checkpoint_files", "load_config"),
     (modeling_utils, "_get_resolved_checkpoint_files"): (
-        "pretrained_model_name_or_path",
-        "variant",
-        "gguf_file",
-        "use_safetensors",
-        "user_agent",
-        "is_remote_code",
-        "transformers_explicit_filename",
-        "download_kwargs",
-        "tqdm_class",
+        *("pretrained_model_name_or_path", "variant", "gguf_file", "use_safetensors", "user_agent"),
+        *("is_remote_code", "transformers_explicit_filename", "download_kwargs", "tqdm_class"),
     ),
-    (modeling_utils, "get_hf_quantizer"): (
-        "config",
-        "quantization_config",
-        "device_map",
-        "weights_only",
-        "user_agent",
-    ),
+    (modeling_utils, "get_hf_quantizer"): ("config", "quantization_config", "device_map", "weights_only", "user_agent"),
 }
 """First parameters of the functions that `enable()` replaces."""
 
 _FIELDS: Mapping[type, set[str]] = {
     LoadStateDictConfig: {
-        "pretrained_model_name_or_path",
-        "sharded_metadata",
-        "weight_mapping",
-        "dtype_plan",
+        *("pretrained_model_name_or_path", "sharded_metadata", "weight_mapping", "dtype_plan"),
         "ignore_mismatched_sizes",
     },
     LoadStateDictInfo: {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors"},
@@ -122,12 +103,10 @@ def check() -> None:
         if lacking:
             problems.append(f"{cls.__name__} without {', '.join(sorted(lacking))}")
     if problems:
-        raise UnsupportedError(
-            "tp_transformers.enable()",
-            got=f"transformers {version} with {'; '.join(problems)}",
-            expected=f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}",
-            fix="Nothing was patched. Install a supported transformers, or a newer tp_transformers.",
-        )
+        got = f"transformers {version} with {'; '.join(problems)}"
+        expected = f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}"
+        fix = "Nothing was patched. Install a supported transformers, or a newer tp_transformers."
+        raise UnsupportedError("tp_transformers.enable()", got=got, expected=expected, fix=fix)
 
 
 def auto_classes() -> list[type]:
@@ -136,44 +115,6 @@ def auto_classes() -> list[type]:
     for cls in classes:
         classes.extend(cls.__subclasses__())
     return [cls for cls in classes if "from_pretrained" in cls.__dict__]
-
-
-def parallel_styles() -> Any:
-    """transformers' registry of parallel styles, by name."""
-    try:
-        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
-    except ImportError:  # before 5.16
-        from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
-    return ALL_PARALLEL_STYLES
-
-
-def expert_implementations() -> Any:
-    """transformers' registry of ways in which experts get their tokens, by name; None before 5.23."""
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:
-        return None
-    return EPImplementationInterface
-
-
-def gguf_conversion(architecture: str, config: Any) -> list[Any] | None:
-    """transformers' conversions for the tensors of a GGUF file; None for an architecture that has a processor."""
-    try:
-        from transformers.integrations.gguf.utils import get_gguf_conversion_mapping, is_gguf_arch_supported
-    except ImportError:  # before 5.24
-        return None
-    if not is_gguf_arch_supported(architecture):
-        return None
-    conversions: list[Any] = get_gguf_conversion_mapping(architecture, config)
-    return conversions
-
-
-def gguf_processor(architecture: str, config: Any) -> tuple[Any, bool]:
-    """transformers' processor for the decoded tensors of a GGUF file; False if it changes none of them."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
-    kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    return kind(config=config.to_dict()), kind is not TensorProcessor
 
 
 def _dotted(version: tuple[int, ...]) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 import tp_transformers
 from tp_transformers import torch_api
+from tp_transformers.seams import REFUSED, features
 from tp_transformers.torch_api import PRIVATE, Private
 
 ROOT = Path(tp_transformers.__file__).parent
@@ -46,7 +47,8 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.package = path.relative_to(ROOT).parts[0]
+        package, *inner = path.relative_to(ROOT).parts
+        self.user = f"features/{inner[0]}" if package == "features" else package
         self.tree = ast.parse(path.read_text())
         self.aliases: dict[str, str] = {}
         """{name: dotted path in torch}"""
@@ -137,16 +139,38 @@ def bound() -> dict[str, set[str]]:
     found = {}
     for node in ast.parse(API.read_text()).body:
         paths = {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in PRIVATE}
-        if isinstance(node, ast.Assign):
-            found[ast.unparse(node.targets[0])] = paths
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            found[ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)] = paths
         elif isinstance(node, ast.FunctionDef):
             found[node.name] = paths
-    return {name: paths for name, paths in found.items() if paths}
+    return {name: paths for name, paths in found.items() if paths and name != "PRIVATE"}
+
+
+@cache
+def of_features() -> dict[str, str]:
+    """{private name of torch that one feature alone uses: the feature}"""
+    return {path: f"features/{name}" for name, feature in features().items() for path in feature.torch_names}
+
+
+def listed() -> set[str]:
+    return PRIVATE.keys() | of_features().keys()
+
+
+@cache
+def taken() -> dict[str, set[str]]:
+    """{path that modules of a feature bind: users}"""
+    found = defaultdict(set)
+    for source in sources():
+        for node in ast.walk(source.tree):
+            path = getattr(node.args[0], "value", None) if isinstance(node, ast.Call) and node.args else None
+            if path in listed() and ast.unparse(node.func) == "take":
+                found[path].add(source.user)
+    return found
 
 
 def at_their_place() -> set[str]:
-    """Listed names that `torch_api` does not bind."""
-    return PRIVATE.keys() - set().union(*bound().values())
+    """Listed names that no module binds."""
+    return listed() - set().union(*bound().values()) - taken().keys()
 
 
 def test_private_names_are_imported_from_one_module() -> None:
@@ -154,8 +178,8 @@ def test_private_names_are_imported_from_one_module() -> None:
     assert not imports
     chains = {(str(each.path), name) for each in sources() for name in each.chains() - at_their_place()}
     assert not chains
-    modules = {(str(each.path), name) for each in sources() for name in each.modules()}
-    assert not {(path, name) for path, name in modules if not any(each.startswith(f"{name}.") for each in PRIVATE)}
+    modules = {(str(each.path), name) for each in sources() for name in each.modules() - taken().keys() - listed()}
+    assert not {(path, name) for path, name in modules if not any(each.startswith(f"{name}.") for each in listed())}
 
 
 def test_private_attributes_are_listed() -> None:
@@ -169,29 +193,36 @@ def test_private_attributes_are_listed() -> None:
     assert not overridden
 
 
-def test_the_list_has_the_users_of_each_name() -> None:
+def test_the_lists_have_the_users_of_each_name() -> None:
     users: dict[str, set[str]] = defaultdict(set)
     places = defaultdict(set)
     for name in at_their_place():
         places[name.rpartition(".")[2]].add(name)
-    for source in sources():
+    for source in (each for each in sources() if each.path.name != "feature.py"):
         chains = {name.rpartition(".")[2] for name in source.chains()}
         for name in {*source.attributes(), *source.texts(), *chains} & places.keys():
-            users[name].add(source.package)
+            users[name].add(source.user)
         for name in source.bound & bound().keys():
             for path in bound()[name]:
-                users[path].add(source.package)
-    for name, paths in places.items():
-        listed = {user for path in paths for user in PRIVATE[path].users.split()}
-        assert users.pop(name, set()) == listed, name
-    assert users == {path: set(PRIVATE[path].users.split()) for path in PRIVATE.keys() - at_their_place()}
+                users[path].add(source.user)
+    for path, found in taken().items():
+        users[path] |= found
+    assert not PRIVATE.keys() & of_features().keys()
+    for name, paths in {**places, **{path: {path} for path in listed() - at_their_place()}}.items():
+        found = users.pop(name, set())
+        alone = {of_features()[path] for path in paths & of_features().keys()}
+        assert alone <= found, name
+        packages = {user for path in paths & PRIVATE.keys() for user in PRIVATE[path].users.split()}
+        assert {user.partition("/")[0] for user in found - alone} == packages, name
+    assert not users
 
 
 def test_the_installed_torch_has_what_a_load_needs() -> None:
     torch_api.check()
     lacking = torch_api.lacking()
-    assert torch_api._REFUSED not in lacking.values()
-    assert set(lacking.values()) <= {torch_api._OTHER, torch_api._BY_ITSELF, "no mesh"}, lacking
+    assert REFUSED not in lacking.values()
+    by_themselves = "meshes find a renewed group by themselves"
+    assert set(lacking.values()) <= {torch_api._OTHER, by_themselves, "no mesh"}, lacking
 
 
 def test_a_name_that_torch_lacks_refuses_a_load_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +233,7 @@ def test_a_name_that_torch_lacks_refuses_a_load_and_nothing_else(monkeypatch: py
     with pytest.raises(tp_transformers.UnsupportedError, match=r"no torch\.nn\.Module\._gone, torch\.gone\._gone"):
         torch_api.check()
     assert torch_api.lacking()["torch._gone"] == "a consequence"
-    gone = torch_api._take("torch._gone")
+    gone = torch_api.take("torch._gone")
     for use in (gone, lambda: gone.attribute):
         with pytest.raises(tp_transformers.UnsupportedError, match=r"no torch\._gone"):
             use()

@@ -14,13 +14,18 @@ from tp_transformers import transformers_api
 ROOT = Path(tp_transformers.__file__).parent
 
 ALLOWED = {
+    ("features/expert_parallel/patch.py", "transformers.distributed.expert_parallel"),
+    ("features/foreign_styles/registration.py", "transformers.distributed.tensor_parallel"),
+    ("features/foreign_styles/registration.py", "transformers.integrations.tensor_parallel"),
+    ("features/gguf/names.py", "transformers.integrations.gguf.utils"),
+    ("features/gguf/names.py", "transformers.modeling_gguf_pytorch_utils"),
     ("features/trainer/checkpoints.py", "transformers.trainer"),
     ("features/serve/rank.py", "transformers.cli.serve"),
     ("features/serve/rank.py", "transformers.cli.serving.model_manager"),
     ("features/serve/requests.py", "transformers.cli.serving.utils"),
     ("features/serve/batches.py", "transformers.generation.continuous_batching"),
 }
-"""Imports elsewhere: names of a checkpoint's files, in a module that takes a second to import; transformers' server."""
+"""Imports elsewhere, late: those of one feature, and those of modules that take a second to import."""
 
 
 def below_public(path: Path) -> list[str]:

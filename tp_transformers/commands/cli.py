@@ -82,7 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _log_step(command: str, line: str) -> None:
-    """Log the steps of a command on stderr."""
     print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)
 
 

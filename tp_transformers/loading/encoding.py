@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,11 @@ from ..checkpoint.conversion.convert import Conversion, convert
 from ..errors import UnsupportedError
 from ..seams import features, first
 from ..slices.lazy import LazyTensor
-from .options import Options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .request import LoadRequest
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
@@ -55,17 +56,11 @@ class Encoding:
         return []
 
     def convert(
-        self,
-        model: PreTrainedModel,
-        tensors: Tensors,
-        shapes: Mapping[str, torch.Size],
-        entries: Sequence[Any] | None,
-        *,
-        has_own_names: bool,
-        options: Options,
+        self, model: PreTrainedModel, tensors: Tensors, shapes: Mapping[str, torch.Size], request: LoadRequest
     ) -> Conversion:
-        """Write parameters as expressions over `tensors`. `entries`: transformers' conversions; see `Storage` too."""
-        conversion = convert(model, tensors, shapes, None if has_own_names else entries)
+        """Write the parameters of `model`, of the full `shapes`, as expressions over `tensors`."""
+        entries = None if request.storage.has_own_names else request.config.weight_mapping
+        conversion = convert(model, tensors, shapes, entries)
         for kind in kinds():
             kind.check_plain(tensors, conversion, shapes.keys() - conversion.expressions.keys())
         return conversion

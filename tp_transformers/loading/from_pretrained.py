@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
@@ -28,7 +28,7 @@ from ..ranks.mesh import check_size, join
 from ..seams import features
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig
-from .choose_plan import ChangedPlan, NamedPlan, plan_for, read_plan
+from .choose_plan import ModelPlan, plan_for, read_plan
 from .encoding import Encoding, find_encoding
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import LoadResult, load, partition_initialized
@@ -45,7 +45,7 @@ Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadR
 class _Load:
     """State of a running `from_pretrained(tp_plan=...)`."""
 
-    tp_plan: Plan | ChangedPlan | NamedPlan | str
+    tp_plan: Plan | ModelPlan | str
     group: TensorParallelGroup
     options: Options
     storage: Storage
@@ -58,19 +58,6 @@ class _Load:
     """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
-
-    def request(
-        self, config: LoadStateDictConfig, state_dict: Mapping[str, torch.Tensor] | None, files: Sequence[str]
-    ) -> LoadRequest:
-        """The request for a load of `files`, named as transformers names them, or of `state_dict`."""
-        return LoadRequest(
-            config=config,
-            options=self.options,
-            files=self.storage.sources(files),
-            state_dict=state_dict,
-            storage=self.storage,
-            encoding=self.encoding,
-        )
 
 
 _current: ContextVar[_Load | None] = ContextVar("tp_transformers_load", default=None)
@@ -123,17 +110,6 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
         _instead.reset(token)
 
 
-def _reject_meta() -> None:
-    """Raise UnsupportedError under `torch.device("meta")`, where new tensors have no values."""
-    if torch.get_default_device().type == "meta":
-        raise UnsupportedError(
-            "tp_plan",
-            got='a load inside of torch.device("meta")',
-            expected="a device that holds values",
-            fix="Leave out that context: a load makes its model on the meta device by itself.",
-        )
-
-
 def _load_tensor_parallel(
     original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -149,7 +125,10 @@ def _load_tensor_parallel(
         warn_of_one_rank()
     with ExitStack() as stack, group.agree():
         # 2. Reject arguments that contradict one another.
-        _reject_meta()
+        if torch.get_default_device().type == "meta":  # new tensors would have no values
+            got = 'a load inside of torch.device("meta")'
+            fix = "Leave out that context: a load makes its model on the meta device by itself."
+            raise UnsupportedError("tp_plan", got=got, expected="a device that holds values", fix=fix)
         check_size(group, tp_size)
         options.check(asked.name, kwargs)
         group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
@@ -185,18 +164,23 @@ def _releases() -> str:
     return ", ".join(release(library).partition("+")[0] for library in ("torch", "transformers", "tp_transformers"))
 
 
+def _unresolved() -> _Load | None:
+    """The running load, until its model is parallelized: models that are made after it are transformers' own."""
+    current = _current.get()
+    return current if current is not None and current.resolution is None else None
+
+
 def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Names of a checkpoint's files and the metadata of its index; one rank per node downloads them, if they lack."""
-    current = _current.get()
-    if current is None or current.resolution is not None:
+    current = _unresolved()
+    if current is None:
         return original(*args, **kwargs)
     return current.storage.files(original, inspect.signature(original).bind(*args, **kwargs).arguments, current.group)
 
 
 def find_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return no folder for torch.distributed.checkpoint to load: a load with a plan reads the files itself."""
-    current = _current.get()
-    return original(*args, **kwargs) if current is None or current.resolution is not None else None
+    return original(*args, **kwargs) if _unresolved() is None else None
 
 
 def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
@@ -205,8 +189,8 @@ def find_quantizer(original: Callable[..., Any], config: Any, quantization_confi
     `config` is transformers' own copy; the settings of an encoding are removed from it. Raises UnsupportedError on
     settings that no feature reads.
     """
-    current = _current.get()
-    if current is None or current.resolution is not None:
+    current = _unresolved()
+    if current is None:
         return original(config, quantization_config, *args, **kw)
     folder, known = current.folder or Path(config.name_or_path), current.storage.encoding
     device = current.group.device
@@ -224,12 +208,19 @@ def load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     """Parallelize and load `model`, which is on the meta device; returns as transformers' own function does."""
-    current = _current.get()
-    if current is None or current.resolution is not None:
+    current = _unresolved()
+    if current is None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
 
     plan = current.options.change(plan_for(model, current.tp_plan, current.group))
-    request = current.request(load_config, state_dict, checkpoint_files or ())
+    request = LoadRequest(
+        config=load_config,
+        options=current.options,
+        files=current.storage.sources(checkpoint_files or ()),
+        state_dict=state_dict,
+        storage=current.storage,
+        encoding=current.encoding,
+    )
     if current.instead is not None:
         current.resolution, result = current.instead(model, plan, request)
     else:

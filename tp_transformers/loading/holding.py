@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..seams import features, first
-from ..slices.lazy import LazyTensor
+from .encoding import Tensors
 from .request import LoadRequest, Reads
 from .targets import Targets
 
@@ -39,12 +39,7 @@ class Holding:
 
     @classmethod
     def find(
-        cls,
-        model: PreTrainedModel,
-        targets: Targets,
-        shards: Mapping[str, LazyTensor],
-        device: torch.device,
-        request: LoadRequest,
+        cls, model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
     ) -> Holding | None:
         """The holding of this kind that a load asks for, of the `shards` of one rank; None: no parameter."""
         return None
@@ -65,11 +60,7 @@ class Holding:
 
 
 def find_holding(
-    model: PreTrainedModel,
-    targets: Targets,
-    shards: Mapping[str, LazyTensor],
-    device: torch.device,
-    request: LoadRequest,
+    model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
 ) -> Holding:
     """The holding that a load asks for; arguments as in `Holding.find`."""
     kinds = (kind for feature in features().values() for kind in feature.holdings())

@@ -24,7 +24,7 @@ from ..slices.lazy import Resident
 from ..strategies import take
 from ..strategies.shards.shard import SHARD
 from ..transformers_api import LoadStateDictInfo
-from .memory import Memory, allocate
+from .memory import Memory
 from .request import LoadRequest, open_together
 from .targets import Mismatched, Targets, describe
 
@@ -71,7 +71,7 @@ def load(
             # 2. Describe each parameter in terms of checkpoint tensors; a rank keeps its slice.
             targets = describe(model, checkpoint, resolution.layouts, request)
             # 3. Allocate the slices; this fixes the destination of every byte.
-            memory = allocate(model, targets, group, request)
+            memory = Memory(model, targets, group, request)
             if resolution.keeps_order:
                 memory.holding.check_in_order()
         # 4. Features see to the files before they are read: all ranks have the same, in a warm cache.
@@ -96,7 +96,7 @@ def load(
         reading_seconds=statistics.seconds,
         bytes_read=checkpoint.bytes_read,
         reads=checkpoint.reads,
-        methods={name: (way.nbytes, way.copied, way.seconds) for name, way in statistics.methods.items()},
+        methods={**statistics.methods},
         threads=group.threads,
         peak_buffer=statistics.peak_buffer,
         mapped=memory.nbytes_mapped,

@@ -7,8 +7,7 @@ in memory in both forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from ..checkpoint.reading.memory import empty
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
-from .holding import Holding, find_holding
+from .holding import find_holding
 from .request import Dependents, LoadRequest, Reads, read_together, split_reads
 from .targets import Targets
 
@@ -30,36 +29,6 @@ if TYPE_CHECKING:
 
 ROUND_BYTES = 256 << 20
 """Bytes of the weights of one round, decoded, on one rank; a larger weight has a round of its own."""
-
-
-def allocate(model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest) -> Memory:
-    """Allocate the shards of this rank, and plan the reads that fill them.
-
-    Raises UnsupportedError if a parameter cannot be held as the request wants it.
-    """
-    shards = targets.shards(group.rank)
-    holding = find_holding(model, targets, shards, group.device, request)
-    dense = {name: shard for name, shard in shards.items() if name not in holding.weights}
-    may_map = request.options.may_map and group.device.type == "cpu"
-    values, mapped = {}, {}
-    for name, shard in dense.items():
-        if name in holding.arriving:
-            continue
-        pages = _map_pages(shard, targets.dtypes[name]) if may_map else None
-        values[name] = empty(shard.shape, targets.dtypes[name], group.device) if pages is None else pages
-        if pages is not None:
-            mapped[name] = shard
-    in_place, _ = split_reads(mapped, values)
-    first, *later = _split_rounds(
-        [name for name in dense if name not in mapped], targets, holding.arriving, group.size, request
-    )
-    stored, dependents = split_reads({name: dense[name] for name in first}, values)
-    meta_values = {name: torch.empty(dense[name].shape, device="meta") for names in later for name in names}
-    later_reads, _ = split_reads({name: dense[name] for name in meta_values}, meta_values)
-    stored += holding.reads
-    return Memory(
-        group, request, dense, targets.dtypes, values, holding, in_place, stored, dependents, later, later_reads
-    )
 
 
 def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
@@ -100,28 +69,44 @@ def _split_rounds(
     return rounds
 
 
-@dataclass
 class Memory:
     """Places of this rank's shards, and the reads that fill them."""
 
-    group: TensorParallelGroup
-    request: LoadRequest
-    shards: Mapping[str, LazyTensor]
-    """Expressions of all parameters but those that are held in another form."""
-    dtypes: Mapping[str, torch.dtype]
-    values: dict[str, torch.Tensor]
-    """Memory of the shards; one that is held in another form once it is read gets its own in its round."""
-    holding: Holding
-    mapped: Reads
-    """Shards that are mapped from a file: they need no read."""
-    stored: Reads
-    """Reads of the first round."""
-    dependents: Dependents
-    """Tensors that are computed from these reads."""
-    later: Sequence[Sequence[str]]
-    """Names of the shards of each later round."""
-    later_reads: Reads
-    """Reads of the later rounds, into meta tensors."""
+    def __init__(
+        self, model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest
+    ) -> None:
+        """Allocate the shards of this rank, and plan the reads.
+
+        Raises UnsupportedError if a parameter cannot be held as the request wants it.
+        """
+        self.group, self.request, self.dtypes = group, request, targets.dtypes
+        shards = targets.shards(group.rank)
+        self.holding = find_holding(model, targets, shards, group.device, request)
+        self.shards = {name: shard for name, shard in shards.items() if name not in self.holding.weights}
+        """Expressions of all parameters but those that are held in another form."""
+        self.values: dict[str, torch.Tensor] = {}
+        """Memory of the shards; one that is held in another form once it is read gets its own in its round."""
+        may_map, mapped = request.options.may_map and group.device.type == "cpu", {}
+        for name, shard in self.shards.items():
+            if name in self.holding.arriving:
+                continue
+            pages = _map_pages(shard, self.dtypes[name]) if may_map else None
+            self.values[name] = empty(shard.shape, self.dtypes[name], group.device) if pages is None else pages
+            if pages is not None:
+                mapped[name] = shard
+        self.mapped, _ = split_reads(mapped, self.values)
+        """Shards that are mapped from a file: they need no read."""
+        first, *self.later = _split_rounds(
+            [name for name in self.shards if name not in mapped], targets, self.holding.arriving, group.size, request
+        )
+        """Names of the shards of each round after the first."""
+        stored, self.dependents = split_reads({name: self.shards[name] for name in first}, self.values)
+        """Tensors that are computed from the reads of the first round."""
+        self.stored = [*stored, *self.holding.reads]
+        """Reads of the first round."""
+        meta = {name: torch.empty(self.shards[name].shape, device="meta") for names in self.later for name in names}
+        self.later_reads, _ = split_reads({name: self.shards[name] for name in meta}, meta)
+        """Reads of the later rounds, into meta tensors."""
 
     @property
     def nbytes(self) -> int:

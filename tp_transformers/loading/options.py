@@ -141,9 +141,5 @@ def refuse_without_tp_plan(kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError if options are given without `tp_plan`; transformers would pass them to the model."""
     given = [argument for argument in OPTIONS if kwargs.get(argument) is not None]
     if given:
-        raise PlanError(
-            "from_pretrained",
-            got=f"{', '.join(given)} without tp_plan",
-            expected="them together",
-            fix=f'Pass tp_plan="auto", or leave out {", ".join(given)}.',
-        )
+        fix = f'Pass tp_plan="auto", or leave out {", ".join(given)}.'
+        raise PlanError("from_pretrained", got=f"{', '.join(given)} without tp_plan", expected="them together", fix=fix)

@@ -67,11 +67,9 @@ def _write_expressions(
     tensors: Mapping[str, LazyTensor] = checkpoint.tensors
     if request.state_dict is not None:
         tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
-    shapes, entries = {name: tensor.shape for name, tensor in full.items()}, request.config.weight_mapping
-    conversion = request.encoding.convert(
-        model, tensors, shapes, entries, has_own_names=request.storage.has_own_names, options=request.options
-    )
-    applied = request.storage.applied(entries or ())
+    shapes = {name: tensor.shape for name, tensor in full.items()}
+    conversion = request.encoding.convert(model, tensors, shapes, request)
+    applied = request.storage.applied(request.config.weight_mapping or ())
     if applied is not None:
         untyped(model)._weight_conversions = list(applied)
     return conversion

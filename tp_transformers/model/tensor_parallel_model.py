@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 
 from ..anatomy.names import check_values
 from ..checkpoint.reading.report import LoadReport
-from ..checkpoint.saving.push import push, save_and_push
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
 from ..marks import untyped
@@ -60,24 +59,9 @@ class TensorParallelModel(_Model):
             raise
 
     @collective
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`."""
-        if push_to_hub:
-            tags = self.model_tags or ()
-            save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
-        else:
-            save_pretrained(self, save_directory, *args, **kwargs)
-
-    @collective
-    def push_to_hub(
-        self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: Iterable[str] = (), **options: Any
-    ) -> Any:
-        """Upload a normal checkpoint from rank 0. Collective; see `checkpoint.saving.push.push`."""
-        save = partial(self.save_pretrained, max_shard_size=max_shard_size)
-        tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
-        return push(self.tp_group, save, repo_id, tags=tags, **options)
+        save_pretrained(self, save_directory, *args, **kwargs)
 
     @collective
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -105,33 +105,41 @@ def bind(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     return _Resolver(plan, model, size).resolve()
 
 
-class _Resolver:
+class _Resolver(Matches):
     """The state of one `resolve`: its matches and its faults."""
 
     def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
-        self.plan, self.model, self.size = plan, model, size
-        self.ranks = plan.ranks(size)
-        self.prefix = base_prefix(model)
-        self.modules = dict(model.named_modules())
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.faults: list[str] = []
+        super().__init__(
+            entries=(*plan.attention, *plan.entries),
+            inner_model_around=plan.inner_model_around,
+            declared=plan.declared,
+            model=model,
+            prefix=base_prefix(model),
+            ranks=plan.ranks(size),
+            modules=dict(model.named_modules()),
+            parameters=dict(model.named_parameters(remove_duplicate=False)),
+            module_rules={},
+            param_rules={},
+            faults=[],
+        )
+        self.plan, self.size = plan, size
 
     def resolve(self) -> Resolution:
         """Match, bind and check; see the function `resolve`."""
         self._check_architecture()
-        matches = self._matches()
-        module_rules, param_rules = matches.module_rules, matches.param_rules
+        self._match_rules()
+        module_rules, param_rules = self.module_rules, self.param_rules
         split_heads: dict[str, SplitHeads] = {}
         for kind in sections().values():
-            split_heads.update(kind.split(matches) if kind is not Attention else {})
-        attention = split_attention(matches)
-        module_strategies = {name: self._bind(name, rule, matches) for name, rule in module_rules.items()}
+            split_heads.update(kind.split(self) if kind is not Attention else {})
+        attention = split_attention(self)
+        module_strategies = {name: self._bind(name, rule) for name, rule in module_rules.items()}
         param_strategies: dict[str, TensorParallelLayer] = {}
         uncovered, rule_names = [], {}
         for name in self.parameters:
             owner = name.rpartition(".")[0]
             if name in param_rules:
-                param_strategies[name] = self._bind(owner, param_rules[name], matches, name)
+                param_strategies[name] = self._bind(owner, param_rules[name], name)
                 rule_names[name] = param_rules[name].strategy_name
             elif owner in module_strategies:
                 param_strategies[name] = module_strategies[owner]
@@ -142,23 +150,18 @@ class _Resolver:
         layouts = self._lay_out(param_strategies)
         bound = BoundPlan(
             *(self.modules, self.parameters, module_strategies, param_strategies, layouts),
-            *(attention, matches.splits, self.size),
+            *(attention, self.splits, self.size),
         )
         if self.plan.declared:
             self._complete(bound)
         self.faults.extend(sum_faults(bound))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(
-                misfits(self.modules, module_strategies, matches.splits.keys() | matches.replicated, self.ranks)
-            )
+            self.faults.extend(misfits(bound, self.splits.keys() | self.replicated, self.ranks))
         if self.faults:
             source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
             raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
-        names = ", ".join(sorted(set(map(fold_layers, matches.replicated.values()))))
-        notes = (
-            f"{names}: {self.size} ranks are more than the heads, so every rank computes all of them; the rest is "
-            "still split",
-        )
+        names = ", ".join(sorted(set(map(fold_layers, self.replicated.values()))))
+        more = "ranks are more than the heads, so every rank computes all of them; the rest is still split"
         return Resolution(
             module_strategies,
             param_strategies,
@@ -166,32 +169,25 @@ class _Resolver:
             layouts,
             split_heads,
             tuple(uncovered),
-            (*(notes if names else ()), *self.plan.notes),
+            (*((f"{names}: {self.size} {more}",) if names else ()), *self.plan.notes),
             rule_names,
-            frozenset(matches.replicated),
+            frozenset(self.replicated),
             self.plan,
         )
 
-    def _matches(self) -> Matches:
-        plan, rules = self.plan, self._known_rules()
-        module_rules = self._match(rules, self.modules)
-        param_rules = self._match(rules, self.parameters)
-        self._report_unmatched(module_rules, param_rules)
-        if plan.declared:
-            self._follow_tied(module_rules)
-        return Matches(
-            (*plan.attention, *plan.entries),
-            plan.inner_model_around,
-            plan.declared,
-            self.model,
-            self.prefix,
-            self.ranks,
-            self.modules,
-            self.parameters,
-            module_rules,
-            param_rules,
-            self.faults,
-        )
+    def _match_rules(self) -> None:
+        known = self._known_rules()
+        for names, matched in ((self.modules, self.module_rules), (self.parameters, self.param_rules)):
+            for rule in known:
+                for name in rule.match(names, self.prefix):
+                    if rule.optional and rule.instance is not None and not rule.instance.applies_to(names[name]):
+                        continue
+                    if name in matched:
+                        self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
+                    matched[name] = rule
+        self._report_unmatched(self.module_rules, self.param_rules)
+        if self.plan.declared:
+            self._follow_tied(self.module_rules)
 
     def _check_architecture(self) -> None:
         model_type = self.model.config.model_type
@@ -211,17 +207,6 @@ class _Resolver:
                     hint = f"{nearest}; import the file that registers your own first (--import in commands)"
                 self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
         return [rule for rule in self.plan.rules if rule.instance is not None]
-
-    def _match(self, rules: Iterable[Rule], names: Mapping[str, object]) -> dict[str, Rule]:
-        matched: dict[str, Rule] = {}
-        for rule in rules:
-            for name in rule.match(names, self.prefix):
-                if rule.optional and rule.instance is not None and not rule.instance.applies_to(names[name]):
-                    continue
-                if name in matched:
-                    self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
-                matched[name] = rule
-        return matched
 
     def _report_unmatched(self, *matched: Mapping[str, Rule]) -> None:
         used = {id(rule) for rules in matched for rule in rules.values()}
@@ -250,10 +235,10 @@ class _Resolver:
             for param_type, _ in self.modules[name].named_parameters():
                 bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
-    def _bind(self, owner: str, rule: Rule, matches: Matches, name: str | None = None) -> TensorParallelLayer:
+    def _bind(self, owner: str, rule: Rule, name: str | None = None) -> TensorParallelLayer:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
         strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{replicated}.") for replicated in matches.replicated):
+        if strategy is None or any(f"{name}.".startswith(f"{replicated}.") for replicated in self.replicated):
             if strategy is not None and strategy.shards_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
@@ -275,7 +260,7 @@ class _Resolver:
             self.size,
             name=name,
             ranks=self.ranks,
-            split=matches.splits.get(name),
+            split=self.splits.get(name),
             parts=vars(module).get(rule.parts) if isinstance(rule.parts, str) else rule.parts,
             unit=rule.unit,
             widths=rule.widths,

@@ -55,7 +55,7 @@ class SplitHeads:
         """Change the forward of the module `name`, after its strategies are attached; `shards`: of all parameters."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Matches:
     """A plan, with the modules and parameters of a model that its rules match."""
 
@@ -70,7 +70,7 @@ class Matches:
     modules: Mapping[str, nn.Module]
     parameters: Mapping[str, nn.Parameter]
     module_rules: dict[str, Rule]
-    param_rules: Mapping[str, Rule]
+    param_rules: dict[str, Rule]
     """Parameter -> its own rule."""
     faults: list[str]
     splits: dict[str, Split] = field(default_factory=dict)

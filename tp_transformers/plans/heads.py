@@ -20,7 +20,7 @@ from .entry import Matches
 from .rule import UNRULED, Rule
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "query": ("q_proj",),
@@ -35,6 +35,8 @@ LATENT_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "output": ("o_proj",),
 }
 """Children that identify attention if a plan does not name it (a dict, a declared plan)."""
+Roles = dict[str, list[str]]
+"""Role -> full names of its children."""
 _ABSENT = ({"value"}, {"key", "value"})
 """Roles that attention may lack: its values are its keys, or keys and values are those of another layer."""
 
@@ -45,15 +47,12 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
     If the plan, or the plan of an inner model, has no attention modules, they are recognised by PROJECTIONS. Rules that
     a declared plan lacks are added.
     """
-    model, modules, faults = matches.model, matches.modules, matches.faults
-    module_rules, param_rules = matches.module_rules, matches.param_rules
+    faults = matches.faults
     fault_count, size = len(faults), count_of(matches.ranks)
     heads_by_module: dict[str, AttentionHeads] = {}
     for name, (around, children, blocks) in _groups(matches).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
-        if not _stays_sharded(name, roles, module_rules, faults):
-            continue
-        counts = _count_heads(name, roles, modules, model, faults)
+        counts = _count_heads(name, roles, matches) if _stays_sharded(name, roles, matches) else None
         if counts is None:
             continue
         query, kv, head_dim = counts
@@ -62,7 +61,7 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
             faults.append(f"attention {name}: {query} query and {kv} key/value heads are not those of {count} blocks")
             continue
         if matches.declared and not _is_described(name, matches):
-            _complete_declared(name, roles, modules, module_rules, param_rules, (query, head_dim))
+            _complete_declared(name, roles, query, head_dim, matches)
         followers = [child for names in roles.values() for child in names]
         if size > query // count:
             matches.replicated.update(dict.fromkeys((*followers, name), name))
@@ -77,7 +76,7 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
             head_dim=head_dim,
             holders=tuple(holder for holder in holders if is_inside(holder, name)),
             hidden=tuple(hidden),
-            repeats=_repeats(modules[name], roles, query, attention_config(modules[name], model)),
+            repeats=_repeats(name, roles, query, matches),
         )
         matches.splits[name] = heads_by_module[name].query
         _split_children(roles, block_splits, blocks, matches)
@@ -86,14 +85,12 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
     return heads_by_module
 
 
-def _stays_sharded(
-    name: str, roles: Mapping[str, list[str]], module_rules: Mapping[str, Rule], faults: list[str]
-) -> bool:
+def _stays_sharded(name: str, roles: Roles, matches: Matches) -> bool:
     """True if every projection of an attention module is sharded; adds a fault if only some are."""
     projections = dict(_projections(roles))
-    sharded = {child for child, role in projections.items() if _is_sharded(role, module_rules.get(child))}
+    sharded = {child for child, role in projections.items() if _is_sharded(role, matches.module_rules.get(child))}
     if 0 < len(sharded) < len(projections):
-        faults.append(
+        matches.faults.append(
             f"attention {fold_layers(name)}: {_own_names(sharded)} leave their features sharded, "
             f"{_own_names(projections.keys() - sharded)} do not; make all of query, key and value colwise and the "
             "output rowwise, or none"
@@ -101,23 +98,16 @@ def _stays_sharded(
     return len(sharded) == len(projections)
 
 
-def _projections(roles: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
+def _projections(roles: Roles) -> Iterator[tuple[str, str]]:
     """(projection, role) pairs of one attention module."""
     return ((child, role) for role, names in roles.items() for child in names if not role.startswith("with_"))
 
 
-def _complete_declared(
-    name: str,
-    roles: dict[str, list[str]],
-    modules: Mapping[str, nn.Module],
-    module_rules: dict[str, Rule],
-    param_rules: Mapping[str, Rule],
-    query_heads: tuple[int, int | None],
-) -> None:
+def _complete_declared(name: str, roles: Roles, count: int, head_dim: int | None, matches: Matches) -> None:
     """Complete a declared plan: roles of gates and biases per query head, rules of norms within heads."""
-    count, head_dim = query_heads
+    modules, module_rules = matches.modules, matches.module_rules
     known = {child for names in roles.values() for child in names}
-    for child, rule in param_rules.items():
+    for child, rule in matches.param_rules.items():
         owner, _, param_type = child.rpartition(".")
         if owner == name and child not in known and rule.strategy_name != "replicate":
             shape = getattr(modules[name], param_type).shape
@@ -137,10 +127,7 @@ def _complete_declared(
 
 
 def _split_children(
-    roles: Mapping[str, list[str]],
-    block_splits: tuple[Split, Split],
-    blocks: Mapping[str, int],
-    matches: Matches,
+    roles: Roles, block_splits: tuple[Split, Split], blocks: Mapping[str, int], matches: Matches
 ) -> None:
     """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
@@ -249,16 +236,10 @@ def _is_sharded(role: str, rule: Rule | None) -> bool:
     return signature.takes is FEATURES if role == "output" else signature.leaves is FEATURES
 
 
-def _count_heads(
-    name: str,
-    roles: Mapping[str, list[str]],
-    modules: Mapping[str, nn.Module],
-    model: PreTrainedModel,
-    faults: list[str],
-) -> tuple[int, int, int | None] | None:
+def _count_heads(name: str, roles: Roles, matches: Matches) -> tuple[int, int, int | None] | None:
     """(query heads, KV heads, head size) of one attention module; None, and a fault, if they are inconsistent."""
-    module = modules[name]
-    config = attention_config(module, model)
+    modules, module, faults = matches.modules, matches.modules[name], matches.faults
+    config = attention_config(module, matches.model)
     head_dim = first_of(HEAD_SIZES, module, config)
     query, kv = head_counts(module, config)
     attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
@@ -289,8 +270,10 @@ def _count_heads(
     return query, kv, head_dim
 
 
-def _repeats(module: nn.Module, roles: Mapping[str, object], query: int, config: Any) -> int:
+def _repeats(name: str, roles: Roles, query: int, matches: Matches) -> int:
     """Times that each head of the query projection attends; in JetMoE, once per expert of a token."""
+    module = matches.modules[name]
+    config = attention_config(module, matches.model)
     config_heads = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
     return config_heads // query if config_heads and config_heads % query == 0 else 1
 

@@ -83,12 +83,9 @@ def shares_of(text: str, *, subject: str) -> tuple[float, ...] | str:
     except ValueError:
         shares = ()
     if not is_shares(shares):
-        raise PlanError(
-            subject,
-            got=shown(text),
-            expected=" or ".join(["a positive number for each rank", *measures()]),
-            fix="Give 2,1,1 for three ranks, the first with half of the model.",
-        )
+        expected = " or ".join(["a positive number for each rank", *measures()])
+        fix = "Give 2,1,1 for three ranks, the first with half of the model."
+        raise PlanError(subject, got=shown(text), expected=expected, fix=fix)
     return shares
 
 

@@ -19,7 +19,7 @@ from transformers.utils import PushToHubMixin
 import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, gradient_differences, read_folder, relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
-from tp_transformers.checkpoint.saving import push as saving_push
+from tp_transformers.features.push import push as saving_push
 
 pytestmark = pytest.mark.distributed
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.saving import KINDS, MANIFEST_NAME, Saved, made, weights_are
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.saving.push import save_and_push
+from tp_transformers.features.push.push import save_and_push
 from tp_transformers.ranks.group import GROUP
 
 
@@ -80,7 +80,7 @@ def test_a_folder_in_the_place_of_a_file(models: Any, tmp_path: Path, name: str)
 def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
     models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tp_transformers.checkpoint.saving import push
+    from tp_transformers.features.push import push
 
     (tmp_path / "notes").symlink_to(tmp_path / "none")
     (tmp_path / "config.json").symlink_to(tmp_path / "none")

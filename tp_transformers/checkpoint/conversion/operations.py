@@ -124,12 +124,10 @@ class _Step:
 
 
 def _stack(step: _Step) -> list[LazyTensor]:
-    """Stack the tensors of each pattern along a new dim."""
     return [Stack(tensors, step.operation.dim % (tensors[0].ndim + 1)) for tensors in step.sources.values()]
 
 
 def _unbind(step: _Step) -> list[LazyTensor]:
-    """Unbind each tensor along a dim."""
     results: list[LazyTensor] = []
     for (tensor,) in step.sources.values():
         dim = step.operation.dim % tensor.ndim
@@ -165,7 +163,6 @@ def _first_rows(step: _Step) -> list[LazyTensor]:
 
 
 def _transpose(step: _Step) -> list[LazyTensor]:
-    """Swap two dims of one tensor."""
     source = step.only_source
     return [Transpose(source, step.operation.dim0 % source.ndim, step.operation.dim1 % source.ndim)]
 

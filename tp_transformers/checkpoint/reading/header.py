@@ -56,12 +56,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                     self.tensors[name] = tensor
             for name, home in (weight_map or {}).items():
                 if os.path.basename(homes.get(name, "")) != os.path.basename(home):
-                    raise CheckpointError(
-                        f"tensor {name}",
-                        got=f"it in {homes[name]}" if name in homes else "it in none of the files",
-                        expected=f"it in {home}, where the index puts it",
-                        fix="Index and files are of different checkpoints; download it again.",
-                    )
+                    got = f"it in {homes[name]}" if name in homes else "it in none of the files"
+                    subject, fix = f"tensor {name}", "Index and files are of different checkpoints; download it again."
+                    raise CheckpointError(subject, got=got, expected=f"it in {home}, where the index puts it", fix=fix)
             opened.pop_all()
 
     def read(self, source: Source) -> Mapping[str, LazyTensor]:
@@ -121,12 +118,9 @@ def check_files(
         root = os.path.abspath(folder)
         for path in paths:
             if os.path.commonpath([root, os.path.abspath(path)]) != root:
-                raise CheckpointError(
-                    subject,
-                    got=f"an index that names {path}",
-                    expected="files inside the checkpoint's own folder",
-                    fix="Do not load it unless you trust where it comes from; correct the index.",
-                )
+                got = f"an index that names {path}"
+                fix = "Do not load it unless you trust where it comes from; correct the index."
+                raise CheckpointError(subject, got=got, expected="files inside the checkpoint's own folder", fix=fix)
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -146,12 +140,10 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
             raise ValueError(f"its file for {odd} is {weight_map[odd]!r}")
         return weight_map, metadata
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"checkpoint file {os.fspath(path)}",
-            got=f"an index that cannot be read ({error})",
-            expected="a JSON object with metadata, and a weight_map that names the file of every tensor",
-            fix="The index is damaged; download it again, or save the model again.",
-        ) from error
+        got = f"an index that cannot be read ({error})"
+        expected = "a JSON object with metadata, and a weight_map that names the file of every tensor"
+        fix = "The index is damaged; download it again, or save the model again."
+        raise CheckpointError(f"checkpoint file {os.fspath(path)}", got=got, expected=expected, fix=fix) from error
 
 
 def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:

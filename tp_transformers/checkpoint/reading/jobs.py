@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -41,8 +42,7 @@ class Request:
         return self.tensor.rows == 1 and is_same_memory(self.destination, self.tensor.dtype)
 
 
-@dataclass
-class Method:
+class Method(NamedTuple):
     """Totals of one method to read."""
 
     nbytes: int = 0
@@ -63,12 +63,15 @@ class Statistics:
     peak_buffer: int = 0
     """Bytes of all buffers besides the destinations."""
 
+    def count(self, method: str, nbytes: int, copied: int, seconds: float) -> None:
+        """Add to the totals of `method`."""
+        before = self.methods.get(method, Method())
+        self.methods[method] = Method(before.nbytes + nbytes, before.copied + copied, before.seconds + seconds)
+
     def add(self, later: Statistics) -> None:
         """Add the totals of a later call."""
         for name, way in later.methods.items():
-            total = self.methods.setdefault(name, Method())
-            total.nbytes, total.copied = total.nbytes + way.nbytes, total.copied + way.copied
-            total.seconds += way.seconds
+            self.count(name, *way)
         self.seconds += later.seconds
         self.peak_buffer = max(self.peak_buffer, later.peak_buffer)
 
@@ -83,15 +86,7 @@ class Context:
 
     def __init__(self, staging: Staging | None, statistics: Statistics) -> None:
         self.staging, self.statistics, self.pages = staging, statistics, Pages()
-        self._lock = threading.Lock()
-
-    def count(self, method: str, nbytes: int, copied: int, seconds: float) -> None:
-        """Add to the totals of `method`."""
-        with self._lock:
-            entry = self.statistics.methods.setdefault(method, Method())
-            entry.nbytes += nbytes
-            entry.copied += copied
-            entry.seconds += seconds
+        self.lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -134,7 +129,8 @@ class Job:
         else:
             context.pages.clear(destination)
             copied = _READERS[self.method](block, destination)
-        context.count(self.method, self.nbytes, copied, perf_counter() - began)
+        with context.lock:
+            context.statistics.count(self.method, self.nbytes, copied, perf_counter() - began)
 
 
 def _read_blocks(block: Stored, destination: torch.Tensor) -> int:

@@ -77,12 +77,9 @@ class SaveFolder:
                 if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                     return is_locked
             self._close()
-        raise CheckpointError(
-            f"folder {self.path}",
-            got="a folder that is removed again and again",
-            expected="one that stays",
-            fix="Wait for other saves into it to end, or choose another folder.",
-        )
+        got = "a folder that is removed again and again"
+        fix = "Wait for other saves into it to end, or choose another folder."
+        raise CheckpointError(f"folder {self.path}", got=got, expected="one that stays", fix=fix)
 
     def _lock(self) -> bool:
         """Lock the folder; return False on file systems that cannot lock folders."""
@@ -90,12 +87,8 @@ class SaveFolder:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._is_new = False  # the other save owns the folder
-            raise CheckpointError(
-                f"folder {self.path}",
-                got="another save that is going on in it",
-                expected="one save at a time",
-                fix="Wait for its end, or choose another folder.",
-            ) from None
+            got, fix = "another save that is going on in it", "Wait for its end, or choose another folder."
+            raise CheckpointError(f"folder {self.path}", got=got, expected="one save at a time", fix=fix) from None
         except OSError:  # for example NFS cannot lock folders
             return False
         return True

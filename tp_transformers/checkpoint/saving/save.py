@@ -131,7 +131,6 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
 
 @cache
 def _say_that_it_writes() -> None:
-    """Say once that `save_function` is not called."""
     logger.info("save_pretrained of a tensor-parallel model writes its files without save_function")
 
 

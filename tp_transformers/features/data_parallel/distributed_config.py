@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import PreTrainedModel
 
+from ...anatomy.names import base_prefix
 from ...errors import MeshError, PlanError, UnsupportedError, shown
-from ...loading.choose_plan import ChangedPlan
+from ...loading.choose_plan import ModelPlan, auto_plan
 from ...logs import PACKAGE, get_logger
 from ...marks import untyped
+from ...plans.rules import Plan
 from ...ranks.environment import local_device
 from ...ranks.group import TP_AXIS, TensorParallelGroup, agreed, reported
 from ...ranks.mesh import join
@@ -197,3 +200,19 @@ def _options(requested: Collection[str]) -> dict[str, Any]:
     if "fsdp_mixed_precision" in requested:
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return options
+
+
+@dataclass(frozen=True)
+class ChangedPlan(ModelPlan):
+    """The plan of "auto" with some of its rules replaced, by name."""
+
+    rules: Mapping[str, Any]
+    """{name in the full model: strategy}."""
+
+    def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
+        base, prefix = auto_plan(model, quietly=quietly), base_prefix(model)
+        source = f"{base.source}, with rules of distributed_config"
+        own = Plan.from_dict(self.rules, source=source).rules
+        names = {rule.full(prefix) for rule in own}
+        kept = (rule for rule in base.rules if rule.full(prefix) not in names)
+        return replace(base, source=source, rules=(*kept, *own))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from ...seams import Feature, Planned
+from ...seams import RAISES, Feature, Planned
 
 
 class DataParallelism(Feature):
@@ -13,6 +13,16 @@ class DataParallelism(Feature):
 
     requires = ("watch",)
     public = {"data_parallel": ".data_parallel"}  # noqa: RUF012
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "torch.autograd.Variable._execution_engine": RAISES,  # averages end with the backward
+        "torch.Tensor._post_accumulate_grad_hooks": RAISES,  # hooks that see the gradient of one copy
+        "torch.distributed.fsdp.FSDPModule._get_fsdp_state": RAISES,  # calls of modules inside of FSDP's, as all below
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._lazy_init": RAISES,
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._post_forward": RAISES,
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._pre_forward": RAISES,
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._register_pre_backward_hook": RAISES,
+        "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state": RAISES,
+    }
 
     def planned(self, arguments: Mapping[str, Any]) -> Planned | None:
         if arguments.get("distributed_config") is None or arguments.get("tp_plan") is not None:

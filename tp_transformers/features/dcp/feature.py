@@ -21,6 +21,12 @@ class DistributedCheckpoints(Feature):
         "training.load_optimizer_state_dict": ".optimizer_state",
         "training.optimizer_state_dict": ".optimizer_state",
     }
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "torch.distributed.checkpoint.filesystem._StorageInfo": "torch's checkpoints are not read",
+        "torch.distributed.checkpoint.filesystem._StoragePrefix": "torch's checkpoints are not read",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "torch's checkpoints are not read",
+        "torch.serialization._get_layout": "torch's checkpoints are not read",
+    }
 
     def storages(self) -> Sequence[type[Storage]]:
         from .chunks import ChunkFiles

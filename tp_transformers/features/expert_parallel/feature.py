@@ -35,7 +35,7 @@ class ExpertOption(PlanOption):
 class ExpertParallelism(Feature):
     """`tp_expert_parallel`, and experts that exchange tokens."""
 
-    requires: ClassVar[tuple[str, ...]] = ("sequence",)
+    requires: ClassVar[tuple[str, ...]] = ("rewriting", "sequence")
     public: ClassVar[Mapping[str, str]] = {"training.ExpertLoad": ".expert_load"}
 
     def options(self) -> Sequence[Option]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ...patches import Patch, Undo, nothing
-from ...transformers_api import expert_implementations
 
 EXCHANGE = "tp_transformers"
 """Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
@@ -19,11 +18,12 @@ def _exchange(*args: Any) -> Any:
 
 def _add_exchange() -> Undo:
     """Add our exchange of tokens to transformers' implementations of expert parallelism."""
-    implementations = expert_implementations()
-    if implementations is None:
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:  # before transformers 5.23
         return lambda: None
-    implementations.register(EXCHANGE, _exchange)
-    return lambda: implementations._global_mapping.pop(EXCHANGE, None)
+    EPImplementationInterface.register(EXCHANGE, _exchange)
+    return lambda: EPImplementationInterface._global_mapping.pop(EXCHANGE, None)
 
 
 EP_IMPLEMENTATION = Patch("transformers", "ep_implementation", _add_exchange, without=nothing)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
-from ...plans.rewriter import Rewriter
 from ...plans.rules import Plan
+from ..rewriting.rewriter import Rewriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...errors import PlanError
 from ...strategies.base import TensorParallelLayer
 from ...strategies.registry import STRATEGIES
-from ...transformers_api import parallel_styles
 from .of_torch import OWN_NAMES, SUPPORTED, TorchStyleParallel
 from .partitioned import PartitionedStyle
+from .registration import parallel_styles
 
 _UNCALLED = ("shard_param", "shard_tensor", "prepare_module_tp")
 """Methods by which strategies for transformers 5 shard; nothing here calls them."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...patches import Patch, Undo, nothing
-from ...transformers_api import parallel_styles
 
 
 def _name_registration() -> Undo:
@@ -15,3 +16,12 @@ def _name_registration() -> Undo:
 
 
 REGISTRATION = Patch("transformers", "register_strategy", _name_registration, without=nothing)
+
+
+def parallel_styles() -> Any:
+    """transformers' registry of parallel styles, by name."""
+    try:
+        from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+    except ImportError:  # before 5.16
+        from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+    return ALL_PARALLEL_STYLES

@@ -20,6 +20,7 @@ class FullParameters(Feature):
     """Functions of torch on shards, embeddings of another size, and `training.full_parameters`."""
 
     public: ClassVar[Mapping[str, str]] = {"training.full_parameters": ".full_parameters"}
+    torch_names: ClassVar = {"torch.nn.utils.parametrize._maybe_set": "remove_parametrizations raises"}
 
     def computes(self) -> Compute:
         from .computing import compute_on

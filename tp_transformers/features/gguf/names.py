@@ -17,7 +17,6 @@ import torch
 from ...errors import UnsupportedError
 from ...slices.composed import concat
 from ...slices.lazy import Deferred, LazyTensor
-from ...transformers_api import gguf_conversion, gguf_processor
 from ..quantized.affine import Affine
 from ..quantized.bundle import Bundle, Component, DimMap, StoredValues
 from .header import ARCHITECTURE
@@ -149,3 +148,23 @@ def _by_halves(head: int, values: torch.Tensor) -> torch.Tensor:
 
 def _values(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     return stored["values"]
+
+
+def gguf_conversion(architecture: str, config: Any) -> list[Any] | None:
+    """transformers' conversions for the tensors of a GGUF file; None for an architecture that has a processor."""
+    try:
+        from transformers.integrations.gguf.utils import get_gguf_conversion_mapping, is_gguf_arch_supported
+    except ImportError:  # before 5.24
+        return None
+    if not is_gguf_arch_supported(architecture):
+        return None
+    conversions: list[Any] = get_gguf_conversion_mapping(architecture, config)
+    return conversions
+
+
+def gguf_processor(architecture: str, config: Any) -> tuple[Any, bool]:
+    """transformers' processor for the decoded tensors of a GGUF file; False if it changes none of them."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+    return kind(config=config.to_dict()), kind is not TensorProcessor

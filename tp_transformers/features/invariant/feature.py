@@ -34,6 +34,8 @@ class InvariantOption(PlanOption):
 class Invariant(Feature):
     """`tp_invariant`, and the strategies that take the place of others."""
 
+    requires = ("rewriting",)
+
     def options(self) -> Sequence[Option]:
         return (InvariantOption(),)
 

@@ -25,11 +25,11 @@ from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...plans.attention_heads import AttentionHeads
 from ...plans.bind import bind
-from ...plans.rewriter import Rewriter
 from ...plans.rule import Rule
 from ...plans.rules import Plan
 from ...strategies import TensorParallelLayer
 from ...strategies.registry import built_in
+from ..rewriting.rewriter import Rewriter
 from .norms import InvariantHeadNormParallel
 
 if TYPE_CHECKING:

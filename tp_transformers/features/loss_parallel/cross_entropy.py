@@ -16,8 +16,9 @@ from ...errors import PlanError
 from ...ranks import direct
 from ...ranks.collectives import Group, all_gather_number, copy_to_region, reduce_from_region
 from ...ranks.group import TensorParallelGroup
-from ...torch_api import assert_async
+from ...torch_api import take
 
+assert_async = take("torch._assert_async")
 REDUCTIONS = ("mean", "sum", "none")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import RAISES, Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +28,8 @@ class LossOption(PlanOption):
 
 class LossParallelism(Feature):
     """`tp_loss_parallel`, its strategies, and `tp_transformers.strategies.vocab_parallel_cross_entropy`."""
+
+    torch_names: ClassVar = {"torch._assert_async": RAISES}  # the loss refuses labels that are no token
 
     def options(self) -> Sequence[Option]:
         return (LossOption(),)

@@ -17,6 +17,7 @@ class Optimizers(Feature):
     requires: ClassVar[tuple[str, ...]] = ("full_parameters",)
 
     public: ClassVar[Mapping[str, str]] = {"training.parameter_groups": ".groups"}
+    torch_names: ClassVar = {"torch.amp.GradScaler._unscale_grads_": "GradScaler refuses shards"}
 
     def model_patches(self) -> Sequence[Patch]:
         from .grad_scaler import SHARED_INFINITIES

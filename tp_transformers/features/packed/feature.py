@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import PlanError
-from ...seams import Feature, Option
+from ...seams import RAISES, Feature, Option
 
 if TYPE_CHECKING:
     from ...loading.encoding import Encoding
@@ -30,6 +30,14 @@ class Packed(Feature):
     """Weights are decoded in each forward, or multiplied as they are packed."""
 
     requires = ("full_parameters", "quantized")
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "torch.ops.aten._convert_weight_to_int4pack": "packed weights are decoded in a forward",
+        "torch.ops.aten._convert_weight_to_int4pack_for_cpu": "packed weights are decoded in a forward",
+        "torch.ops.aten._unsafe_view": RAISES,
+        "torch.ops.aten._weight_int4pack_mm": "packed weights are decoded in a forward",
+        "torch.ops.aten._weight_int4pack_mm_for_cpu": "packed weights are decoded in a forward",
+        "torch.ops.aten._weight_int8pack_mm": "packed weights are decoded in a forward",
+    }
 
     def options(self) -> Sequence[Option]:
         return (Dequantize(),)

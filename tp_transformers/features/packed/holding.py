@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,10 @@ from ...anatomy.names import owner_of, tied_parameters
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.saving.save import STORED_FORM
 from ...errors import UnsupportedError
+from ...loading.encoding import Tensors
 from ...loading.holding import Holding
 from ...loading.request import LoadRequest, Reads, split_reads
 from ...loading.targets import Targets
-from ...slices.lazy import LazyTensor
 from ..quantized.find import Quantization
 from .arriving import Arriving
 from .forward import hold_packed
@@ -40,12 +39,7 @@ class Packing(Holding):
 
     @classmethod
     def find(
-        cls,
-        model: PreTrainedModel,
-        targets: Targets,
-        shards: Mapping[str, LazyTensor],
-        device: torch.device,
-        request: LoadRequest,
+        cls, model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
     ) -> Packing | None:
         """See `Holding.find`. Raises UnsupportedError if a shard cannot be quantised as it arrives."""
         if isinstance(request.encoding, Arriving):
@@ -78,11 +72,7 @@ def stays_packed(request: LoadRequest) -> bool:
 
 
 def pack_weights(
-    model: PreTrainedModel,
-    targets: Targets,
-    shards: Mapping[str, LazyTensor],
-    device: torch.device,
-    request: LoadRequest,
+    model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
 ) -> Packing:
     """Parameters that stay packed; none unless the request wants packed weights.
 

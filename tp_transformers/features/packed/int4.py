@@ -16,11 +16,15 @@ from functools import cache
 
 import torch
 
-from ...torch_api import int4_product, int4_product_of_gpu, pack_int4, pack_int4_for_gpu
+from ...torch_api import take
 from ..quantized.affine import Affine
 from ..quantized.bundle import Decoded, at_a_time
 from .operator import IntegerOperator, without
 
+pack_int4 = take("torch.ops.aten._convert_weight_to_int4pack_for_cpu", None)
+int4_product = take("torch.ops.aten._weight_int4pack_mm_for_cpu", None)
+pack_int4_for_gpu = take("torch.ops.aten._convert_weight_to_int4pack", None)
+int4_product_of_gpu = take("torch.ops.aten._weight_int4pack_mm", None)
 GROUPS = (256, 128, 64, 32)
 """Columns that may share a scale in the operators."""
 _ROWS, _TILES = 8, 8

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from ...torch_api import int8_product
+from ...torch_api import take
 from ..quantized.affine import Affine
 from ..quantized.bundle import Decoded, at_a_time
 from .operator import IntegerOperator, without
 
+int8_product = take("torch.ops.aten._weight_int8pack_mm", None)
 _UNIT = 32
 """The operator reads columns in vectors of up to 32, also beyond the last one."""
 

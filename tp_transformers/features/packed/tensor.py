@@ -13,12 +13,15 @@ from torch.nn.functional import linear
 from ...torch_api import (
     as_torch,
     make_wrapper_subclass,
+    take,
     top_saved_tensors_hooks,
     tree_leaves,
     tree_map,
-    unsafe_view,
 )
 from .weight import HeldWeight, PackedWeight
+
+unsafe_view = take("torch.ops.aten._unsafe_view")
+"""Return a result in another shape; unlike a view, the result may be changed in place and recorded."""
 
 
 class PackedTensor(Tensor):

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.saving.copies import on_all_copies
 from ...checkpoint.saving.folder import SaveFolder
-from ...checkpoint.saving.push import push
 from ...checkpoint.saving.save import gather, given_state
 from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
@@ -26,6 +25,7 @@ from ...marks import untyped
 from ...ranks.group import GROUP
 from ...seams import collective
 from ...transformers_api import LoadStateDictInfo
+from ..push.push import push
 from .shard import unsupported
 
 ADAPTER_FILE = "adapter_model.safetensors"

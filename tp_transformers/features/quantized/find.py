@@ -13,7 +13,7 @@ from torch import nn
 
 from ...checkpoint.conversion.convert import Conversion, convert, renamer
 from ...loading.encoding import Encoding, Tensors
-from ...loading.options import Options
+from ...loading.request import LoadRequest
 from ...logs import get_logger
 from ...marks import untyped
 from ...slices.lazy import LazyTensor
@@ -86,18 +86,12 @@ class Quantization(Encoding):
         return self.format.read_first(tensors)
 
     def convert(
-        self,
-        model: PreTrainedModel,
-        tensors: Tensors,
-        shapes: Mapping[str, torch.Size],
-        entries: Sequence[Any] | None,
-        *,
-        has_own_names: bool,
-        options: Options,
+        self, model: PreTrainedModel, tensors: Tensors, shapes: Mapping[str, torch.Size], request: LoadRequest
     ) -> Conversion:
         """See `Encoding.convert`. Quantised tensors keep the names of the original checkpoint."""
+        entries = request.config.weight_mapping
         form = self.format.located(model, locator(model, shapes, entries))
-        stays_packed = options.get("tp_dequantize") is False
+        stays_packed = request.options.get("tp_dequantize") is False
         decoded: Tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=stays_packed)
         named = form.named(model, decoded, shapes)
         decoded, entries = (decoded, entries) if named is None else named

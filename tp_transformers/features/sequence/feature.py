@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...seams import Feature, Option, PlanOption
 
@@ -28,6 +28,14 @@ class SequenceOption(PlanOption):
 
 class SequenceParallelism(Feature):
     """`tp_sequence_parallel`, its strategies, and `tp_transformers.strategies.SequenceParallel`."""
+
+    requires = ("rewriting",)
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "torch.nn.modules.module._global_backward_hooks": "no warning of them",
+        "torch.nn.modules.module._global_backward_pre_hooks": "no warning of them",
+        "torch.nn.modules.module._global_forward_hooks": "no warning of them",
+        "torch.nn.modules.module._global_forward_pre_hooks": "no warning of them",
+    }
 
     def options(self) -> Sequence[Option]:
         return (SequenceOption(),)

@@ -26,11 +26,18 @@ from ...ranks.group import agreed
 from ...strategies.base import STRATEGY
 from ...strategies.forward.attach import argument_names
 from ...strategies.signature import SEQUENCE, Signature
-from ...torch_api import GLOBAL_HOOKS
+from ...torch_api import take
 from .region import SEQUENCE_DIM, Widths
 
 logger = get_logger(__name__)
 
+GLOBAL_HOOKS = (
+    take("torch.nn.modules.module._global_forward_pre_hooks", {}),
+    take("torch.nn.modules.module._global_forward_hooks", {}),
+    take("torch.nn.modules.module._global_backward_pre_hooks", {}),
+    take("torch.nn.modules.module._global_backward_hooks", {}),
+)
+"""The global hooks on all modules, by handle id."""
 Hook = Callable[..., Any]
 Values = tuple[Any, ...]
 """Arguments, outputs or gradients of a module: the first may be this rank's shard of a sequence."""

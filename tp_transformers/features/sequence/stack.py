@@ -12,10 +12,10 @@ from torch import nn
 from ...anatomy.layers import stacks
 from ...anatomy.linears import features
 from ...anatomy.names import fold_layers, is_inside
-from ...plans.rewriter import Rewriter
 from ...plans.rule import Rule
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES
+from ..rewriting.rewriter import Rewriter
 
 _LOCAL = {
     "colwise": "local_colwise",

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ...marks import untyped
 from ...ranks.transport import BACKEND, SUM, Transport
-from ...torch_api import disable_current_modes
 from . import operators
 from .memory import SharedMemory
 
@@ -46,7 +45,7 @@ class SeveralMachines(Transport):
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
         """Sum `x` over the ranks in place, or take the maximum; bitwise equal on all ranks."""
         self.collectives += 1
-        with disable_current_modes() if by_backend else nullcontext():
+        with operators.disable_current_modes() if by_backend else nullcontext():
             dense = x.detach().contiguous()
             self.memory.all_reduce(dense, op)
             if self.firsts is not None:

@@ -9,7 +9,7 @@ order that takes the least memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.fx.node import has_side_effect
 
 from ...ranks import direct
 from ...ranks.transport import MAX, SUM
-from ...torch_api import disable_current_modes, lower_as_collectives, resolve_process_group
+from ...torch_api import resolve_process_group, take
 
+disable_current_modes = take("torch.utils._python_dispatch._disable_current_modes")
 _LIBRARY = torch.library.Library("tp_transformers", "DEF")
 _OPERATORS: list[Any] = []
 
@@ -41,9 +42,17 @@ def _operator(schema: str, function: Callable[..., Tensor], shape: Callable[...,
 
 @cache
 def _keep_order() -> None:
-    """Register the operators with Inductor, once."""
+    """Let Inductor treat the operators like torch's collectives, which it neither reorders nor drops; once."""
     with disable_current_modes():
-        lower_as_collectives(_OPERATORS)
+        add_layout_constraint = take("torch._inductor.lowering.add_layout_constraint")
+        strides = take("torch._inductor.lowering.constrain_to_fx_strides")
+        register_lowering = take("torch._inductor.lowering.register_lowering")
+        box = take("torch._inductor.ir.TensorBox")
+        create = take("torch._inductor.ir._CollectiveKernel.create_out_of_place")
+        for operator in _OPERATORS:
+            add_layout_constraint(operator, strides)
+            make = partial(create, operator)
+            register_lowering(operator)(lambda *args, make=make: box.create(make(*args)))
 
 
 def _summed(x: Tensor, maximum: bool, group: str) -> Tensor:

@@ -24,7 +24,7 @@ from ...ranks.group import GROUP, TensorParallelGroup
 from ...seams import Loaded, unchanged
 from ...strategies import batch_sharded
 from ...strategies.shards.shard import SHARD
-from ...torch_api import DYNAMO, compiled_class, untraced
+from ...torch_api import take, untraced
 from .device import Steps
 from .failure import FAILURE
 from .poller import POLLER
@@ -179,8 +179,8 @@ WATCHED_CALLS = (
     Patch(
         "torch",
         "calls of compiled models",
-        lambda: replace(compiled_class(), "__call__", _compiled),
-        module=DYNAMO,
+        lambda: replace(take("torch._dynamo.eval_frame.OptimizedModule"), "__call__", _compiled),
+        module="torch._dynamo.eval_frame",  # torch.compile imports it, which takes a second
         without=nothing,
     ),
     Patch("Python", "sys.excepthook", lambda: replace(sys, "excepthook", _exit)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,6 +31,11 @@ class Watching(Feature):
 
     requires = ("places",)
     public: ClassVar = {"fail_together": ".calls", "renew_process_group": ".renew"}
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "torch._dynamo.eval_frame.OptimizedModule": "calls of compiled modules are not watched",
+        "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "meshes find a renewed group by themselves",
+        "torch.distributed.device_mesh.DeviceMesh._pg_registry": "meshes find a renewed group by themselves",
+    }
 
     def options(self) -> Sequence[Option]:
         return (WatchOption(),)

@@ -12,9 +12,12 @@ from ...anatomy.linears import features, holds_experts
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer
-from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, State
+from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, Signature
 from ..attention_heads import AttentionHeads
 from ..rule import UNRULED
+
+SUMMED = "replicated_with_grad_allreduce"
+"""Strategy of a parameter that every rank applies to its own shard of the activations."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +34,36 @@ class BoundPlan:
     """Projection, parameter or attention module -> split of its heads."""
     size: int
 
+    def strategy(self, module: str) -> TensorParallelLayer:
+        return self.module_strategies.get(module, UNRULED)
+
+    def signature(self, module: str) -> Signature:
+        return self.strategy(module).signature
+
+    def has_whole_gradient(self, param: str) -> bool:
+        """True for a replicated parameter whose gradient is not summed over the ranks."""
+        is_summed = self.param_strategies.get(param, UNRULED).signature.gradient is PARTIAL
+        return self.layouts.get(param) is None and not is_summed
+
     def own_layouts(self, owner: str) -> dict[str, Layout | None]:
         """The layouts of a module's own parameters."""
         own = self.modules[owner].named_parameters(recurse=False)
         return {name: self.layouts.get(_join(owner, name)) for name, _ in own}
 
+    def children(self, block: str) -> dict[str, nn.Module]:
+        """Children of a module, by their names in the model."""
+        return {_join(block, name): child for name, child in self.modules[block].named_children()}
+
+    def sums(self) -> set[str]:
+        """Blocks that sum their output over the ranks."""
+        return summing_blocks(self.module_strategies, self.modules)
+
 
 def sum_faults(plan: BoundPlan) -> Iterator[str]:
     """Faults: outputs and gradients that are not summed exactly once, and full inputs of sequence-parallel modules."""
     if plan.size > 1:
-        yield from _experts(plan)
-        yield from _outputs(plan)
-        yield from _heads(plan)
-        yield from _other_gradients(plan)
-        yield from _sequences(plan)
+        for check in (_experts, _outputs, _heads, _other_gradients, _sequences):
+            yield from check(plan)
 
 
 def scalars_between(plan: BoundPlan) -> Iterator[str]:
@@ -56,7 +75,7 @@ def scalars_between(plan: BoundPlan) -> Iterator[str]:
 
 def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
     """Experts that are sharded or distributed over ranks, with outputs that no rule sums."""
-    sums = _sums(plan)
+    sums = plan.sums()
     for name in sorted(_partial_outputs(plan)):
         if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
             yield name
@@ -67,18 +86,18 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
     for owner, module in plan.modules.items():
         if not holds_experts(module):
             continue
-        layouts = plan.own_layouts(owner)
+        place, layouts = fold_layers(owner), plan.own_layouts(owner)
         spread = [name for name, layout in layouts.items() if layout is not None and layout.dim == 0]
         rest = [name for name in layouts if name not in spread]
-        if plan.module_strategies.get(owner, UNRULED).signature.exchanges_tokens and rest:
+        if plan.signature(owner).exchanges_tokens and rest:
             yield (
-                f"{fold_layers(owner)}: moe_all_to_all sends tokens to ranks that hold complete experts, but "
-                f"{', '.join(rest)} would not be; make all of them local, or use moe_tp_experts"
+                f"{place}: moe_all_to_all sends tokens to ranks that hold complete experts, but {', '.join(rest)} "
+                "would not be; make all of them local, or use moe_tp_experts"
             )
         elif spread and rest:
             yield (
-                f"{fold_layers(owner)}: each rank would hold complete experts of {', '.join(spread)}, but not of "
-                f"{', '.join(rest)}; make all of them local, or none"
+                f"{place}: each rank would hold complete experts of {', '.join(spread)}, but not of {', '.join(rest)}; "
+                "make all of them local, or none"
             )
         matrices = {name: layouts[name] for name in rest if module.get_parameter(name).ndim == 3}
         splits = {name: layout.split for name, layout in matrices.items() if layout is not None}
@@ -87,17 +106,14 @@ def _experts(plan: BoundPlan) -> Iterator[str]:
         full = sorted(matrices.keys() - splits.keys())
         if full:
             sharded = ", ".join(sorted(splits))
-            yield (
-                f"{fold_layers(owner)}: {sharded} would be sharded, but not {', '.join(full)}; shard all of them, or "
-                "none"
-            )
+            yield f"{place}: {sharded} would be sharded, but not {', '.join(full)}; shard all of them, or none"
             continue
         name, narrow = min(splits.items(), key=lambda item: item[1].length)
         for param, split in splits.items():
             if not _same_features(split, narrow, getattr(module, "is_concatenated", None)):
                 yield (
-                    f"{fold_layers(owner)}: {param} and {name} would be sharded along different features; a fused gate "
-                    "and up is packed_colwise (packed_rowwise if it is stored transposed)"
+                    f"{place}: {param} and {name} would be sharded along different features; a fused gate and up is "
+                    "packed_colwise (packed_rowwise if it is stored transposed)"
                 )
 
 
@@ -111,7 +127,7 @@ def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) ->
 
 def _outputs(plan: BoundPlan) -> Iterator[str]:
     """Faults: partial outputs that are not summed, and other outputs that are."""
-    partial, sums = _partial_outputs(plan), _sums(plan)
+    partial, sums = _partial_outputs(plan), plan.sums()
     for name in sorted(partial):
         if not sums.intersection(names_around(name)):
             fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
@@ -125,25 +141,21 @@ def _outputs(plan: BoundPlan) -> Iterator[str]:
             )
             continue
         for name in inside:
-            strategy = plan.module_strategies.get(name, UNRULED)
-            if name != block and strategy.signature.sums:
+            if name != block and plan.signature(name).sums:
                 yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
-        for name in plan.parameters:
-            if not name.startswith(f"{block}."):
-                continue
+        for name in (name for name in plan.parameters if name.startswith(f"{block}.")):
             owner, _, param_type = name.rpartition(".")
-            strategy = plan.param_strategies.get(name, UNRULED)
-            if plan.layouts.get(name) is not None or param_type in strategy.added_once:
+            if plan.layouts.get(name) is not None or param_type in plan.param_strategies.get(name, UNRULED).added_once:
                 continue
             if owner == block:
                 yield (
                     f"{fold_layers(name)}: it is replicated, and the outputs of all ranks are summed; shard it, or "
                     f"add {fold_layers(name)}: replicate_once if it is added to the output"
                 )
-            elif strategy.signature.gradient is not PARTIAL:
+            elif plan.has_whole_gradient(name):
                 yield (
                     f"{fold_layers(name)}: it is in a block with partial outputs that are summed, so its gradient has "
-                    f"to be summed too; add {fold_layers(owner)}: replicated_with_grad_allreduce"
+                    f"to be summed too; add {fold_layers(owner)}: {SUMMED}"
                 )
 
 
@@ -154,17 +166,13 @@ def summing_blocks(strategies: Mapping[str, TensorParallelLayer], modules: Mappi
     }
 
 
-def _sums(plan: BoundPlan) -> set[str]:
-    return summing_blocks(plan.module_strategies, plan.modules)
-
-
 def _partial_outputs(plan: BoundPlan) -> set[str]:
     """Modules with outputs that are partial sums."""
     partial = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
-    sums = _sums(plan)
+    sums = plan.sums()
     for name, module in plan.modules.items():
-        if holds_experts(module) or name in sums:
-            partial |= {name for layout in plan.own_layouts(name).values() if layout is not None}
+        if (holds_experts(module) or name in sums) and any(plan.own_layouts(name).values()):
+            partial.add(name)
     for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a submodule
         owner = name.rpartition(".")[0]
         if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
@@ -177,22 +185,14 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
     for name, param in plan.parameters.items():
         owner = name.rpartition(".")[0]
         attention = next((module for module in names_around(owner) if module in plan.attention), None)
-        strategy = plan.param_strategies.get(name, UNRULED)
+        signature = plan.param_strategies.get(name, UNRULED).signature
         projected = owner in plan.splits and owner not in plan.attention
-        if (
-            attention is None
-            or projected
-            or plan.layouts.get(name) is not None
-            or strategy.signature.gradient is PARTIAL
-            or strategy.signature.gathers_features
-        ):
-            continue
-        # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
-        rotary_key = owner.endswith("kv_a_proj_with_mqa") and strategy.signature.leaves is not LOCAL
-        if plan.attention[attention].is_latent and not rotary_key:
+        if attention is None or projected or signature.gathers_features or not plan.has_whole_gradient(name):
             continue
         heads = plan.attention[attention]
-        if not set(names_around(name)).isdisjoint(heads.hidden):
+        # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
+        rotary_key = owner.endswith("kv_a_proj_with_mqa") and signature.leaves is not LOCAL
+        if (heads.is_latent and not rotary_key) or not set(names_around(name)).isdisjoint(heads.hidden):
             continue
         lengths = {count * per for count in (heads.query.length, heads.kv.length) for per in (1, heads.head_dim or 1)}
         if rotary_key:
@@ -204,43 +204,40 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
                 "norm over all heads, and name it under with_query or with_key in a YAML plan's attention section)"
             )
         else:
-            fix = (
-                f"so its gradient has to be summed over the ranks; add {fold_layers(owner)}: "
-                "replicated_with_grad_allreduce"
-            )
+            fix = f"so its gradient has to be summed over the ranks; add {fold_layers(owner)}: {SUMMED}"
         yield f"{fold_layers(name)}: it computes on sharded heads, {fix}"
 
 
 def _other_gradients(plan: BoundPlan) -> Iterator[str]:
     """Faults outside attention: modules on sharded features that do not sum gradients, and other modules that do."""
-    between, sums = set(), _sums(plan)
+    between, sums = set(), plan.sums()
     for _, child, width in _between(plan):
         between.add(child)
         for param_type, param in plan.modules[child].named_parameters():
             name = _join(child, param_type)
-            if plan.layouts.get(name) is not None or _gradient(plan, name) is PARTIAL:
-                continue
-            if plan.module_strategies.get(child, UNRULED).signature.gathers_features:
-                continue
-            rule = "sharded_norm" if width in param.shape else "replicated_with_grad_allreduce"
-            yield (
-                f"{fold_layers(name)}: it is between linears with sharded features, and is replicated; add "
-                f"{fold_layers(child)}: {rule}"
-            )
+            if plan.has_whole_gradient(name) and not plan.signature(child).gathers_features:
+                rule = "sharded_norm" if width in param.shape else SUMMED
+                yield (
+                    f"{fold_layers(name)}: it is between linears with sharded features, and is replicated; add "
+                    f"{fold_layers(child)}: {rule}"
+                )
     for name, strategy in plan.module_strategies.items():
-        if strategy.signature.takes is not LOCAL or strategy.signature.gathers_features or name in between:
+        signature = strategy.signature
+        if signature.takes is not LOCAL or signature.gathers_features or name in between:
             continue
-        if strategy.signature.gradient is not PARTIAL:
+        parent = name.rpartition(".")[0]
+        blocks = list(names_around(parent))
+        if signature.gradient is not PARTIAL:
             if name not in plan.splits:
                 yield (
                     f"{fold_layers(name)}: its input is replicated; use replicate, or name it under "
                     "with_query or with_key in a YAML plan's attention section"
                 )
-            continue
-        blocks = list(names_around(name.rpartition(".")[0]))
-        summed = sums.intersection(blocks)
-        attends = any(is_attention(plan.modules[block]) for block in blocks)
-        if not summed and not attends and not _has_sharded_sibling(plan, name):
+        elif not (
+            sums.intersection(blocks)
+            or any(is_attention(plan.modules[block]) for block in blocks)
+            or any(plan.signature(sibling).leaves is FEATURES for sibling in plan.children(parent))
+        ):
             yield (
                 f"{fold_layers(name)}: its input is replicated, and so is its gradient, which would be "
                 f"counted {plan.size} times; use replicate"
@@ -254,14 +251,14 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     """
     strategies = plan.module_strategies
     styles = {name for name, strategy in strategies.items() if strategy.shards_as_torch}
-    on_shards = {name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE}
-    rest = [strategy for name, strategy in strategies.items() if name not in styles & on_shards]
+    on_shards = [name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE]
+    rest = [strategy for name, strategy in strategies.items() if name not in styles.intersection(on_shards)]
     if any(
         strategy.signature.scatters_sequence or not strategy.use_local_output or not strategy.is_built_in
         for strategy in rest
     ):
         return
-    for name in (name for name in strategies if name in on_shards):
+    for name in on_shards:
         if name in styles and not plan.attention.keys() & set(names_around(name)):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a shard of the sequence, which no "
@@ -281,32 +278,19 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
     """Yield (block, module, width): modules with parameters that compute on features that siblings leave sharded."""
-    strategies = plan.module_strategies
-    for block, module in plan.modules.items():
-        if is_attention(module):
+    for block in (name for name, module in plan.modules.items() if not is_attention(module)):
+        children = plan.children(block)
+        leaving = [name for name in children if plan.signature(name).leaves is FEATURES]
+        counts = [count for name in leaving if (count := features(children[name]))]
+        if not counts or not any(plan.signature(name).takes is FEATURES for name in children):
             continue
-        children = {_join(block, child): submodule for child, submodule in module.named_children()}
-        leaving = [name for name in children if strategies.get(name, UNRULED).signature.leaves is FEATURES]
-        counts = {name: count for name in leaving if (count := features(children[name]))}
-        if not counts or not any(strategies.get(name, UNRULED).signature.takes is FEATURES for name in children):
-            continue
-        inputs, width = next(iter(counts.values()))
-        for name, submodule in children.items():
-            shapes = [param.shape for param in submodule.parameters()]
-            if features(submodule) is not None or not shapes or width == inputs:
+        inputs, width = counts[0]
+        for name, child in children.items():
+            shapes = [param.shape for param in child.parameters()]
+            if features(child) is not None or not shapes or width == inputs:
                 continue
             if all(shape.numel() == 1 or width in shape for shape in shapes):
                 yield block, name, width
-
-
-def _has_sharded_sibling(plan: BoundPlan, name: str) -> bool:
-    parent = name.rpartition(".")[0]
-    siblings = (_join(parent, child) for child, _ in plan.modules[parent].named_children())
-    return any(plan.module_strategies.get(sibling, UNRULED).signature.leaves is FEATURES for sibling in siblings)
-
-
-def _gradient(plan: BoundPlan, name: str) -> State:
-    return plan.param_strategies.get(name, UNRULED).signature.gradient
 
 
 def _join(owner: str, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 
@@ -12,15 +12,10 @@ from ...anatomy.names import fold_layers
 from ...slices.layout import Ranks, Split, apportion, count_of
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES
-from ..rule import UNRULED
+from .sums import BoundPlan
 
 
-def misfits(
-    modules: Mapping[str, nn.Module],
-    strategies: Mapping[str, TensorParallelLayer],
-    attention: Collection[str],
-    ranks: Ranks,
-) -> Iterator[str]:
+def misfits(plan: BoundPlan, attention: Collection[str], ranks: Ranks) -> Iterator[str]:
     """Faults: a linear leaves its features sharded and the next linear of the block expects all, or the reverse.
 
     Widths decide which linear feeds which: within a block, a linear feeds every later linear that takes as many
@@ -28,58 +23,53 @@ def misfits(
     take shards.
 
     Args:
-        strategies: module -> its strategy.
         attention: projections of attention, which `heads.py` checks.
     """
-    size = count_of(ranks)
-    for name, module in modules.items():
-        if is_attention(module):  # checked by heads
-            continue
-        prefix = f"{name}." if name else ""
-        linears = [
-            f"{prefix}{child}"
-            for child, submodule in module.named_children()
-            if not isinstance(submodule, nn.Embedding) and features(submodule) and f"{prefix}{child}" not in attention
-        ]
+    for block in (name for name, module in plan.modules.items() if not is_attention(module)):
+        children = plan.children(block)
+        linears = {
+            name: input_width(child)
+            for name, child in children.items()
+            if not isinstance(child, nn.Embedding) and features(child) and name not in attention
+        }
+        takes = {name for name in linears if plan.signature(name).takes is FEATURES}
         for position, linear in enumerate(linears):
-            strategy = strategies.get(linear, UNRULED)
-            makes = _makes(modules[linear], strategy, ranks)
-            consumers = [peer for peer in linears[position + 1 :] if input_width(modules[peer]) in makes]
-            if not consumers and strategy.signature.leaves is FEATURES:  # Idefics declares down_proj before up_proj
-                earlier = [peer for peer in linears[:position] if input_width(modules[peer]) in makes]
-                consumers = [peer for peer in earlier if strategies.get(peer, UNRULED).signature.takes is FEATURES]
-            takers = [peer for peer in consumers if strategies.get(peer, UNRULED).signature.takes is FEATURES]
-            split = None
-            if strategy.signature.leaves is FEATURES:
-                ends = linear == linears[-1] and isinstance(module, nn.Sequential)
-                if not consumers and len(linears) > 1 and not ends:  # a single linear may feed siblings of the module
+            strategy, maker = plan.strategy(linear), fold_layers(linear)
+            leaves = strategy.signature.leaves is FEATURES
+            makes = _makes(children[linear], strategy, ranks)
+            consumers = [peer for peer in list(linears)[position + 1 :] if linears[peer] in makes]
+            if not consumers and leaves:  # Idefics declares down_proj before up_proj
+                consumers = [peer for peer in list(linears)[:position] if linears[peer] in makes and peer in takes]
+            takers = [peer for peer in consumers if peer in takes]
+            if leaves and not consumers:
+                ends = linear == list(linears)[-1] and isinstance(plan.modules[block], nn.Sequential)
+                if len(linears) > 1 and not ends:  # a single linear may feed siblings of the module
                     yield (
-                        f"{fold_layers(linear)}: it leaves its features sharded, and nothing after it in "
-                        f"{fold_layers(name) or 'the model'} takes as many; make it colwise_rep"
+                        f"{maker}: it leaves its features sharded, and nothing after it in "
+                        f"{fold_layers(block) or 'the model'} takes as many; make it colwise_rep"
                     )
-                elif consumers and not takers:
-                    maker, taker = fold_layers(linear), fold_layers(consumers[0])
-                    yield (
-                        f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects "
-                        f"all of them; make {taker} rowwise, or {maker} colwise_rep"
-                    )
-                split = next((makes[input_width(modules[peer])] for peer in takers), None)
+            elif leaves and not takers:
+                taker = fold_layers(consumers[0])
+                yield (
+                    f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects "
+                    f"all of them; make {taker} rowwise, or {maker} colwise_rep"
+                )
             for peer in takers:
-                maker, taker = fold_layers(linear), fold_layers(peer)
-                if strategy.signature.leaves is not FEATURES:
+                taker, width = fold_layers(peer), linears[peer]
+                if not leaves:
                     yield (
                         f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves "
                         f"them replicated; make {maker} colwise, or {taker} rowwise_rep"
                     )
                 elif not strategy.use_local_output:
                     pass  # a DTensor has its placement
-                elif strategies[peer].shards_as_torch and input_width(modules[peer]) % size:
+                elif plan.strategy(peer).shards_as_torch and width % plan.size:
                     yield (
-                        f"{maker} and {taker}: {input_width(modules[peer])} features do not divide by {size} ranks, "
+                        f"{maker} and {taker}: {width} features do not divide by {plan.size} ranks, "
                         "and torch takes every rank's shard to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
-                elif split != _split(modules[peer], strategies[peer], input_width(modules[peer]), 1, size):
+                elif makes[linears[takers[0]]] != _split(children[peer], plan.strategy(peer), width, 1, plan.size):
                     yield (
                         f"{maker} and {taker}: the same features are split differently; fused parts are "
                         "packed_colwise, everything else colwise, and what follows rowwise; torch's styles and "
@@ -90,13 +80,11 @@ def misfits(
 def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> dict[int, Split]:
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width = output_width(module)
-    return {
-        width: _split(module, strategy, width, 0, count_of(ranks)),
-        **{
-            length: apportion(length, ranks, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
-            for length in strategy.part_lengths(width)
-        },
+    parts = {
+        length: apportion(length, ranks, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
+        for length in strategy.part_lengths(width)
     }
+    return {width: _split(module, strategy, width, 0, count_of(ranks)), **parts}
 
 
 def _split(module: nn.Module, strategy: TensorParallelLayer, width: int, dim: int, size: int) -> Split:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.utils import PushToHubMixin
 
+from ...seams import collective
+
 if TYPE_CHECKING:
     from ...ranks.group import TensorParallelGroup
+
+_Model: Any = object
+"""Base of the methods; in the class of a model, a PreTrainedModel follows it in the MRO."""
 
 
 class _Saved(PushToHubMixin):
@@ -36,6 +42,30 @@ def push(
     with tempfile.TemporaryDirectory() as folder:
         save(folder)
         return _upload(group, Path(folder).iterdir(), repo_id, tags=tags, **options)
+
+
+class PushedModel(_Model):
+    """Methods of a loaded model."""
+
+    @collective
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Write a checkpoint; with `push_to_hub`, upload it to `repo_id` or the folder's name. Collective."""
+        if push_to_hub:
+            tags = self.model_tags or ()
+            save_and_push(self.tp_group, self.save_pretrained, save_directory, tags=tags, **kwargs)
+        else:
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    @collective
+    def push_to_hub(
+        self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: Iterable[str] = (), **options: Any
+    ) -> Any:
+        """Upload a normal checkpoint from rank 0. Collective; see `push`."""
+        save = partial(self.save_pretrained, max_shard_size=max_shard_size)
+        tags = [*(self.model_tags or ()), *([tags] if isinstance(tags, str) else tags or ())]
+        return push(self.tp_group, save, repo_id, tags=tags, **options)
 
 
 def save_and_push(

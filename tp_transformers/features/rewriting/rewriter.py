@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ..anatomy.names import base_prefix, folded
-from ..errors import PlanError, list_faults
-from ..strategies import TensorParallelLayer
-from .pattern import Pattern
-from .rule import Rule
-from .rules import Plan
+from ...anatomy.names import base_prefix, folded
+from ...errors import PlanError, list_faults
+from ...plans.pattern import Pattern
+from ...plans.rule import Rule
+from ...plans.rules import Plan
+from ...strategies import TensorParallelLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
