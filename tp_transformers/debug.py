@@ -8,12 +8,11 @@ from .namespaces import lazy_names
 
 if TYPE_CHECKING:
     from .features.activations.activations import full_activation, local_activation
-    from .features.debug.partition import Partition, partition
+    from .features.debug.partition import Partition, head_counts, partition
     from .features.debug.replicas import check_replicas
     from .features.debug.same_inputs import check_inputs
-    from .plans.attention_heads import head_counts
 else:
-    __getattr__, __dir__ = lazy_names(__name__, {".plans.attention_heads": "head_counts"})
+    __getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = [
     "Partition",

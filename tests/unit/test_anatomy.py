@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
 from tp_transformers import UnsupportedError
-from tp_transformers.anatomy import attention, layers, linears, names, norms
+from tp_transformers.anatomy import attention, layers, linears, names
 from tp_transformers.features.command_line import models
 from tp_transformers.features.data_parallel import fsdp
 from tp_transformers.features.infer import seen
@@ -241,26 +241,26 @@ LAYER = ["transformer.h.*.ln_1", "transformer.h.*.ln_2", "transformer.ln_f"]
 
 @pytest.mark.parametrize(("name", "found", "are_rms"), [("llama", RMS, True), ("gpt2", LAYER, False)])
 def test_norms(name: str, found: list[str], are_rms: bool) -> None:
-    assert list(answers(name, norms.is_norm)) == found
+    assert list(answers(name, layers.is_norm)) == found
     assert list(answers(name, rewrite.is_norm_of_tokens)) == found
     assert list(answers(name, seen.is_norm_of_one_tensor)) == found
-    assert list(answers(name, lambda module: norms.is_norm(module) and norms.is_rms_norm(module, (8,)))) == (
+    assert list(answers(name, lambda module: layers.is_norm(module) and layers.is_rms_norm(module, (8,)))) == (
         found if are_rms else []
     )
-    epsilons = {norms.epsilon(module) for module in outline(name).modules() if norms.is_norm(module)}
+    epsilons = {layers.epsilon(module) for module in outline(name).modules() if layers.is_norm(module)}
     assert epsilons == {1e-6 if are_rms else 1e-5}
-    assert norms.epsilon(nn.Linear(1, 1)) is None
+    assert layers.epsilon(nn.Linear(1, 1)) is None
 
 
 def test_norms_that_not_every_question_is_about() -> None:
     """Cohere's norm of heads has a number for every feature of every head, OLMo's has none."""
     heads = {"model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"}
-    known = answers("cohere with q/k norms", norms.is_norm).keys()
+    known = answers("cohere with q/k norms", layers.is_norm).keys()
     assert known - answers("cohere with q/k norms", rewrite.is_norm_of_tokens).keys() == heads
     assert answers("cohere with q/k norms", seen.is_norm_of_one_tensor).keys() == known
     assert list(answers("olmo", rewrite.is_norm_of_tokens)) == RMS
     assert answers("olmo", seen.is_norm_of_one_tensor) == {}
-    assert not norms.is_rms_norm(outline("olmo").model.norm, ())
+    assert not layers.is_rms_norm(outline("olmo").model.norm, ())
 
 
 # -- classes

@@ -1,8 +1,8 @@
-"""Parts of a model: models inside it, module lists, and the layer of a parameter."""
+"""Parts of a model: models inside it, module lists, the layer of a parameter, and norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,3 +44,20 @@ def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and module.config.model_type != own:
             yield name, module
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True for a norm of any kind, recognised by its class name. Norms are deterministic, so they may be recomputed."""
+    return "Norm" in type(module).__name__
+
+
+def is_rms_norm(module: nn.Module, shape: Sequence[int]) -> bool:
+    """True if a module with a weight of `shape` is an RMS norm: it has an epsilon, no bias, and is no LayerNorm."""
+    has_bias = "bias" in dict(module.named_parameters())
+    return bool(shape) and epsilon(module) is not None and not isinstance(module, nn.LayerNorm) and not has_bias
+
+
+def epsilon(module: nn.Module) -> float | None:
+    """The epsilon of a norm, by the names in transformers and torch; None without one."""
+    values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    return next((value for value in values if value is not None), None)

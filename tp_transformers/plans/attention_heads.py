@@ -64,15 +64,6 @@ class AttentionHeads(SplitHeads):
             module.config = LocalConfig(module.config, **self.config_attributes(rank))
 
 
-def head_counts(model: Any) -> dict[str, tuple[int, int]]:
-    """(query heads, KV heads) of this rank, by the name of each attention that is sharded over the ranks."""
-    group = GROUP.find(model)
-    if group is None:
-        raise UnsupportedError("head_counts needs a model that was loaded with tp_plan")
-    attention = model.tp_resolution.attention.items()
-    return {name: (heads.query.widths[group.rank], heads.kv.widths[group.rank]) for name, heads in attention}
-
-
 def check_cache(model: Any, cache: Any) -> None:
     """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank.
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from ..slices.layout import Ranks, Split
-from .pattern import Pattern
-from .rule import Rule
+from .rule import Pattern, Rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

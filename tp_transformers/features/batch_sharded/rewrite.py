@@ -20,8 +20,7 @@ from torch import nn
 from ...anatomy.linears import holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...errors import hint_for
-from ...plans.pattern import Pattern
-from ...plans.rule import Rule
+from ...plans.rule import Pattern, Rule
 from ...plans.rules import Plan
 from ..sequence.stack import StackRewriter
 from .batch import BatchStates

@@ -24,6 +24,7 @@ class Debugging(Feature):
         "debug.Partition": ".partition",
         "debug.check_inputs": ".same_inputs",
         "debug.check_replicas": ".replicas",
+        "debug.head_counts": ".partition",
         "debug.partition": ".partition",
     }
 

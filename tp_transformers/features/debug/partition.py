@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -114,3 +115,12 @@ def _folded(entries: list[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
                 continue
             numbers = [number for name in names if (number := layer_number(name)) is not None]
             yield pattern.replace("*", spans(numbers), 1), is_sharded
+
+
+def head_counts(model: Any) -> dict[str, tuple[int, int]]:
+    """(query heads, KV heads) of this rank, by the name of each attention that is sharded over the ranks."""
+    group = GROUP.find(model)
+    if group is None:
+        raise UnsupportedError("head_counts needs a model that was loaded with tp_plan")
+    attention = model.tp_resolution.attention.items()
+    return {name: (heads.query.widths[group.rank], heads.kv.widths[group.rank]) for name, heads in attention}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from ...seams import Compute, Feature, Loaded, unchanged
+from ...seams import REFUSED, Compute, Feature, Loaded, unchanged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,7 +20,13 @@ class FullParameters(Feature):
     """Functions of torch on shards, embeddings of another size, and `training.full_parameters`."""
 
     public: ClassVar[Mapping[str, str]] = {"training.full_parameters": ".full_parameters"}
-    torch_names: ClassVar = {"torch.nn.utils.parametrize._maybe_set": "remove_parametrizations raises"}
+    torch_names: ClassVar[Mapping[str, str]] = {
+        "torch.distributed.tensor.distribute_module._distribute_module_applied": REFUSED,  # left out of copies
+        "torch.nn.Module._forward_pre_hooks": REFUSED,
+        "torch.nn.Module._load_state_dict_pre_hooks": REFUSED,
+        "torch.nn.Module._state_dict_hooks": REFUSED,
+        "torch.nn.utils.parametrize._maybe_set": "remove_parametrizations raises",
+    }
 
     def computes(self) -> Compute:
         from .computing import compute_on

@@ -12,8 +12,7 @@ from torch import nn
 
 from ...anatomy.names import base_prefix, folded
 from ...errors import PlanError, list_faults
-from ...plans.pattern import Pattern
-from ...plans.rule import Rule
+from ...plans.rule import Pattern, Rule
 from ...plans.rules import Plan
 from ...strategies import TensorParallelLayer
 

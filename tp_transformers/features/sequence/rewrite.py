@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ...anatomy.layers import is_norm
 from ...anatomy.linears import DROPOUTS
 from ...anatomy.names import fold_layers, is_inside
-from ...anatomy.norms import is_norm
 from ...plans.rules import Plan
 from .stack import StackRewriter
 
