@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14439
+CORE = 14431
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44719
+PACKAGE = 44711
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

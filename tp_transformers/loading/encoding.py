@@ -16,8 +16,6 @@ from ..slices.lazy import LazyTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from .request import LoadRequest
-
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
 
@@ -56,9 +54,9 @@ class Encoding:
         return []
 
     def convert(
-        self, model: PreTrainedModel, tensors: Tensors, shapes: Mapping[str, torch.Size], request: LoadRequest
+        self, model: PreTrainedModel, tensors: Tensors, shapes: Mapping[str, torch.Size], request: Any
     ) -> Conversion:
-        """Write the parameters of `model`, of the full `shapes`, as expressions over `tensors`."""
+        """Write the parameters of `model`, of the full `shapes`, as expressions over `tensors` of a LoadRequest."""
         entries = None if request.storage.has_own_names else request.config.weight_mapping
         conversion = convert(model, tensors, shapes, entries)
         for kind in kinds():

@@ -28,16 +28,12 @@ def make_folder(folder: Path) -> None:
     try:
         created = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        got = "a symbolic link that leads nowhere" if folder.is_symlink() else "a file of that name"
-        raise CheckpointError(
-            f"folder {folder}", got=got, expected="a folder, or room for one", fix="Choose another."
-        ) from error
     except OSError as error:
-        got = (error.strerror or str(error)).lower()
-        raise CheckpointError(
-            f"folder {folder}", got=got, expected="a folder, or room for one", fix=_remedy(error)
-        ) from error
+        got, fix = (error.strerror or str(error)).lower(), _remedy(error)
+        if isinstance(error, FileExistsError):
+            got = "a symbolic link that leads nowhere" if folder.is_symlink() else "a file of that name"
+            fix = "Choose another."
+        raise CheckpointError(f"folder {folder}", got=got, expected="a folder, or room for one", fix=fix) from error
     for path in created:
         sync_folder(path.parent)
 
@@ -50,11 +46,9 @@ def named(path: Path, kind: str = "file") -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        parts = [part for part in path.parts if not part.startswith(STAGING)]  # its final path
-        got = error.strerror or str(error)
-        raise CheckpointError(
-            f"{kind} {Path(*parts)}", got=got, expected="that it can be written", fix=_remedy(error)
-        ) from error
+        final = Path(*(part for part in path.parts if not part.startswith(STAGING)))
+        got, fix = error.strerror or str(error), _remedy(error)
+        raise CheckpointError(f"{kind} {final}", got=got, expected="that it can be written", fix=fix) from error
 
 
 def _remedy(error: OSError) -> str:
