@@ -17,7 +17,8 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/u
   tests/unit/test_package.py tests/distributed/test_architectures.py tests/distributed/test_model_types.py \
   tests/distributed/loading tests/distributed/model tests/features/expert_parallel/distributed/test_expert_parallelism.py \
   tests/features/invariant/distributed/test_invariant.py \
-  $(wildcard tests/features/*/unit tests/features/infer/distributed/test_infer.py)
+  $(filter-out $(addprefix tests/features/,packed/unit run/unit shares/unit watch/unit), \
+    $(wildcard tests/features/*/unit tests/features/infer/distributed/test_infer.py))
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python
 
@@ -33,11 +34,11 @@ test: ruff
 
 # The tests of `make test`, without ruff and mypy: for other releases of torch and Python.
 quick: $(VENV)/ready
-	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 # Everything: all shapes, the whole matrix, the wide training table, every code block of every page.
 test-all: lint
-	MATRIX=1 $(PY) -m pytest -n 2 --dist loadfile
+	MATRIX=1 $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every architecture in every head layout on 2, 3 and 4 ranks, with a summary of the worst errors.
 matrix: $(VENV)/ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -32,6 +33,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 settings.register_profile(
     "quick",
     deadline=None,
+    max_examples=100 if "MATRIX" in os.environ else 50,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize="MATRIX" not in os.environ,
     database=None,
@@ -90,6 +92,11 @@ def small_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def matrix_summary(pytestconfig: pytest.Config) -> list[Any]:
     """Where cases of the matrix put (architecture, variant, ranks, worst errors), for the summary at the end."""
     return pytestconfig.stash.setdefault(_SUMMARY, [])
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays; collecting the rest is then cheap."""
+    gc.freeze()
 
 
 _NO_GROUPED_PRODUCTS = "Could not run 'aten::_grouped_mm' with arguments from the 'CPU' backend"

@@ -123,7 +123,7 @@ def placed(kind: Any, make: Any, sizes: tuple[int, int], local: bool, shares: An
     return {pair: faults for pair, faults in found.items() if faults}
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("local", wide([False, True], 1))
 @pytest.mark.parametrize("kind", wide([*STYLES, theirs.ColwiseParallel, theirs.RowwiseParallel], 2), ids=shown)
 def test_a_linear_in_every_placement(pool: Pool, kind: Any, local: bool) -> None:
     """Torch's own styles, too: the references are right."""
@@ -132,7 +132,7 @@ def test_a_linear_in_every_placement(pool: Pool, kind: Any, local: bool) -> None
 
 
 @pytest.mark.parametrize(("sizes", "shares"), wide([((16, 24), (2, 1, 1)), ((10, 14), None)], 1))
-@pytest.mark.parametrize("kind", STYLES)
+@pytest.mark.parametrize("kind", wide(STYLES, 1))
 def test_uneven_features(pool: Pool, kind: Any, sizes: tuple[int, int], shares: Any) -> None:
     """By shares, no placement describes a shard; plain tensors need none."""
     for found in pool.run(3, placed, kind, linear, sizes, True, shares):

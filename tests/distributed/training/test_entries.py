@@ -235,7 +235,7 @@ def with_prompts(folder: str, mode: str) -> float:
     return relative(own.full_tensor() if isinstance(own, DTensor) else own, expected)
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_prompts_are_averaged(pool: Pool, cases: Any, mode: str) -> None:
     assert max(pool.run(4, with_prompts, cases(9, 3).folder, mode)) < TOLERANCE
 
@@ -251,7 +251,7 @@ def prompts_outside(folder: str, mode: str, comes_first: bool) -> None:
 
 
 @pytest.mark.parametrize("comes_first", [True, False])
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode: str, comes_first: bool) -> None:
     error = pool.error(4, prompts_outside, cases(9, 3).folder, mode, comes_first)
     assert UnsupportedError.__name__ in error

@@ -15,6 +15,7 @@ import tp_transformers
 from tests.support.comparisons import gradient_differences, relative
 from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool, WorkerError
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +36,7 @@ def interleaved(folder: str, mode: Any) -> tuple[list[int], float, float, float]
     return model.tp_group.global_ranks, relative(mean, expected.detach()), relative(seen, norm), grads
 
 
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_ranks_that_share_a_model_need_not_be_neighbours(pool: Pool, cases: Any, mode: str) -> None:
     results = pool.run(4, interleaved, cases(9, 3).folder, mode)
     assert [ranks for ranks, *_ in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]

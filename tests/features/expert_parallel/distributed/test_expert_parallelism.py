@@ -73,7 +73,7 @@ def with_complete_experts(name: str, folder: str, reference_file: str, saved: st
 
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", wide(NAMES, 2))
 def test_whole_experts_a_rank(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
     case = make_case(tmp_path, name, 8, 4)
     results = pool.run(size, with_complete_experts, name, case.folder, case.reference, str(tmp_path / "saved"))
@@ -123,7 +123,7 @@ def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[
     return rows.counts, routed
 
 
-@pytest.mark.parametrize("tokens", [32, 1])
+@pytest.mark.parametrize("tokens", wide([1, 32], 1))
 def test_a_single_expert_multiplies_its_own_rows(pool: Pool, tmp_path: Path, tokens: int) -> None:
     case = make_case(tmp_path, "mixtral", 8, 4)
     ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(0))

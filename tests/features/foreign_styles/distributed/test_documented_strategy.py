@@ -159,7 +159,7 @@ def with_registered(folder: str, reference_file: str, register: Any) -> dict[str
     }
 
 
-@pytest.mark.parametrize("register", [register_ours, register_theirs, register_ours_with_theirs])
+@pytest.mark.parametrize("register", wide([register_theirs, register_ours_with_theirs, register_ours], 2))
 @pytest.mark.parametrize("size", wide([2, 4], 1))
 def test_the_documented_contract_holds(pool: Pool, cases: Any, size: int, register: Any) -> None:
     case = cases(8, 4)
@@ -180,7 +180,7 @@ def before_a_built_in(folder: str, reference_file: str, base: Any) -> dict[str, 
     return compare_seen(model, observe(model), torch.load(reference_file))
 
 
-@pytest.mark.parametrize("base", [TensorParallelLayer, theirs.TensorParallelLayer, object])
+@pytest.mark.parametrize("base", wide([object, TensorParallelLayer, theirs.TensorParallelLayer], 1))
 def test_a_built_in_takes_what_the_documented_strategy_leaves(pool: Pool, cases: Any, base: Any) -> None:
     case = cases(8, 4)
     for result in pool.run(2, before_a_built_in, case.folder, case.reference, base):

@@ -73,7 +73,7 @@ NAMES = ("llama", "phi3", "mixtral", "gemma", "gpt2", "gpt_oss", "deepseek_v3")
 
 @pytest.mark.parametrize(
     ("name", "heads", "ranks"),
-    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 4),
+    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 2),
 )
 def test_what_a_block_writes_is_sharded_again(
     pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], ranks: int
@@ -112,7 +112,7 @@ def computed(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "heads", "ranks"),
-    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 3),
+    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 2),
 )
 def test_gradients_and_forwards_in_a_block(
     pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], ranks: int
@@ -240,7 +240,7 @@ def under_copies(folder: str, mode: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["shard", "replicate"])
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_full_parameters_of_copies(pool: Pool, cases: Any, mode: str) -> None:
     for found in pool.run(4, under_copies, cases(9, 3).folder, mode):
         assert all(found.values()), found

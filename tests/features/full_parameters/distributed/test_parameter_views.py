@@ -22,6 +22,7 @@ from tests.support.comparisons import (
 )
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers import TensorParallelError, full_tensor
 
 pytestmark = pytest.mark.distributed
@@ -167,7 +168,7 @@ def changed(folder: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 def test_changes_of_parameters_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for found in pool.run(2, changed, cases(*heads).folder):
         assert all(found.values()), [name for name, is_right in found.items() if not is_right]
@@ -226,7 +227,7 @@ def copies(folder: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 def test_copies_of_values_and_full_ones_in_their_place(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for found in pool.run(2, copies, cases(*heads).folder):
         assert all(found.values()), found

@@ -75,7 +75,7 @@ def indices(layout: Layout | None) -> Any:
     return layout.dim, [[index for start, stop in held for index in range(start, stop)] for held in ranges]
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (8, 1), (4, 4)])
+@pytest.mark.parametrize(("heads", "groups"), wide([(8, 2), (8, 1), (4, 4)], 2))
 @pytest.mark.parametrize("name", wide(FOUND, 2))
 def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, groups: int) -> None:
     model = MIXERS[name].make(heads, groups)

@@ -17,6 +17,7 @@ import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, read_folder, relative
 from tests.support.models import load
 from tests.support.quantized import is_linear, rewrite
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +88,7 @@ def loaded(folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         return full_parameters(model), model(TOKENS).logits
 
 
-@pytest.mark.parametrize(("mode", "size"), [("online", 1), ("online", 2), ("offline", 2), ("bitlinear", 3)])
+@pytest.mark.parametrize(("mode", "size"), wide([("online", 2), ("offline", 2), ("bitlinear", 3), ("online", 1)], 3))
 def test_weights_are_those_that_transformers_computes_with(
     pool: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, mode: str, size: int
 ) -> None:

@@ -152,13 +152,13 @@ def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CONFIGS["qwen3"].save_pretrained(tmp_path)
-    assert main(["verify", str(tmp_path / "config.json"), "--tp-size", "3", "--grads", "--json"]) == 0
+    assert main(["verify", str(tmp_path / "config.json"), "--tp-size", "2", "--grads", "--json"]) == 0
     printed = capsys.readouterr()
-    assert "verify: 3 ranks are to compute the same" in printed.err
+    assert "verify: 2 ranks are to compute the same" in printed.err
     told = json.loads(printed.out)
     assert max(told.pop("logits"), told.pop("loss")) < 1e-5
     assert told.pop("gradient")[1] < 1e-4
-    assert told == {"size": 3, "ok": True, "faults": [], "tokens": True, "notes": [], "bits": []}
+    assert told == {"size": 2, "ok": True, "faults": [], "tokens": True, "notes": [], "bits": []}
 
 
 @pytest.mark.slow

@@ -67,17 +67,15 @@ def outline(config: PretrainedConfig) -> PreTrainedModel:
         return generating_class(config)._from_config(config)
 
 
-WITH_CLASS = [
-    name
-    for name in available_plans()
-    if name in CONFIG_MAPPING and known_class(CONFIG_MAPPING[name]()) and (name not in MODELS or MODELS[name].runs)
-]
-"""Some towers have none of their own; some plans fit later releases."""
+PLANNED = [name for name in available_plans() if name in CONFIG_MAPPING and (name not in MODELS or MODELS[name].runs)]
+"""Some plans fit later releases."""
 
 
-@pytest.mark.parametrize("model_type", wide(sorted(WITH_CLASS, key=lambda name: name not in SETTINGS), 25))
+@pytest.mark.parametrize("model_type", wide(sorted(PLANNED, key=lambda name: name not in SETTINGS), 25))
 def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
+    if not known_class(config):
+        pytest.skip("a tower without a class of its own")
     before = config.to_dict()
     small = shrink(config)
     assert config.to_dict() == before
