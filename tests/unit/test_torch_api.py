@@ -49,14 +49,14 @@ class Source:
         self.path = path
         package, *inner = path.relative_to(ROOT).parts
         self.user = f"features/{inner[0]}" if package == "features" else package
-        self.tree = ast.parse(path.read_text())
+        self.nodes = list(ast.walk(ast.parse(path.read_text())))
         self.aliases: dict[str, str] = {}
         """{name: dotted path in torch}"""
         self.imports: set[str] = set()
         """Dotted paths that are imported from torch."""
         self.bound: set[str] = set()
         """Names that are imported from `torch_api`."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for each in (each for each in node.names if each.name.partition(".")[0] == "torch"):
                     self.imports.add(each.name)
@@ -79,20 +79,20 @@ class Source:
 
     def chains(self) -> set[str]:
         """Paths in torch to a private name, as an expression."""
-        found = filter(None, (self.dotted(node) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute)))
+        found = filter(None, (self.dotted(node) for node in self.nodes if isinstance(node, ast.Attribute)))
         return {path for path in found if is_private(path.rpartition(".")[2])}
 
     def attributes(self) -> set[str]:
         """Private attributes of objects other than `self`."""
         return {
             node.attr
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in OWN
         }
 
     def texts(self) -> Iterator[str]:
         """Private names as strings, and as arguments."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
                 yield node.value
             elif isinstance(node, ast.keyword) and is_private(node.arg or ""):
@@ -100,18 +100,18 @@ class Source:
 
     def modules(self) -> set[str]:
         """Strings that begin as private paths in torch do."""
-        texts = {node.value for node in ast.walk(self.tree) if isinstance(node, ast.Constant)}
+        texts = {node.value for node in self.nodes if isinstance(node, ast.Constant)}
         return {text for text in texts if isinstance(text, str) and re.fullmatch(r"torch(\.\w+)*\._[\w.]+", text)}
 
     def methods(self) -> set[str]:
         """Methods of classes that have a base."""
-        classes = [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef) and node.bases]
+        classes = [node for node in self.nodes if isinstance(node, ast.ClassDef) and node.bases]
         return {node.name for each in classes for node in each.body if isinstance(node, ast.FunctionDef)}
 
     def own(self) -> set[str]:
         """Names that the module gives: to functions, to variables, and to attributes of `self`."""
         names = set()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -161,7 +161,7 @@ def taken() -> dict[str, set[str]]:
     """{path that modules of a feature bind: users}"""
     found = defaultdict(set)
     for source in sources():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             path = getattr(node.args[0], "value", None) if isinstance(node, ast.Call) and node.args else None
             if path in listed() and ast.unparse(node.func) == "take":
                 found[path].add(source.user)

@@ -143,6 +143,7 @@ def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let verify's ranks be workers that run already."""
 
     def run(program: Any, *, ranks: int, timeout: float, output: Any) -> int:
+        assert list(program[:2]) == ["-m", rank_module.__name__]
         folder, reports, deadline = program[2:]
         pool.run(ranks, rank, Path(folder), Path(reports), float(deadline), timeout=timeout)
         return 0
@@ -150,7 +151,12 @@ def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "torchrun", run)
 
 
-def test_a_right_plan_is_proven_by_real_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("launcher", ["pool", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_right_plan_is_proven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], launcher: str, request: pytest.FixtureRequest
+) -> None:
+    if launcher == "pool":
+        request.getfixturevalue("in_pool")
     CONFIGS["qwen3"].save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path / "config.json"), "--tp-size", "2", "--grads", "--json"]) == 0
     printed = capsys.readouterr()
