@@ -151,12 +151,9 @@ def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "torchrun", run)
 
 
-@pytest.mark.parametrize("launcher", ["pool", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_a_right_plan_is_proven(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], launcher: str, request: pytest.FixtureRequest
-) -> None:
-    if launcher == "pool":
-        request.getfixturevalue("in_pool")
+@pytest.mark.parametrize("ranks", ["in_pool", pytest.param("tmp_path", marks=pytest.mark.slow, id="by torchrun")])
+def test_a_right_plan_is_proven(request: Any, tmp_path: Path, capsys: Any, ranks: str) -> None:
+    request.getfixturevalue(ranks)
     CONFIGS["qwen3"].save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path / "config.json"), "--tp-size", "2", "--grads", "--json"]) == 0
     printed = capsys.readouterr()
@@ -212,12 +209,7 @@ PARTS = {"strategy": "packed_colwise", "parts": ["key", "value", "query"]}
     ("model_type", "rules", "first", "says"),
     [
         ("phi3", {"layers.*.self_attn.qkv_proj": PARTS}, "self_attn.o_proj: its input", "qkv_proj: packed_colwise of"),
-        (
-            "llama",
-            {"layers.*.mlp.down_proj": "no_sum"},
-            "mlp.down_proj: its output",
-            "a partial sum that nothing adds up",
-        ),
+        ("llama", {"layers.*.mlp.down_proj": "no_sum"}, "mlp.down_proj: its output", "a partial sum that nothing adds up"),
         ("llama", {"layers.*.mlp": "summed"}, "mlp: its output", "It is 2 times too large"),
     ],
 )
