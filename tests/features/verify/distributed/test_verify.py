@@ -202,6 +202,7 @@ def test_what_does_not_fit_is_told_without_ranks(
     assert says in printed
 
 
+UNSUMMED = {"layers.*.mlp.down_proj": "no_sum"}
 PARTS = {"strategy": "packed_colwise", "parts": ["key", "value", "query"]}
 
 
@@ -209,7 +210,7 @@ PARTS = {"strategy": "packed_colwise", "parts": ["key", "value", "query"]}
     ("model_type", "rules", "first", "says"),
     [
         ("phi3", {"layers.*.self_attn.qkv_proj": PARTS}, "self_attn.o_proj: its input", "qkv_proj: packed_colwise of"),
-        ("llama", {"layers.*.mlp.down_proj": "no_sum"}, "mlp.down_proj: its output", "a partial sum that nothing adds up"),
+        ("llama", UNSUMMED, "mlp.down_proj: its output", "a partial sum that nothing adds up"),
         ("llama", {"layers.*.mlp": "summed"}, "mlp: its output", "It is 2 times too large"),
     ],
 )
