@@ -71,8 +71,8 @@ def summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> d
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of all rows; the machine and versions are below it."""
     lines = [
-        "| format | shape | ranks | decode | prefill of 512 | transformers: decode, prefill | held | read | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| format | shape | ranks | decode | prefill of 512 | transformers: decode, prefill | held | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
         *map(_line, result["rows"]),
     ]
     about = result["machine"]
@@ -89,7 +89,7 @@ def table(result: dict[str, Any]) -> str:
         ),
         f"int4, gptq, awq: groups of {GROUP}; int8: a scale per row; nf4: blocks of 64; fp8: blocks of {GROUP} x "
         f"{GROUP}; mxfp4: GPT-OSS, 32 experts, 4 of them for a token",
-        "held, read: most bytes of a rank, packed / dequantised; error: largest difference of logits to those of fp32, "
+        "held: most bytes of a rank, packed / dequantised; error: largest difference of logits to those of fp32, "
         "relative to the largest logit, packed / dequantised",
         *(f"{name}: transformers is not timed: {why}" for name, why in refused.items()),
         shown_machine(about),
@@ -104,8 +104,7 @@ def _line(row: dict[str, Any]) -> str:
     cells = [row["format"], row["widths"] if row["format"] != MXFP4 else "experts", str(row["ranks"])]
     cells += [shown_spread(found[PACKED]) for found in ratios.values()]
     cells += [", ".join(others) or "-"]
-    for kind in ("held", "read"):
-        packed, dequantised = (row[kind][side] / 1e6 for side in (PACKED, DEQUANTISED))
-        cells.append(f"{packed:.1f} / {dequantised:.1f} MB")
+    packed, dequantised = (row["held"][side] / 1e6 for side in (PACKED, DEQUANTISED))
+    cells.append(f"{packed:.1f} / {dequantised:.1f} MB")
     cells.append(" / ".join(f"{row['errors'][side]:.1e}" for side in (PACKED, DEQUANTISED)))
     return f"| {' | '.join(cells)} |"

@@ -24,7 +24,7 @@ from benchmarks.gpu.__main__ import reckoned as reckoned_parts
 from benchmarks.gpu.reckoned import H200
 from benchmarks.gpu.reckoned import table as times
 from tests.support import fits
-from tests.support.imports import ORDER, Imports
+from tests.support.imports import ORDER
 from tests.support.measured import computing, exactness, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
 from tp_transformers.features.planner.listing import catalogue
@@ -241,27 +241,13 @@ def modules(page: Path) -> str:
 
 
 def package_map(page: Path) -> str:
-    """One row a package or module at the top level: its content and its imports, the lowest first."""
-    imports = Imports(PACKAGE)
-    rows = ["| package | content | imports |", "| --- | --- | --- |"]
-    for place, name in enumerate(ORDER):
+    """One row a package or module at the top level, the lowest first: each imports only from those above it."""
+    rows = ["| package | content |", "| --- | --- |"]
+    for name in ORDER:
         path = PACKAGE / name if (PACKAGE / name / "__init__.py").exists() else PACKAGE / f"{name}.py"
         path = path if name else PACKAGE / "__init__.py"
-        imported = [other for other in ORDER[:place] if other in imports.of_package[name]]
-        others = [other for other in ORDER[:place] if other not in imported]
-        rows.append(f"| {_link(path)} | {_content(path)} | {_listed(imported, others)} |")
+        rows.append(f"| {_link(path)} | {_content(path)} |")
     return "\n".join(rows)
-
-
-def _listed(imported: list[str], others: list[str]) -> str:
-    """The packages that one imports, of those above it; `others` are those that it does not."""
-    if not imported:
-        return "nothing of ours"
-    if not others:
-        return "all of the above"
-    is_most = 3 * len(others) <= len(imported)
-    names = ", ".join(f"`{name or PACKAGE.name}`" for name in (others if is_most else imported))
-    return f"all of the above but {names}" if is_most else names
 
 
 def quantised(page: Path) -> str:
@@ -297,7 +283,8 @@ def fitting(page: Path) -> str:
 
 def reckoned(page: Path) -> str:
     """One row a step of the command for GPUs: its seconds on one GPU, from bytes and operations."""
-    return "\n".join(times(reckoned_parts(), H200, LATER))
+    rows = (line.split("|")[1:3] for line in times(reckoned_parts(), H200, LATER))
+    return "\n".join(f"|{step}|{seconds}|" for step, seconds in rows)
 
 
 def contents(page: Path) -> str:
