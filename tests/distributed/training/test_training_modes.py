@@ -106,7 +106,8 @@ QUICK = (
     "shard, policy",
     "shard, shares",
 )
-"""What the fast suite runs beside MODES; compiled models it trains in tests/distributed/model/test_inductor.py."""
+"""What the fast suite runs of copies, beside the plain ones; compiled models it trains in
+tests/distributed/model/test_inductor.py."""
 
 
 def start(folder: str, mode: Mode) -> tuple[Any, Tensor]:
@@ -217,10 +218,11 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
         yield name, ARCHITECTURES[name].variants[0], 2, (*ALONE, "batch-sharded")
     for variant in UNEVEN:
         yield "llama", variant, 2, (*ALONE, "batch-sharded")
-    yield "llama", (9, 3), 4, (*MODES, *OWN)
     if not WHOLE_MATRIX:
+        yield "llama", (9, 3), 4, ("replicate", "shard", *OWN)
         yield "llama", (9, 3), 4, QUICK
         return
+    yield "llama", (9, 3), 4, (*MODES, *OWN)
     yield "llama", (9, 3), 4, tuple(SHARED)
     yield "llama", (6, 3), 4, (*MODES, *OWN)
     yield "llama", (9, 3), 4, ("shard, policy",)
