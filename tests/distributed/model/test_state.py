@@ -7,19 +7,16 @@ import io
 import pickle
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.utils import PushToHubMixin
 
 import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, gradient_differences, read_folder, relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
-from tp_transformers.features.push import push as saving_push
 
 pytestmark = pytest.mark.distributed
 
@@ -235,51 +232,6 @@ def test_the_file_of_one_rank_is_refused_on_others(pool: Any, cases: Any, tmp_pa
         for text in said:
             assert "got the shard of rank 0 of 2, expected the shard of rank 1 of 2, or the full tensor" in text
             assert "let every rank save and load a file of its own" in text
-
-
-# -- the Hub
-
-
-def push(folder: str, scratch: str) -> list[tuple[str, Any, list[str]]]:
-    """What transformers' own upload, which is replaced, was given on this rank."""
-    model = load(folder)
-    pushed = []
-
-    def upload(self: Any, repo_id: str, **options: Any) -> None:
-        target = Path(scratch, f"pushed{len(pushed)}")
-        target.mkdir()
-        self.save_pretrained(str(target), max_shard_size="1GB")
-        pushed.append((repo_id, options, sorted(path.name for path in target.iterdir())))
-        if repo_id == "org/broken":
-            raise OSError("no such repository")
-        saved, expected = read_folder(target), read_folder(folder)
-        assert all(torch.equal(saved[name], value) for name, value in expected.items())
-
-    original, PushToHubMixin.push_to_hub = PushToHubMixin.push_to_hub, upload
-    times = saving_push._times
-    model.model_tags = ["mine"]
-    try:
-        model.push_to_hub("org/pushed", max_shard_size="60KB", private=True, tags="other")
-        Path(scratch, "repo").mkdir(exist_ok=True)
-        Path(scratch, "repo", "notes.txt").write_text("not to be uploaded")
-        dist.barrier()
-        if not model.tp_group.writes:  # a folder that rank 0 is writing to changes while it is looked at
-            saving_push._times = Mock(side_effect=AssertionError("looked at by another rank"))
-        model.save_pretrained(f"{scratch}/repo", push_to_hub=True, max_shard_size="60KB", commit_message="why")
-        with pytest.raises((OSError, RuntimeError), match="no such repository"):
-            model.push_to_hub("org/broken")
-    finally:
-        PushToHubMixin.push_to_hub, saving_push._times = original, times
-    return pushed
-
-
-def test_rank_0_pushes_what_one_process_would(pool: Any, cases: Any, tmp_path: Path) -> None:
-    folder = cases(9, 3).folder
-    first, others = pool.run(2, push, folder, str(tmp_path))
-    assert others == []
-    names = sorted(path.name for path in Path(folder).iterdir())
-    assert first[0] == ("org/pushed", {"private": True, "tags": ["mine", "other"]}, names)
-    assert first[1] == ("repo", {"commit_message": "why", "tags": ["mine"]}, names)
 
 
 def gradients(folder: str) -> list[bool]:

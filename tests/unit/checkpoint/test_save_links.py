@@ -9,8 +9,6 @@ import pytest
 
 from tests.support.saving import KINDS, MANIFEST_NAME, Saved, made, weights_are
 from tp_transformers import CheckpointError
-from tp_transformers.features.push.push import save_and_push
-from tp_transformers.ranks.group import GROUP
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +73,3 @@ def test_a_folder_in_the_place_of_a_file(models: Any, tmp_path: Path, name: str)
     with pytest.raises(CheckpointError, match=rf"{name}: got Is a directory"):
         KINDS["one file"](models[0], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tp_transformers.features.push import push
-
-    (tmp_path / "notes").symlink_to(tmp_path / "none")
-    (tmp_path / "config.json").symlink_to(tmp_path / "none")
-    uploaded: list[str] = []
-    monkeypatch.setattr(
-        push._Saved, "push_to_hub", lambda self, *names, **options: uploaded.extend(path.name for path in self.files)
-    )
-    save_and_push(GROUP.of(models[0].model), models[0].model.save_pretrained, tmp_path)
-    assert sorted(uploaded) == ["config.json", "generation_config.json", "model.safetensors"]

@@ -1,0 +1,27 @@
+"""Links in a folder whose new files are uploaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.saving import made
+from tp_transformers.features.push import push
+from tp_transformers.ranks.group import GROUP
+
+
+def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = made(tmp_path / "saved", 1)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "notes").symlink_to(tmp_path / "none")
+    (folder / "config.json").symlink_to(tmp_path / "none")
+    uploaded: list[str] = []
+    monkeypatch.setattr(
+        push._Saved, "push_to_hub", lambda self, *names, **options: uploaded.extend(path.name for path in self.files)
+    )
+    push.save_and_push(GROUP.of(saved.model), saved.model.save_pretrained, folder)
+    assert sorted(uploaded) == ["config.json", "generation_config.json", "model.safetensors"]
