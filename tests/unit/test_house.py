@@ -6,9 +6,9 @@ import pytest
 
 from tests.support.house import House
 
-CORE = 14431
+CORE = 14420
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 44711
+PACKAGE = 44704
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

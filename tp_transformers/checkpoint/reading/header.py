@@ -146,10 +146,8 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
         raise CheckpointError(f"checkpoint file {os.fspath(path)}", got=got, expected=expected, fix=fix) from error
 
 
-def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) -> dict[str, Stored]:
+def read_header(source: Source) -> dict[str, Stored]:
     """Parse and check the header of a safetensors file: {name: lazy tensor}, in file order.
-
-    `metadata` lists entries that the file's `__metadata__` must have.
 
     Raises CheckpointError on a malformed header, on gaps or overlaps, and on tensors outside the file.
     """
@@ -176,10 +174,6 @@ def read_header(source: Source, *, metadata: Mapping[str, str] | None = None) ->
     if not isinstance(declared, dict) or not all(isinstance(value, str) for value in declared.values()):
         raise _malformed(source, f"the __metadata__ {declared!r}", "strings by name")
     source.metadata = declared
-    for key, value in (metadata or {}).items():
-        if declared.get(key) != value:
-            got, fix = f"{key} {declared.get(key)!r} in its metadata", "The file is another one than was written here."
-            raise source.fault(got, f"{key} {value!r}", fix)
     tensors = {name: _stored(source, name, entry, data_start=8 + length) for name, entry in header.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)))
     position, before = 8 + length, "the header"

@@ -51,7 +51,9 @@ def read(
         if any(job.method == "blocks" for job in jobs):
             statistics.peak_buffer += threads * BLOCK_BYTES
         _run(jobs, Context(staging, statistics), threads, progress)
-        _check_unchanged(mapped)
+        for source in mapped:
+            if source.map().has_changed():
+                raise source.fault("a file that changed while it was read", "the same file throughout", "Load again.")
     statistics.seconds = perf_counter() - began
     return statistics
 
@@ -65,13 +67,6 @@ def _mapped(blocks: Sequence[Request]) -> list[LocalFile]:
                 source.map()
                 mapped.append(source)
     return mapped
-
-
-def _check_unchanged(mapped: Sequence[LocalFile]) -> None:
-    """Raise CheckpointError if a mapped file was modified or truncated since it was mapped."""
-    for source in mapped:
-        if source.map().has_changed():
-            raise source.fault("a file that changed while it was read", "the same file throughout", "Load again.")
 
 
 def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[int], object]) -> None:

@@ -155,7 +155,11 @@ def _open(folder: Path, file: RankFile) -> LocalFile:
 
 def _checked_header(source: Source, manifest: Manifest, rank: int) -> dict[str, Stored]:
     """Read the tensors in the file of `rank`. Raises CheckpointError if they differ from the manifest."""
-    header = read_header(source, metadata={"save": manifest.save_id, "rank": str(rank)})
+    header = read_header(source)
+    for key, value in {"save": manifest.save_id, "rank": str(rank)}.items():
+        if (found := source.metadata.get(key)) != value:
+            fix = "The file is another one than was written here."
+            raise source.fault(f"{key} {found!r} in its metadata", f"{key} {value!r}", fix)
     actual = {name: (stored.dtype, tuple(stored.shape)) for name, stored in header.items()}
     expected = {name: (tensor.dtype, tensor.local_shape(rank)) for name, tensor in manifest.tensors.items()}
     for name in sorted(actual.keys() | expected.keys()):
