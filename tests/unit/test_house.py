@@ -31,6 +31,6 @@ def test_imports_of_features_only_go_away(house: House) -> None:
 
 
 def test_lines_stay_within_their_budgets(house: House) -> None:
-    print(house.report())
+    print(house.figures())
     assert house.lines() <= CORE
     assert sum(house.imports.lines.values()) <= PACKAGE
