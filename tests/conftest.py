@@ -21,6 +21,7 @@ from benchmarks import demo
 from tests.support import cores
 from tests.support.architectures import make_case as make_architecture
 from tests.support.models import Case, make_case
+from tests.support.needs import lacking
 from tests.support.pool import Pool
 
 logging.disable_progress_bar()
@@ -39,6 +40,11 @@ settings.register_profile(
     database=None,
 )
 settings.load_profile("quick")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the tests of a feature that is not there, and those that need it."""
+    return True if collection_path.suffix == ".py" and lacking(collection_path) else None
 
 
 @pytest.fixture(scope="session")

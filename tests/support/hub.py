@@ -12,8 +12,6 @@ from transformers import AutoModelForCausalLM
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import bytes_read, load
 from tests.support.pool import Pool
-from tp_transformers.features.hub_streaming import fetch_plan as shares
-from tp_transformers.features.hub_streaming import tries as http
 
 SMALL = {"DIRECT_BYTES": 4 << 10, "RANGE_BYTES": 16 << 10, "BLOCK_BYTES": 8 << 10}
 """Sizes by which tiny models take every path: several rounds, ranges of one's own, pieces."""
@@ -39,9 +37,12 @@ def stream(
     **arguments: Any,
 ) -> dict[str, Any]:
     """Load `name`, and compare it with what is loaded from `folder`."""
+    from tp_transformers.features.hub_streaming import fetch_plan
+    from tp_transformers.features.hub_streaming import tries as http
+
     with ExitStack() as changed:
         for constant, value in (SMALL if sizes is None else sizes).items():
-            changed.enter_context(mock.patch.object(shares, constant, value))
+            changed.enter_context(mock.patch.object(fetch_plan, constant, value))
         changed.enter_context(mock.patch.object(http, "FIRST_WAIT", 0.01))
         changed.enter_context(mock.patch.object(http, "TRIES", tries))
         model = load(name, **{"tp_stream": True, "cache_dir": cache, **arguments})

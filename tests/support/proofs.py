@@ -42,13 +42,11 @@ from tests.support.pool import Pool, WorkerError
 from tp_transformers import TensorParallelError
 from tp_transformers.anatomy.layers import inner_models
 from tp_transformers.anatomy.names import fold_layers
-from tp_transformers.features.command_line.models import model_class
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
 from tp_transformers.plans.yaml_file import read_plan_file
-from tp_transformers.verify import verify
 
 FILE = Path(__file__).parents[1] / "data" / "proofs.json"
 KINDS: dict[str, Mapping[str, str]] = {
@@ -230,8 +228,10 @@ def shortened(message: str) -> str:
 
 def prove(model_type: str, kinds: list[str], seeds: int, pool: Pool) -> Proof:
     """Look at a model type in its default shape, and hold a small model of it, `seeds` times, against one process."""
+    from tp_transformers.features.command_line.models import model_class
     from tp_transformers.features.verify.rank import run_rank
     from tp_transformers.features.verify.small_models.config import meta_model
+    from tp_transformers.verify import verify
 
     proof = Proof(kinds, release=transformers.__version__, seeds=seeds)
     with one_line(proof, "unmade"):

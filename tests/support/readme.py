@@ -27,7 +27,6 @@ from tests.support import fits
 from tests.support.imports import ORDER
 from tests.support.measured import computing, exactness, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
-from tp_transformers.features.planner.listing import catalogue
 from tp_transformers.plans.catalogue import available_plans
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +108,8 @@ def _anchor(title: str) -> str:
 
 def architectures(page: Path) -> str:
     """A link to each plan, with the title that is the first comment of the file."""
+    from tp_transformers.features.planner.listing import catalogue
+
     return ";\n".join(f"[{entry.title}]({entry.file.name})" for entry in catalogue())
 
 

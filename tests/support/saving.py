@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import llama_config
-from tp_transformers.features.presharded.offline import shard_checkpoint
 
 MANIFEST_NAME = "model.safetensors.index.sharded.json"
 """The file that names the shards of a checkpoint; earlier releases wrote it too."""
@@ -71,14 +70,20 @@ def _trainer(saved: Saved, folder: Path) -> None:
     Trainer(model=saved.model, args=arguments).save_model(str(folder))
 
 
+def _shard(saved: Saved, folder: Path, size: int) -> None:
+    from tp_transformers.features.presharded.offline import shard_checkpoint
+
+    shard_checkpoint(str(saved.folder), folder, size=size)
+
+
 KINDS: dict[str, Callable[[Saved, Path], object]] = {
     "one file": lambda saved, folder: saved.model.save_pretrained(folder),
     "nine files": lambda saved, folder: saved.model.save_pretrained(folder, max_shard_size="20KB"),
     "some files": lambda saved, folder: saved.model.save_pretrained(folder, max_shard_size="60KB"),
     "trainer": _trainer,
     "a file a rank": lambda saved, folder: tp_transformers.save_sharded(saved.model, folder),
-    "shard, 2": lambda saved, folder: shard_checkpoint(str(saved.folder), folder, size=2),
-    "shard, 3": lambda saved, folder: shard_checkpoint(str(saved.folder), folder, size=3),
+    "shard, 2": lambda saved, folder: _shard(saved, folder, 2),
+    "shard, 3": lambda saved, folder: _shard(saved, folder, 3),
 }
 """Kinds of saves; those of one family may follow each other in a folder."""
 

@@ -1,4 +1,5 @@
-"""A feature is a folder that can be taken out: the command line and the loads of the core are there without it.
+"""A feature is a folder that can be taken out: the command line and the loads of the core are there without it, and all
+tests are collected but its own, and those that need it by their imports.
 
 `make without` takes out each in turn, then all together; SAMPLE=3 takes out three, others every day, and then all.
 """
@@ -22,7 +23,7 @@ from tp_transformers.seams import features
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("tp_transformers", "model_plans", "benchmarks", "tests")
+COPIED = ("tp_transformers", "model_plans", "benchmarks", "tests", "docs", "examples")
 LLAMA = "tests/distributed/test_llama.py::test_variant_matches_one_process"
 MODELS = "tests/distributed/test_architectures.py::test_architecture_matches_one_process"
 CORE = (
@@ -38,7 +39,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def sample() -> list[str]:
     """Features to take out: SAMPLE of them, others every day; all without SAMPLE."""
     names, count = sorted(features()), int(os.environ.get("SAMPLE") or len(features()))
-    first = datetime.date.today().toordinal() * count % len(names)
+    first = datetime.date.today().toordinal() * count % max(len(names), 1)  # none in a copy without all
     return sorted((names + names)[first : first + count])
 
 
@@ -51,10 +52,11 @@ def dependants(gone: str) -> set[str]:
 
 
 def copy_without(gone: set[str], target: Path) -> Run:
-    """Copy the package and the tests, but for the folders of features; returns how to run modules of the copy."""
+    """Copy the package, tests and pages, but for the folders of features; returns how to run modules of the copy."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__", "results", "*.md"))
-    shutil.copy(ROOT / "pyproject.toml", target)
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("*.md"), ROOT / "pyproject.toml", ROOT / "Makefile"):
+        shutil.copy(path, target)
     for name in gone:
         for folder in ("tp_transformers/features", "tests/features"):
             shutil.rmtree(target / folder / name, ignore_errors=True)
@@ -87,17 +89,25 @@ def check_tests(run: Run, *tests: str) -> None:
     assert tested.returncode == 0, tested.stdout[-5000:]
 
 
+def check_collects(run: Run) -> None:
+    """All other tests can be imported."""
+    collected = run("pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests")
+    assert collected.returncode == 0, collected.stdout[-5000:]
+
+
 @pytest.mark.parametrize("gone", sample())
 def test_without(gone: str, tmp_path: Path) -> None:
     absent = dependants(gone)
     run = copy_without({gone}, tmp_path)
     check_commands(run, absent, tmp_path)
+    check_collects(run)
     check_tests(run, CORE[0])
 
 
 def test_without_all(tmp_path: Path) -> None:
     run = copy_without(set(features()), tmp_path)
     check_commands(run, set(features()), tmp_path)
+    check_collects(run)
     check_tests(run, *CORE)
     demo = run("benchmarks.demo", "--ranks", "3")
     assert demo.returncode == 0, demo.stdout + demo.stderr

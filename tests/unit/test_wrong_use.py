@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, ViTM
 
 import tp_transformers
 from tests.support.commands import main
-from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError, save_sharded
+from tp_transformers import CheckpointError, MeshError, PlanError, UnsupportedError
 from tp_transformers.checkpoint import verify_sharded
 
 UP = "model.layers.*.mlp.up_proj"
@@ -150,12 +150,12 @@ IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
         "for which there is no plan",
     ),
     "to shard a plain model": (
-        lambda here: save_sharded(LlamaForCausalLM.from_pretrained(here.folder), here.scratch / "out"),
+        lambda here: tp_transformers.save_sharded(LlamaForCausalLM.from_pretrained(here.folder), here.scratch / "out"),
         UnsupportedError,
         "loaded without tp_plan",
     ),
     "to shard over a file": (
-        lambda here: save_sharded(here.load(), here.plan("")),
+        lambda here: tp_transformers.save_sharded(here.load(), here.plan("")),
         CheckpointError,
         "got a file of that name",
     ),

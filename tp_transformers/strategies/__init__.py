@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     from ..features.loss_parallel.cross_entropy import vocab_parallel_cross_entropy
     from ..features.sequence.sequence import SequenceParallel
 else:  # names of features
-    _LOSS, _SEQUENCE = ".features.loss_parallel.cross_entropy", ".features.sequence.sequence"
-    _NAMES = {_LOSS: "vocab_parallel_cross_entropy", _SEQUENCE: "SequenceParallel"}
-    __getattr__, __dir__ = lazy_names(__name__, _NAMES)
+    __getattr__, __dir__ = lazy_names(__name__, {})
 
 __all__ = [
     "ColwiseParallel",

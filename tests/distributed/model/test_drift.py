@@ -15,7 +15,7 @@ from tests.support.models import PROMPTS, load
 SAVES = {
     "generate": lambda model, folder: model.generate(PROMPTS, max_new_tokens=1, do_sample=False),
     "save_pretrained": lambda model, folder: model.save_pretrained(folder),
-    "save_sharded": tp_transformers.save_sharded,
+    "save_sharded": lambda model, folder: tp_transformers.save_sharded(model, folder),
 }
 
 

@@ -19,13 +19,9 @@ from transformers.generation.continuous_batching import continuous_api
 
 from tests.support.models import Case
 from tp_transformers import UnsupportedError
-from tp_transformers.features.full_parameters.patches import FULL_BYTES
-from tp_transformers.features.optimizers.grad_scaler import SHARED_INFINITIES
-from tp_transformers.features.optimizers.step import STEPS_ON_SHARDS
-from tp_transformers.features.peft.hotswap import HOT_SWAPS
-from tp_transformers.features.serve.continuous_batching import OWN_CACHE
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
+from tp_transformers.seams import model_patches
 from tp_transformers.strategies import SHARD
 
 TRAINER = """
@@ -114,17 +110,19 @@ def batch(params: list[nn.Parameter]) -> None:
         return
 
 
-CASES: dict[str, tuple[Patch, Any, str, Callable[[list[nn.Parameter]], Any]]] = {
-    "scaler": (SHARED_INFINITIES, GradScaler, "_unscale_grads_", scale),
-    "optimizer": (STEPS_ON_SHARDS, torch.optim.Optimizer, "profile_hook_step", torch.optim.SGD),
-    "adapters": (HOT_SWAPS, peft.utils.hotswap, "_pad_lora_weights", swap),
-    "batches": (OWN_CACHE, continuous_api.ContinuousBatchingManager, "_create_batch_processor", batch),
+PATCHES = {patch.name: patch for patch in model_patches()}
+CASES: dict[str, tuple[Any, str, Callable[[list[nn.Parameter]], Any]]] = {
+    "GradScaler": (GradScaler, "_unscale_grads_", scale),
+    "optimizers": (torch.optim.Optimizer, "profile_hook_step", torch.optim.SGD),
+    "swaps of adapters": (peft.utils.hotswap, "_pad_lora_weights", swap),
+    "continuous batching": (continuous_api.ContinuousBatchingManager, "_create_batch_processor", batch),
 }
+"""Name of a patch -> where it needs which name, and a use."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name in PATCHES])
 def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    patch, owner, missing, use = CASES[name]
+    patch, (owner, missing, use) = PATCHES[name], CASES[name]
     monkeypatch.setattr(patch, "missing", "")
     monkeypatch.setattr(patch, "_logged", set())
     use([nn.Parameter(torch.ones(3))])  # torch has put its hooks around steps
@@ -143,7 +141,7 @@ def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, ca
 
 
 def test_a_load_refuses_where_every_model_needs_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch = Patch("safetensors", FULL_BYTES.name, FULL_BYTES._install)
+    patch = Patch("safetensors", "save_file", PATCHES["save_file"]._install)
     for name in ("_to_ndarray", "_tobytes"):
         monkeypatch.delattr(safetensors.torch, name, raising=False)
     model = nn.Module()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import tp_transformers
-from tp_transformers.features.sequence import sequence
 from tp_transformers.strategies import (
     STRATEGIES,
     ColwiseParallel,
@@ -104,8 +103,6 @@ def test_both_forms_of_communication_follow_the_most_derived_class() -> None:
 def test_what_others_ask() -> None:
     assert ReplicateParallel().replicates
     assert not ColwiseParallel().replicates
-    assert sequence.SequenceGatherParallel().signature.gathers_sequence
-    assert type(sequence.SequenceGatherParallel().around_replicated).__name__ == "SequenceReplicatedParallel"
     assert RowwiseParallel().signature == Signature(FEATURES, REPLICATED, inside=(FEATURES, PARTIAL))
     assert ColwiseParallel().signature.leaves is FEATURES
     assert not ColwiseParallel().signature.sums

@@ -4,34 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import BartForConditionalGeneration, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES
-from tests.support.models import llama_config, load
-from tp_transformers.features.data_parallel.fsdp import layers_of
-from tp_transformers.features.sequence.sequence import SequenceGatherParallel
-from tp_transformers.features.trainer.checkpoints import _load_optimizer_and_scheduler
+from tests.support.models import load
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
-
-
-def test_layers_are_those_that_transformers_does_not_split() -> None:
-    llama = LlamaForCausalLM(llama_config(8, 4))
-    assert layers_of(llama) == [*llama.model.layers][::-1]
-    bart = ARCHITECTURES["bart"].make(8, 8)
-    assert isinstance(bart, BartForConditionalGeneration)
-    assert set(layers_of(bart)) == {*bart.model.encoder.layers, *bart.model.decoder.layers}
-    block = nn.Sequential(nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
-    assert layers_of(block) == [*block[0]][::-1]
 
 
 def test_groups_keep_their_settings_and_every_parameter() -> None:
@@ -79,33 +63,6 @@ def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path: Path) 
         load(lambda model: [{"params": [model.weight, model.bias]}])
     with pytest.raises(tp_transformers.CheckpointError, match="got none of added, expected one of every parameter"):
         load(with_another)
-
-
-def test_a_schedule_of_schedules_goes_on(tmp_path: Path) -> None:
-    def make() -> Any:
-        model = nn.Linear(3, 3)
-        optimizer = torch.optim.SGD([{"params": []}, {"params": [*model.parameters()]}], lr=1.0, momentum=0.9)
-        parts: list[Any] = [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma) for gamma in (0.5, 0.25)]
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
-        return SimpleNamespace(model=model, optimizer=optimizer, lr_scheduler=schedule)
-
-    def rates(trainer: Any, steps: int) -> list[list[float]]:
-        found = []
-        for _ in range(steps):
-            trainer.model(torch.ones(3)).sum().backward()
-            trainer.optimizer.step()
-            trainer.lr_scheduler.step()
-            found.append([group["lr"] for group in trainer.optimizer.param_groups])
-        return found
-
-    trainer = make()
-    rates(trainer, 3)
-    state = tp_transformers.training.optimizer_state_dict(trainer.model, trainer.optimizer)
-    dcp.save(state, checkpoint_id=tmp_path / "optimizer", no_dist=True)
-    torch.save(trainer.lr_scheduler.state_dict(), tmp_path / "scheduler.pt")
-    again = make()
-    _load_optimizer_and_scheduler(None, again, str(tmp_path))
-    assert rates(again, 3) == rates(trainer, 3)
 
 
 def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
@@ -261,57 +218,3 @@ def test_an_adapter_that_comes_after_a_step_drops_alike() -> None:
     assert torch.equal(one, other)
     assert torch.equal(state, same)
     assert not torch.equal(first, second)
-
-
-class Layer(nn.Module):
-    """A layer that has a part of the sequence, and two blocks that join it; what it computes is checkpointed within."""
-
-    def __init__(self, rank: int, group: Any) -> None:
-        super().__init__()
-        self.first, self.second, self.p_drop = nn.Sequential(nn.Dropout(0.5)), nn.Sequential(nn.Dropout(0.5)), 0.5
-        for block in (self.first, self.second):
-            block.tp_strategy = SequenceGatherParallel()  # type: ignore[assignment]
-        OwnRandomness(rank, torch.device("cpu"), group).attach(self)
-        self.seen: list[torch.Tensor] = []
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        for block in (self.first, self.second):
-            x = block(x)
-            self.seen.append(x.detach() != 0)
-            x = nn.functional.dropout(x, self.p_drop, self.training)
-            self.seen.append(x.detach() != 0)
-        return x * 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.compute, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def test_ranks_draw_their_own_for_their_part_of_a_sequence() -> None:
-    group: Any = type("Group", (), {"group_name": "parts"})()
-    found = []
-    for rank in range(2):
-        torch.manual_seed(3)
-        layer, inputs = Layer(rank, group), [torch.ones(1000, requires_grad=True) for _ in range(2)]
-        outputs = [layer(x) for x in inputs]
-        seen = [mask.clone() for mask in layer.seen]
-        state = torch.get_rng_state()
-        for output in outputs[::-1]:  # where the second is computed again, nothing says that it has ended
-            output.sum().backward()
-        for x, output in zip(inputs, outputs, strict=True):
-            assert x.grad is not None
-            assert torch.equal(x.grad, output), "the same masks again"
-        assert torch.equal(torch.get_rng_state(), state)
-        found.append((seen, state))
-    (first, one), (second, other) = found
-    assert torch.equal(one, other)
-    assert len(first) == 8
-    assert torch.equal(first[0], second[0]), "in a block, of the whole"
-    alike = (first[1] == second[1])[first[0]].float().mean().item()
-    assert abs(alike - 0.5) < 0.15  # of about 500
-    with torch.no_grad():  # which is cut only where something said so
-        torch.manual_seed(3)
-        Layer(0, group)(torch.ones(10))
-        state = torch.get_rng_state()
-        torch.manual_seed(3)
-        Layer(1, group)(torch.ones(10))
-        assert torch.equal(torch.get_rng_state(), state)

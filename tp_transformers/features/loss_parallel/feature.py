@@ -29,6 +29,7 @@ class LossOption(PlanOption):
 class LossParallelism(Feature):
     """`tp_loss_parallel`, its strategies, and `tp_transformers.strategies.vocab_parallel_cross_entropy`."""
 
+    public: ClassVar[Mapping[str, str]] = {"strategies.vocab_parallel_cross_entropy": ".cross_entropy"}
     torch_names: ClassVar = {"torch._assert_async": RAISES}  # the loss refuses labels that are no token
 
     def options(self) -> Sequence[Option]:

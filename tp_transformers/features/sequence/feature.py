@@ -29,6 +29,7 @@ class SequenceOption(PlanOption):
 class SequenceParallelism(Feature):
     """`tp_sequence_parallel`, its strategies, and `tp_transformers.strategies.SequenceParallel`."""
 
+    public: ClassVar[Mapping[str, str]] = {"strategies.SequenceParallel": ".sequence"}
     requires = ("rewriting",)
     torch_names: ClassVar[Mapping[str, str]] = {
         "torch.nn.modules.module._global_backward_hooks": "no warning of them",

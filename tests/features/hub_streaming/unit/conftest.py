@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from huggingface_hub.utils import close_session
 
+from tests.features.hub_streaming.unit.reads import CONTENT
 from tests.support.hub_server import HubServer
-from tests.support.remote_file import CONTENT
 from tp_transformers.features.hub_streaming import tries
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from tests.features.hub_streaming.unit.reads import CONTENT, read, remote
 from tests.support.hub_server import HubServer
-from tests.support.remote_file import CONTENT, read, remote
 from tp_transformers import CheckpointError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.hub import Weights, _inquire_all

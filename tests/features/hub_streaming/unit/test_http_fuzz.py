@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from tests.features.hub_streaming.unit.reads import CONTENT
 from tests.support.fuzz import fuzz_cases, kept
 from tests.support.hub_server import HubServer
-from tests.support.remote_file import CONTENT
 from tp_transformers import TensorParallelError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.hub import Weights, _inquire

@@ -11,9 +11,9 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 
+from tests.features.hub_streaming.unit.reads import CONTENT, read, remote
 from tests.support import hub_server
 from tests.support.hub_server import HubServer, commit_of
-from tests.support.remote_file import CONTENT, read, remote
 from tp_transformers import CheckpointError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.tries import resolve

@@ -1,0 +1,73 @@
+"""Features that files of the tests need, by their imports: `python -m tests.support.needs` prints those of others.
+
+The imports at the top of a file, and of the files of the tests that it imports, say what it needs: without the folder
+of such a feature it is not collected.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from tp_transformers.seams import features, public_names
+
+ROOT = Path(__file__).parents[2]
+SHORT = {"tp_transformers.trainer": "trainer", "tp_transformers.verify": "verify"}
+"""Modules at the top level that are of features."""
+
+
+@cache
+def needed(file: Path) -> Mapping[str, Path]:
+    """{feature: the file that imports it} of a file and of those of the tests and benchmarks that it imports.
+
+    A public name that is not there is a feature of that name.
+    """
+    found: dict[str, Path] = {}
+    for module, name in _imports(file):
+        top, _, rest = module.partition(".")
+        path = [*module.split("."), name]
+        if top in ("tests", "benchmarks"):
+            files = (ROOT.joinpath(*path[:length]).with_suffix(".py") for length in (len(path), len(path) - 1))
+            found |= next((needed(inner) for inner in files if inner.is_file()), {})
+        elif path[:2] == ["tp_transformers", "features"] and len(path) > 3:
+            found[path[2]] = file
+        elif module in SHORT:
+            found[SHORT[module]] = file
+        elif top == "tp_transformers" and name in public_names(rest):
+            found[public_names(rest)[name].split(".")[1]] = file
+        elif top == "tp_transformers" and name in (public := import_module(module)).__dict__.get("__all__", ()):
+            found |= {} if hasattr(public, name) else {name: file}
+    return found
+
+
+def _imports(file: Path) -> Iterator[tuple[str, str]]:
+    """(module, name in it) of the imports at the top of a file."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((f"{node.module}", alias.name) for alias in node.names)
+
+
+def lacking(file: Path) -> set[str]:
+    """Features that a file needs and that are not there, or lack one that they require."""
+    return needed(file).keys() - features().keys()
+
+
+def of_others() -> list[str]:
+    """ "file: feature" of those that need a feature which neither is theirs nor is required by theirs."""
+
+    def required(name: str) -> set[str]:
+        return {name}.union(*map(required, features()[name].requires))
+
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        parts = path.relative_to(ROOT).parts
+        own = required(parts[2]) if parts[1] == "features" and len(parts) > 3 else set()
+        found += [f"{'/'.join(parts)}: {name}, by {by.name}" for name, by in needed(path).items() if name not in own]
+    return found
+
+
+if __name__ == "__main__":
+    print(*of_others(), sep="\n")
