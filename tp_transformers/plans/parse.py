@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import PlanError, describe, nearest, shorten, shown
+from ..errors import PlanError, nearest, shorten, shown
 from ..seams import Measure, features, plan_options
 from ..strategies import TensorParallelLayer, as_strategy
 
@@ -36,7 +36,7 @@ def check_sections(data: Any, source: str, entries: Iterable[str]) -> list[str]:
     if not isinstance(data, Mapping):
         got = "nothing" if data is None else f"a {type(data).__name__}"
         expected, fix = f"a mapping of {', '.join(sections)}", "See model_plans/llama.yaml for one."
-        raise PlanError(describe(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix))
+        raise PlanError(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix)
     arguments = [key for key in ("shares", *(option.name for option in plan_options())) if key in data]
     unknown = [key for key in data if not (isinstance(key, str) and key in (*sections, *arguments))]
     hint = nearest(unknown[0], sections) if unknown and is_name(unknown[0]) else ""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...errors import UsageError, describe
+from ...errors import UsageError
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def parse_shares(text: str | None) -> tuple[float, ...] | None:
     shares = shares_of(text, subject="--shares") if text is not None else None
     if isinstance(shares, str):
         fix = "Give numbers; `tp-transformers plan MODEL --memory 48GB,24GB` finds some."
-        raise UsageError(describe("--shares", got=shares, expected="numbers, since no rank runs here", fix=fix))
+        raise UsageError("--shares", got=shares, expected="numbers, since no rank runs here", fix=fix)
     return shares
 
 
@@ -54,5 +54,5 @@ def count_ranks(given: Mapping[str, int | None]) -> int:
     if len(set(counts.values())) != 1:
         got = " and ".join(f"{argument} for {count}" for argument, count in counts.items()) or "none"
         fix, subject = f"Give {next(iter(given))}, or --shares with one number for each rank.", "number of ranks"
-        raise UsageError(describe(subject, got=got, expected="one number", fix=fix))
+        raise UsageError(subject, got=got, expected="one number", fix=fix)
     return next(iter(counts.values()))

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...errors import UnsupportedError, UsageError, describe, in_one_line
+from ...errors import UnsupportedError, UsageError, in_one_line
 from ...text import is_path
 from ...transformers_api import get_class_from_dynamic_module
 
@@ -28,10 +28,10 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     elif os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, where.get("subfolder") or "", "config.json")):
             fix = "Name the folder of a model, or a model on the Hub (org/name)."
-            raise UsageError(describe(path, got="a folder without config.json", expected="one with it", fix=fix))
+            raise UsageError(path, got="a folder without config.json", expected="one with it", fix=fix)
     elif is_path(path) and not os.path.exists(path):
         fix = "Correct the path, or name a model on the Hub (org/name)."
-        raise UsageError(describe(path, got="no such folder", expected="one with config.json", fix=fix))
+        raise UsageError(path, got="no such folder", expected="one with config.json", fix=fix)
     try:
         where = {"trust_remote_code": False, **where}
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(name, **where)
@@ -41,7 +41,7 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
         expected, fix = "a config that transformers reads", "Correct its config.json."
         if not os.path.exists(path):
             expected, fix = "a folder with a config.json, or a model on the Hub", "See its name, and its config.json."
-        raise UsageError(describe(path, got=in_one_line(error), expected=expected, fix=fix)) from error
+        raise UsageError(path, got=in_one_line(error), expected=expected, fix=fix) from error
     return config
 
 
@@ -129,7 +129,7 @@ def _required(config: PretrainedConfig, cls: type[PreTrainedModel] | None) -> ty
             raise _needs_code(f"model_type {config.model_type}")
         got, expected = "no class of that kind in transformers", "an architecture that transformers has"
         fix = "Install a transformers that has it."
-        raise UnsupportedError(describe(f"model_type {config.model_type}", got=got, expected=expected, fix=fix))
+        raise UnsupportedError(f"model_type {config.model_type}", got=got, expected=expected, fix=fix)
     return cls
 
 

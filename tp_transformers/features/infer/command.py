@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
-from ...errors import UsageError, describe
+from ...errors import UsageError
 from ..verify.command import summary
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     out, size = arguments.out, arguments.tp_size
     if size < 2:
-        raise UsageError(describe("--tp-size", got=str(size), expected="2 or more", fix="Give a number of ranks."))
+        raise UsageError("--tp-size", got=str(size), expected="2 or more", fix="Give a number of ranks.")
     if out.is_dir():
-        raise UsageError(describe(str(out), got="a folder", expected="a file", fix="Name the plan: OUT.yaml."))
+        raise UsageError(str(out), got="a folder", expected="a file", fix="Name the plan: OUT.yaml.")
     if out.exists() and not arguments.force:
-        raise UsageError(describe(str(out), got="a file that is there", expected="a new one", fix="Pass --force."))
+        raise UsageError(str(out), got="a file that is there", expected="a new one", fix="Pass --force.")
     _check_writable(out)
     logging.disable_progress_bar()
     where = {"trust_remote_code": arguments.trust_remote_code}
@@ -70,7 +70,7 @@ def _check_writable(out: Path) -> None:
     except OSError as error:
         got = (error.strerror or str(error)).lower()
         fix = "See the path and its permissions, or name another file."
-        raise UsageError(describe(str(out), got=got, expected="a file that can be written", fix=fix)) from None
+        raise UsageError(str(out), got=got, expected="a file that can be written", fix=fix) from None
 
 
 def _proven(size: int, verdict: Verdict | None) -> str:

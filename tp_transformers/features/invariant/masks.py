@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...anatomy.attention import HEADS
 from ...anatomy.names import is_inside
-from ...errors import UnsupportedError, describe
+from ...errors import UnsupportedError
 from ...model.dropout import OwnRandomness, layer_strategy
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split
@@ -120,4 +120,4 @@ def _is_compilation_noted() -> bool:
 
 def _unsupported(got: str, expected: str) -> UnsupportedError:
     fix = "Set the dropouts of the config to 0."
-    return UnsupportedError(describe("dropout with tp_invariant=True", got=got, expected=expected, fix=fix))
+    return UnsupportedError("dropout with tp_invariant=True", got=got, expected=expected, fix=fix)

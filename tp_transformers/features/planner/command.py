@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from ...errors import UsageError, describe
+from ...errors import UsageError
 from ..command_line.arguments import add_plan, add_shares, count_ranks, parse_shares
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
@@ -59,12 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     shares = parse_shares(arguments.shares)
     if arguments.png is not None:
         fix = "Leave it out; --json has the shape of each weight on each rank, to draw from."
-        raise UsageError(describe("--png", got=repr(arguments.png), expected="no picture", fix=fix))
+        raise UsageError("--png", got=repr(arguments.png), expected="no picture", fix=fix)
     _check("--batch", arguments.batch, 1)
     _check("--context", arguments.context or 0, 0)
     if arguments.optimizer not in (None, *OPTIMIZERS):
         fix, expected = "Give one of them.", ", ".join(OPTIMIZERS)
-        raise UsageError(describe("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix))
+        raise UsageError("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix)
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     asked = {"tp_plan": arguments.plan, "dtype": _dtype(arguments.dtype), "invariant": arguments.invariant}
     take = partial(survey, arguments.model, **asked, **where)
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check(argument: str, value: int, least: int) -> None:
     if value < least:
-        raise UsageError(describe(argument, got=str(value), expected=f"{least} or more", fix="Give such a number."))
+        raise UsageError(argument, got=str(value), expected=f"{least} or more", fix="Give such a number.")
 
 
 def _dtype(text: str) -> Any:
@@ -104,7 +104,7 @@ def _dtype(text: str) -> Any:
         return text
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
-    raise UsageError(describe("--dtype", got=repr(text), expected="auto, bf16, fp16 or fp32", fix="Give one of them."))
+    raise UsageError("--dtype", got=repr(text), expected="auto, bf16, fp16 or fp32", fix="Give one of them.")
 
 
 def _bytes(text: str) -> int:
@@ -114,5 +114,5 @@ def _bytes(text: str) -> int:
     count = min(int(Fraction(match[1]) * UNITS[match[2]]), sys.maxsize) if match is not None and known else 0
     if count < LEAST:
         fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30), of three ranks as 24GB,24GB,24GB."
-        raise UsageError(describe("--memory", got=repr(text), expected="a number of bytes with its unit", fix=fix))
+        raise UsageError("--memory", got=repr(text), expected="a number of bytes with its unit", fix=fix)
     return count

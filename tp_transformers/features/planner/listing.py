@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import PlanError, describe
+from ...errors import PlanError
 from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
 
@@ -30,7 +30,7 @@ def catalogue() -> list[Entry]:
         match = re.fullmatch(r"# (.+?): (https://\S+)", first)
         if match is None:
             fix = "Begin the file with its title and a page about it."
-            raise PlanError(describe(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix))
+            raise PlanError(f"plan {path}", got=repr(first), expected="# Title: https://...", fix=fix)
         strategies = tuple(sorted({rule.strategy_name for rule in plan.rules}))
         entries.append(Entry(match[1], match[2], path, plan.model_types, strategies))
     return entries

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import PlanError, describe
+from ...errors import PlanError
 from ...ranks.collectives import (
     Group,
     all_gather_number,
@@ -66,7 +66,7 @@ class RegionBlock(TensorParallelLayer):
     def misfit(self, got: str, expected: str) -> PlanError:
         """Make the PlanError for a tensor with the wrong length along `dim`."""
         expected += f" along dim {self.dim}, as the {self.what} is sharded"
-        return PlanError(describe(self.name, got=got, expected=expected, fix=self.remedy))
+        return PlanError(self.name, got=got, expected=expected, fix=self.remedy)
 
     def check_fit(self, what: str, length: int, widths: Widths, mesh: DeviceMesh, *, broadcasts: bool = False) -> None:
         """Raise PlanError on all ranks if the tensor `what` has the wrong length along `dim` on any rank.

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError, describe
+from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError
 from ...loading.choose_plan import NamedPlan, auto_plan, planners, read_plan
 from ...plans.bind import Resolution, resolve
 from ...plans.catalogue import available_plans
@@ -113,7 +113,7 @@ def verify(
     """
     sizes = sizes if shares is None else (len(shares),)
     if not sizes or min(sizes) < 1:
-        raise UsageError(describe("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some."))
+        raise UsageError("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some.")
     where = {"trust_remote_code": trust_remote_code}
     config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config, **where)
     quantization = take_quantization(config, None)
@@ -165,7 +165,7 @@ def _bind_small(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
         got = f"a plan that fits the model, but not its small one: {error}"
         expected = "one whose parts and units are not lengths"
         fix = "Give parts by their number or by their heads."
-        raise UnsupportedError(describe(plan.source, got=got, expected=expected, fix=fix)) from error
+        raise UnsupportedError(plan.source, got=got, expected=expected, fix=fix) from error
 
 
 def with_torchrun(folder: Path, reports: Path, size: int, timeout: float) -> int:
@@ -278,7 +278,7 @@ class _Proof:
             model, info = cls.from_pretrained(self.folder / "checkpoint", dtype=self.dtype, output_loading_info=True)
         except Exception as error:
             got = f"its checkpoint does not reload in one process: {one_line(error)}"
-            raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from error
+            raise UnsupportedError(subject, got=got, expected=expected, fix=fix) from error
         probe.convert(model, self.dtype)
         probe.convert(created, self.dtype)
         for name, param in created.named_parameters():  # from_pretrained may unfreeze parameters
@@ -294,7 +294,7 @@ class _Proof:
             got = (
                 f"its checkpoint does not reload in one process: other logits (relative error {worst:.1e}), and {named}"
             )
-            raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix))
+            raise UnsupportedError(subject, got=got, expected=expected, fix=fix)
         return model
 
     def run(self, model: PreTrainedModel, resolution: Resolution, verdict: Verdict) -> Verdict:

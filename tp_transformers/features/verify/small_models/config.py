@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ....errors import TensorParallelError, UnsupportedError, describe
+from ....errors import TensorParallelError, UnsupportedError
 from ...command_line.models import generating_class, without_memory
 from .widths import (
     NARROW,
@@ -160,7 +160,7 @@ def supported(subject: str) -> Iterator[None]:
         got, expected = one_line(error), "a model that transformers can make and run in one process"
         fix = "See whether the config is complete; if it is, verify the plan on a real checkpoint."
         cause = None if isinstance(error, StopIteration) else error  # contextlib would raise the cause itself
-        raise UnsupportedError(describe(subject, got=got, expected=expected, fix=fix)) from cause
+        raise UnsupportedError(subject, got=got, expected=expected, fix=fix) from cause
 
 
 def one_line(error: Exception) -> str:
