@@ -173,10 +173,11 @@ Observe = Callable[[Any], dict[str, Any]]
 
 def in_float64(observe: Observe) -> Observe:
     """`observe`, of the model in float64; the gradients that it leaves are added."""
-    from tp_transformers.features.verify.small_models.model import computing_in, convert
 
     @wraps(observe)
     def observed(model: Any) -> dict[str, Any]:
+        from tp_transformers.features.verify.small_models.model import computing_in, convert
+
         convert(model, torch.float64)
         with computing_in(torch.float64):
             seen = observe(model)
