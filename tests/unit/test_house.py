@@ -7,7 +7,7 @@ import pytest
 from tests.support.house import House
 from tests.support.needs import of_others
 
-CORE = 14420
+CORE = 14418
 """Lines of the core. A change that raises this number says in its commit what it took out."""
 PACKAGE = 44704
 """Lines of the package, likewise."""
