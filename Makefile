@@ -22,7 +22,7 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/u
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python
 
-.PHONY: demo test quick test-all matrix types proofs without fuzz bench gpu lint ruff mypy versions coming optimizers docs docs-serve dist \
+.PHONY: demo test quick test-all matrix types proofs typed without fuzz bench gpu lint ruff mypy versions coming optimizers docs docs-serve dist \
   wheel workflows clean
 
 demo: $(VENV)/ready
@@ -53,6 +53,11 @@ types: $(VENV)/ready
 # have other weights. The site shows tests/data/proofs.json in tables.
 proofs: $(VENV)/ready
 	$(PY) -m tests.support.proofs $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEEDS),--seeds $(SEEDS))
+
+# The types of the gradients of every model type, as each rank of 2, 3 and 5 on torch's fake backend, where they are not
+# known: about ten minutes. `rm tests/data/types.json` before it checks all again.
+typed: $(VENV)/ready
+	$(PY) -m tests.support.typed
 
 # The package without each feature in turn, then without all. SAMPLE=3 takes out three, others every day,
 # then all.

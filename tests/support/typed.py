@@ -1,0 +1,286 @@
+"""Types of tensors on the `tp` axis, by values: what depends on a rank's shards varies, all else is replicated.
+
+A small model runs as each rank in turn, forward and backward, on torch's `fake` backend. A collective returns noise
+that is the same on all ranks, whatever goes in; so a tensor is replicated if and only if all ranks have its bits. Then
+the last rank runs once more with shards of zeros: it must add nothing to any sum. The rules:
+
+    a sum or a gather takes what varies            else it sums what is the same: a sum too many
+    a rank with shards of zeros adds zeros         else it adds what is no part of its shards: a bias, twice
+    where a step is the identity or a slice        its input is replicated: else a sum is missing
+    gradients of replicated parameters             are replicated, those of shards vary; ranks with one slice agree
+    outputs of the model, and of its modules whose strategies say so, are replicated
+
+`python -m tests.support.typed` checks every type of tests/data/proofs.json and writes tests/data/types.json (`make
+typed`); names of types check these alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+
+from tests.support import proofs
+from tests.support.pool import forget_meshes
+from tp_transformers import local_tensor
+from tp_transformers.features.command_line.models import model_class
+from tp_transformers.features.verify.small_models import model as probe
+from tp_transformers.features.verify.small_models.config import shrink
+from tp_transformers.loading.load import partition_initialized
+from tp_transformers.model.parallelize import parallelize
+from tp_transformers.plans import Plan
+from tp_transformers.ranks import collectives, direct
+from tp_transformers.ranks.group import TensorParallelGroup
+from tp_transformers.strategies import finish_gradient
+from tp_transformers.strategies.forward import views
+from tp_transformers.strategies.signature import REPLICATED
+
+FILE = Path(__file__).parents[1] / "data" / "types.json"
+SIZES = (2, 3, 5)
+TAKES_REPLICATED = {(collectives.same, collectives._sum), (collectives._own, collectives.all_gather_uneven)}
+"""Pairs of a forward and a backward whose forward is the identity or a slice of what is replicated."""
+GETS_REPLICATED = {(backward, forward) for forward, backward in TAKES_REPLICATED}
+"""Pairs whose backward is."""
+
+
+class Trace:
+    """What one rank made of a model: for each site, in order, the tensors whose types have rules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names = {module: name or "the model" for name, module in model.named_modules()}
+        self.stack: list[str] = []
+        self.seen: list[tuple[str, str, Tensor]] = []
+        """(rule, site, tensor)."""
+
+    @property
+    def site(self) -> str:
+        """The innermost module whose forward runs."""
+        return self.stack[-1] if self.stack else "a backward"
+
+    def note(self, rule: str, x: Tensor, site: str | None = None) -> None:
+        self.seen.append((rule, site or self.site, x.detach().clone()))
+
+    def noise(self, like: Tensor) -> Tensor:
+        """The result of a collective: the same on all ranks at the same place of the trace; positive, as squares."""
+        generator = torch.Generator().manual_seed(len(self.seen))
+        return torch.rand(like.shape, generator=generator).to(like.dtype) + 0.5
+
+    def apply(self, original: Any, function: Any) -> Any:
+        """`function.apply` as `original(function)` is, with notes."""
+
+        def applied(*args: Any) -> Any:
+            site, pair, results = self.site, args[1:3], original(function)(*args)
+            if pair in TAKES_REPLICATED:
+                self.note("input", args[0])
+            result = results[0] if isinstance(results, tuple) else results
+            if result is None or result.grad_fn is None:
+                return results
+
+            def enter(grads: tuple[Tensor, ...]) -> None:
+                if pair in GETS_REPLICATED:
+                    self.note("gradient", grads[0], site)
+                self.stack.append(site)  # of the forward
+
+            def leave(*_: Any) -> None:
+                self.stack.pop()
+
+            result.grad_fn.register_prehook(enter)
+            result.grad_fn.register_hook(leave)
+            return results
+
+        return applied
+
+
+@contextmanager
+def traced(trace: Trace) -> Iterator[None]:
+    """Let collectives return noise, and note what they take."""
+
+    def all_reduce(x: Tensor, group: Any, op: Any = direct.SUM) -> None:
+        if x.is_floating_point():
+            trace.note("sum" if op == direct.SUM else "maximum", x)
+            x.copy_(trace.noise(x))
+
+    def all_reduced(x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        all_reduce(total, group)
+        return total
+
+    def all_gather(x: Tensor, group: Any) -> Tensor:
+        out = x.repeat(group.size(), *[1] * (x.ndim - 1))
+        if not x.is_floating_point():
+            return out
+        trace.note("gather", x)
+        return trace.noise(out)
+
+    def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+        trace.note("sum", x)
+        own: Tensor = trace.noise(x[: len(x) // group.size()]) * (1 + group.rank())
+        return own
+
+    def padded(x: Tensor, length: int, dim: int) -> Tensor:
+        shape = [*x.shape[:dim], length - x.shape[dim], *x.shape[dim + 1 :]]
+        return torch.cat([x, x.new_zeros(shape)], dim)
+
+    def push(module: nn.Module, _: Any) -> None:
+        trace.stack.append(trace.names.get(module, type(module).__name__))
+
+    def pop(module: nn.Module, _: Any, output: Any) -> None:
+        first, strategy = output[0] if isinstance(output, tuple) else output, vars(module).get("tp_strategy")
+        if strategy is not None and strategy.signature.leaves is REPLICATED and isinstance(first, Tensor):
+            trace.note("output", first)
+        trace.stack.pop()
+
+    apply, hooks = collectives.apply_directly, nn.modules.module
+    replaced = {"all_reduce": all_reduce, "all_reduced": all_reduced, "all_gather": all_gather}
+    with ExitStack() as stack:
+        for name, function in {**replaced, "reduce_scatter": reduce_scatter, "broadcast": lambda *_: None}.items():
+            stack.enter_context(patch.object(direct, name, function))
+        stack.enter_context(patch.object(direct, "is_watched", lambda: 1))  # no sum in place
+        stack.enter_context(patch.object(collectives, "_padded", padded))  # not with any values
+        for module in (collectives, views):
+            stack.enter_context(patch.object(module, "apply_directly", lambda function: trace.apply(apply, function)))
+        for handle in (
+            hooks.register_module_forward_pre_hook(push),
+            hooks.register_module_forward_hook(pop, always_call=True),
+        ):
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def rank_of(rank: int, size: int) -> Iterator[TensorParallelGroup]:
+    """A rank on torch's `fake` backend."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        with patch.object(TensorParallelGroup, "_gather", lambda self, value: [value] * self.size):
+            yield TensorParallelGroup(mesh, rank, size, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def run_as(
+    rank: int, size: int, model: PreTrainedModel, plan: Plan, question: dict[str, Tensor], *, zeros: bool
+) -> list[tuple[str, str, Tensor]]:
+    """Run a copy of the unsharded `model` as one rank; with `zeros`, that rank holds shards of zeros."""
+    model = copy.deepcopy(model)
+    with rank_of(rank, size) as group:
+        params = dict(model.named_parameters(remove_duplicate=False))
+        resolution = parallelize(model, plan, group, allow_replicated=True)
+        for name, param in params.items():
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._parameters[own] = param
+        trace = Trace(model)
+        with traced(trace):
+            partition_initialized(model, resolution, group)
+            if zeros:
+                for param in model.parameters():
+                    if param.tp_shard.layout is not None:  # type: ignore[attr-defined]
+                        local_tensor(param).zero_()
+            output = probe.answer(model, question)
+            trace.stack.clear()
+            trace.note("output", output, "the model")
+            weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+            (output * weights).sum().backward()
+            for name, param in model.named_parameters():
+                shard, grad = param.tp_shard, finish_gradient(param)  # type: ignore[attr-defined]
+                if grad is None:
+                    continue
+                grad = local_tensor(grad)
+                if shard.layout is None:
+                    trace.note("replicated parameter", grad, name)
+                    continue
+                trace.note("shard", grad, name)
+                for part in shard.layout.split.shared(rank):
+                    own_part = grad.narrow(shard.layout.dim, part.local, part.length)
+                    trace.note(f"shared {part.slot}", own_part, name)
+        return trace.seen
+
+
+def faults(model: PreTrainedModel, plan: Plan, size: int, question: dict[str, Tensor]) -> list[str]:
+    """What breaks the rules, each with its module or parameter, in the order of the forward and backward."""
+    ranks = [run_as(rank, size, model, plan, question, zeros=False) for rank in range(size)]
+    empty = run_as(size - 1, size, model, plan, question, zeros=True)
+    steps = [[seen for seen in trace if not seen[0].startswith("shared")] for trace in ranks]
+    sites = [[seen[:2] for seen in trace] for trace in steps]
+    if any(other != sites[0] for other in sites):
+        first = next((seen for seen in zip(*sites, strict=False) if len(set(seen)) > 1), [("", "the end")])
+        return [f"{first[0][1]}: ranks differ in what they do: {sorted({' in '.join(site) for site in first})}"]
+    found = []
+    for (rule, site, x), *others in zip(*steps, strict=True):
+        same = all(torch.equal(x, other) for _, _, other in others)
+        if not all(bool(other.isfinite().all()) for _, _, other in [(rule, site, x), *others]):
+            found.append(f"{site}: {rule} is not finite")
+        elif same and x.any() and rule in ("sum", "gather", "shard"):
+            found.append(f"{site}: {rule} of what is replicated")
+        elif not same and rule in ("gradient", "input", "output", "replicated parameter"):
+            found.append(f"{site}: {rule} varies")
+    shared: dict[tuple[str, str], Tensor] = {}
+    for rule, site, x in (seen for trace in ranks for seen in trace if seen[0].startswith("shared")):
+        if not torch.equal(shared.setdefault((rule, site), x), x):
+            found.append(f"{site}: ranks with one slice have other gradients")
+    found += [f"{site}: a rank without a shard adds to a sum" for rule, site, x in empty if rule == "sum" and x.any()]
+    return list(dict.fromkeys(found))
+
+
+def small_model(config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Tensor], Plan | None]:
+    """(small random model, arguments of its forward, its plan)."""
+    small = shrink(copy.deepcopy(config), None)
+    model = probe.make(model_class(small), small).eval()
+    return model, probe.questions(model)[0], Plan.for_model(model)
+
+
+def check(model_type: str, kinds: Sequence[str], sizes: Sequence[int] = SIZES) -> dict[str, Any]:
+    """What is found of a model type: faults by number of ranks, or the reason why it has no types."""
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[model_type](**proofs.NEEDED.get(model_type, {}))
+        if list(kinds) == ["masked text"]:
+            config.architectures = [proofs.KINDS["masked text"][model_type]]
+        model, question, plan = small_model(config)
+        if plan is None:
+            return {"untyped": "no plan"}
+        return {"faults": {str(size): faults(model, plan, size, question) for size in sizes}}
+    except Exception as error:
+        return {"untyped": proofs.shortened(f"{type(error).__name__}: {error}")}
+
+
+def known() -> dict[str, Any]:
+    """What is known, by type."""
+    return dict(json.loads(FILE.read_text(encoding="utf-8"))) if FILE.is_file() else {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("types", nargs="*")
+    names = parser.parse_args().types
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    every, found = proofs.types(), known()
+    for model_type in names or [name for name in every if name not in found]:
+        began = time.process_time()
+        found[model_type] = check(model_type, every[model_type])
+        print(model_type, found[model_type], f"{time.process_time() - began:.1f} s", flush=True)
+        if not names:
+            lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(found.items()))
+            FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
