@@ -17,9 +17,12 @@ import tp_transformers
 from tp_transformers.patches import replace
 from tp_transformers.transformers_api import auto_classes
 
+DROPPED = ("tp_plan", "device_mesh", "tp_shares")
+"""Arguments of `from_pretrained` that request a plan."""
+
 
 def _plainly(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **{name: kwargs[name] for name in kwargs if name not in ("tp_plan", "device_mesh")})
+    return original(*args, **{name: kwargs[name] for name in kwargs if name not in DROPPED})
 
 
 def run_alone(script: str, *arguments: str) -> None:

@@ -63,6 +63,7 @@ CLIENTS = (
     Client("Trainer, 2 copies", ("transformers",), "train_dp_tp.py", ("MODEL", "COPIES"), copies=2),
     Client("SFT", ("trl", "datasets"), "sft.py", tolerance=1e-3),  # TRL rounds its logs
     Client("SFT with LoRA", ("trl", "datasets"), "sft.py", ("--lora", "MODEL"), 1e-3),
+    Client("LoRA, merged", ("peft",), "lora.py"),
     Client("DPO", ("trl", "datasets"), "dpo.py", tolerance=1e-3),
     Client("GRPO", ("trl", "datasets"), "grpo.py", tolerance=1e-3),
     Client("lm_eval, a model", ("lm_eval", "datasets"), "harness.py", ("MODEL", ",".join(TASKS), "TASKS")),
@@ -74,6 +75,7 @@ CLIENTS = (
     Client("a chat of one's own", ("transformers",), "chat.py"),
     Client("vision", ("transformers",), "vision.py", ("SIGHT", "PICTURE", "w48 w49")),
     Client("a strategy", ("transformers",), "strategy.py"),
+    Client("shares", ("transformers",), "shares.py"),
     Client("hooks", ("torch",), "hooks.py"),
     Client("nnsight", ("nnsight",), "lens.py"),
     Client("sentence-transformers", ("sentence_transformers",), "embed.py"),
