@@ -29,7 +29,7 @@ from ..ranks.environment import device_kind
 from ..ranks.group import TensorParallelGroup, agreed, differing
 from ..ranks.random_state import random_states, set_random_states
 from ..seams import collective
-from ..strategies import local_tensor, same_inputs
+from ..strategies import local_tensor
 from ..transformers_api import BaseStreamer
 
 _Model: Any = object
@@ -68,7 +68,7 @@ class TensorParallelGeneration(_Model):
         check_cache(self, kwargs.get("past_key_values"))
         names = _names(own, len(args), kwargs)
         arguments = {**dict(zip(names, args, strict=True)), **kwargs}
-        with _in_step(self, arguments), same_inputs():
+        with _in_step(self, arguments):
             given = [arguments.pop(name) for name in names]
             return own(*given, **arguments)
 

@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text, shown
 from ..marks import Mark
 from ..torch_api import untraced
-from .agreement import agreed as agreed
-from .agreement import is_agreed as is_agreed
 from .environment import firsts_of, local_size, node_name
 from .limits import visible_cores
 from .messages import exchange
@@ -29,6 +27,7 @@ TP_AXIS = "tp"
 HEARTBEAT = 5.0
 """Seconds between the collectives of ranks that wait for jobs; far below the timeout of a collective."""
 
+E = TypeVar("E", bound=Exception)
 T = TypeVar("T")
 Report = tuple[type[TensorParallelError], str]
 """(class, message) of an error on another rank."""
@@ -226,6 +225,21 @@ class TensorParallelGroup:
 
 GROUP: Mark[TensorParallelGroup] = Mark("tp_group")
 """Mark on a model: the ranks that share it."""
+
+
+_AGREED: Mark[bool] = Mark("_agreed_on")
+"""Mark on an error: all ranks raise it."""
+
+
+def agreed(error: E) -> E:
+    """Mark an error that all ranks raise, so that `TensorParallelGroup.agree` lets it pass without a vote."""
+    _AGREED.put(error, True)
+    return error
+
+
+def is_agreed(error: BaseException) -> bool:
+    """True if all ranks raise `error`."""
+    return bool(_AGREED.find(error))
 
 
 def reported(failure: BaseException | None) -> Report | None:

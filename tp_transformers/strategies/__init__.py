@@ -24,7 +24,7 @@ from .shards.shard import (
     unsharded_like,
 )
 from .shards.slicing import get_packed_weights, get_tensor_shard, take
-from .signature import Signature, State, same_inputs
+from .signature import Signature, State
 
 if TYPE_CHECKING:
     from ..features.loss_parallel.cross_entropy import vocab_parallel_cross_entropy

@@ -61,19 +61,12 @@ class TensorParallelLayer(Communication, ParallelStyle):
     parts: int | Sequence[int | str] | None = None
     """Number of equal parts of a fused projection, or their lengths; each part is sharded separately."""
 
-    input_layouts: Placements = None
-    output_layouts: Placements = None
-    desired_input_layouts: Placements = None
-    use_local_output = True
     use_dtensor = True
     split: Split | None = None
     unit: int | None = None
-    ranks: Ranks = 1
-    size = 1
     is_embedding = False
     holds_experts = False
     config: Any = None
-    name = "the module"
     # As class attributes, for subclasses that do not call `super().__init__`.
 
     def __init__(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -108,17 +106,3 @@ def state_of(placement: Placement | None) -> State:
 def only(layouts: Placements) -> Placement | None:
     """The placement on a 1-D mesh."""
     return layouts[0] if isinstance(layouts, Sequence) else layouts
-
-
-SAME_INPUTS: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
-"""True while all ranks of a model have the same inputs."""
-
-
-@contextmanager
-def same_inputs() -> Iterator[None]:
-    """Within this context all ranks of a model have the same inputs, as in `generate`, so no batch is gathered."""
-    token = SAME_INPUTS.set(True)
-    try:
-        yield
-    finally:
-        SAME_INPUTS.reset(token)

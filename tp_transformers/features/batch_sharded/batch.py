@@ -29,9 +29,9 @@ from ...ranks.collectives import Group, all_gather_uneven, apply_pair, same, sca
 from ...ranks.group import agreed
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
-from ...strategies.signature import SAME_INPUTS
 from ...torch_api import in_backward
 from ..sequence.region import Widths
+from .generation import SAME_INPUTS
 
 BATCH_DIM = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""

@@ -59,5 +59,10 @@ class BatchSharding(Feature):
 
         yield share_randomness
 
+    def model_methods(self) -> Sequence[type]:
+        from .generation import BatchModel
+
+        return (BatchModel,)
+
 
 FEATURE = BatchSharding()

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import MeshError
-from ...ranks.agreement import agreed
+from ...ranks.group import agreed
 from ...ranks.limits import visible_cores
 from ...ranks.transport import MAX, SUM, Transport
 from ...torch_api import current_backward

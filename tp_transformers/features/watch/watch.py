@@ -29,8 +29,7 @@ from ...errors import RemoteRankError, error_text
 from ...logs import get_logger
 from ...marks import untyped
 from ...ranks import direct
-from ...ranks.agreement import agreed, is_agreed
-from ...ranks.group import TensorParallelGroup
+from ...ranks.group import TensorParallelGroup, agreed, is_agreed
 from ...ranks.transport import transport_of
 from ..places.out_of_step import out_of_step, this_call
 from .device import Steps, abort

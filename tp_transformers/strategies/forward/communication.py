@@ -47,15 +47,15 @@ class Communication:
     """Placements of activations before and after the module; the layouts complete it."""
     arguments: tuple[str, ...] = ()
     """Names of the positional arguments of the module's forward, once the strategy is attached."""
-    input_layouts: Placements
-    output_layouts: Placements
-    desired_input_layouts: Placements
-    use_local_output: bool
+    input_layouts: Placements = None
+    output_layouts: Placements = None
+    desired_input_layouts: Placements = None
+    use_local_output = True
     widths: Mapping[str, int] = _NONE
     """Attributes of the module that are split over the ranks in its forward, with their unsharded values."""
-    size: int
+    size = 1
     """Number of ranks."""
-    ranks: Ranks
+    ranks: Ranks = 1
     """Their number, or the share of each."""
     _splits: Mapping[tuple[int, int, int], Split] = _NONE
     """Cache of `split_length`, by length, ranks and unit."""
@@ -64,7 +64,7 @@ class Communication:
     asks_block = False
     """True for a linear that takes local views from its block; `after` may then overwrite the output, since nothing
     else reads it, not even a backward."""
-    name: str
+    name = "the module"
     """The name of the module, in messages."""
     group_name: Any = None
     """The name of the process group, once the strategy is attached."""
