@@ -75,13 +75,13 @@ def _norm_of_shards(
     """The norm of all gradients from those of the shards, which are added up over the ranks."""
     rank, process_group, device = shards[0].group.rank, shards[0].group.process_group, shards[0].group.device
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-    copies = next((shard.data_parallel for shard in shards if shard.is_fsdp_over_replicas), None)
+    copies = next((shard.resharded_over for shard in shards if shard.is_over_copies), None)
     # 1. Gradients that count on this rank: those that are also sharded over the copies, and those that are not.
     counted: dict[bool, list[Tensor]] = {False: [], True: []}
     for param, grad in zip(params, grads, strict=True):
         if grad is not None:
             shard = shard_of(param)
-            over_copies = shard is not None and shard.is_fsdp_over_replicas
+            over_copies = shard is not None and shard.is_over_copies
             counted[over_copies].extend(_counted(param, local_tensor(grad), rank))
     # 2. The p-th powers of their norms, which add up.
     is_max = norm_type == float("inf")
@@ -137,7 +137,7 @@ def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
         yield grad
         return
     if shard is None or shard.layout is None:  # a parameter that was added to the model, or a replicated one
-        over_tp = shard is not None and shard.data_parallel is not None and not shard.is_fsdp_over_replicas
+        over_tp = shard is not None and shard.resharded_over is not None and not shard.is_over_copies
         if rank == 0 or over_tp:
             yield grad
         return

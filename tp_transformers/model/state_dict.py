@@ -77,7 +77,7 @@ def _load_own_shards(
             continue
         if metadata.get("assign_to_params_buffers"):
             local = local.contiguous() if local.shape == value.shape else local.clone()
-        if shard.data_parallel is not None:
+        if shard.resharded_over is not None:
             state[prefix + name] = nn.Parameter(laid_out(local, param), requires_grad=param.requires_grad)
         else:
             state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)

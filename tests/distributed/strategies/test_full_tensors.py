@@ -51,7 +51,7 @@ def gather_and_count(copies: int) -> dict[str, Any]:
         for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
             value = values_of(SHAPE, dtype)
             for name, layout in layouts(group.size).items():
-                shard = ParamShard(value.shape, layout, group, data_parallel=data_parallel)
+                shard = ParamShard(value.shape, layout, group, resharded_over=data_parallel)
                 local: Any = take(value, layout, group.rank)
                 local = local[shard.rows[0] : shard.rows[1]].clone()
                 with Memory() as gathering:
@@ -67,7 +67,7 @@ def gather_and_count(copies: int) -> dict[str, Any]:
                     gathering.peak - value.nbytes * (gathered is not None),
                     filling.peak - value.nbytes - held,
                 )
-    scalar = ParamShard(torch.Size([]), None, group, data_parallel=data_parallel).gather(torch.tensor(1.0))
+    scalar = ParamShard(torch.Size([]), None, group, resharded_over=data_parallel).gather(torch.tensor(1.0))
     assert (scalar is None) == bool(dist.get_rank())
     return found
 

@@ -82,7 +82,7 @@ def shard() -> nn.Parameter:
     """A parameter that says that it is a shard of two ranks."""
     param = nn.Parameter(torch.ones(3))
     group: Any = SimpleNamespace(size=2, process_group=object())
-    SHARD.put(param, SimpleNamespace(group=group, data_parallel=None))  # type: ignore[arg-type]
+    SHARD.put(param, SimpleNamespace(group=group, resharded_over=None))  # type: ignore[arg-type]
     return param
 
 

@@ -36,7 +36,7 @@ def shard_copies(
             shard = ParamShard(param.shape, None, group, use_dtensor=False)
         if shard is not None:
             copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
-            shards[name] = dataclasses.replace(shard, data_parallel=copies)
+            shards[name] = dataclasses.replace(shard, resharded_over=copies)
     _unwrap(model, alone)
     options.setdefault("reshard_after_forward", True)
     if group.reduce_dtype is not None:

@@ -104,6 +104,6 @@ def placed(local: Tensor, param: Tensor) -> Tensor:
         return local
     # Torch computes wrong offsets where FSDP shards the rows of an uneven DTensor.
     is_even = len(set(shard.layout.split.widths)) == 1
-    if shard.placement is not None and (shard.data_parallel is None or is_even):
+    if shard.placement is not None and (shard.resharded_over is None or is_even):
         return local
     return LocalShard.of(local_tensor(local), shard)

@@ -49,7 +49,7 @@ def sample(model: nn.Module, group: TensorParallelGroup) -> Sample:
     sampled: dict[tuple[str, tuple[int, ...], int], Tensor] = {}
     for name, param in model.named_parameters():
         shard = shard_of(param)
-        if param.is_meta or not param.is_floating_point() or (shard is not None and shard.data_parallel is not None):
+        if param.is_meta or not param.is_floating_point() or (shard is not None and shard.resharded_over is not None):
             continue
         for entry, value in replicated_slices(name, param, param, group.size, {}):
             flat = value.reshape(-1) if value.is_contiguous() else value[:1].reshape(-1)

@@ -56,10 +56,10 @@ def replicated_slices(
         if not isinstance(param, DTensor):
             yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
     elif shard.layout is None:
-        if shard.data_parallel is None or shard.is_fsdp_over_replicas:
+        if shard.resharded_over is None or shard.is_over_copies:
             yield ReplicatedSlice.of(name, tuple(range(size)), 0, local), local
     elif shared := shard.layout.split.shared(shard.group.rank):
-        if shard.data_parallel is not None:
+        if shard.resharded_over is not None:
             local = joined[name] = shard.joined(local)
         numbers: dict[tuple[int, ...], int] = {}
         for indices in shared:

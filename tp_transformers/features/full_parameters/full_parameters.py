@@ -51,7 +51,7 @@ def full_parameters(
     places = [place for place in _places(model) if id(place[2]) in chosen]
     params = list(dict.fromkeys(param for _, _, param in places))
     shards = [shard for param in params if (shard := shard_of(param)) is not None]
-    is_fsdp, kept = any(shard.data_parallel for shard in shards), places
+    is_fsdp, kept = any(shard.resharded_over for shard in shards), places
     hooks = [module.register_forward_pre_hook(_refuse, prepend=True) for module in model.modules() if is_fsdp]
     try:
         for param in params:
@@ -119,7 +119,7 @@ def _written(model: nn.Module, places: Sequence[Place]) -> list[tuple[Place, nn.
             continue
         dim = None if shard.layout is None else shard.layout.dim
         is_like = value.ndim == len(shard.shape) and (dim is None or value.shape[dim] == shard.shape[dim])
-        if not is_like or shard.data_parallel is not None:
+        if not is_like or shard.resharded_over is not None:
             raise UnsupportedError(
                 f"{name} of a {type(module).__name__} after full_parameters",
                 got=f"shape {tuple(value.shape)}",
@@ -144,7 +144,7 @@ def _take_shards(written: Sequence[tuple[Place, nn.Parameter]]) -> list[Place]:
 def _take_shard(value: nn.Parameter, param: nn.Parameter, *, in_place: bool) -> nn.Parameter:
     """`param` with this rank's shard of `value` and of its gradient; a new parameter for another shape."""
     shard, full, grad = shard_of(param), value.detach().contiguous(), value.grad
-    for process_group in () if shard is None else (shard.group.process_group, shard.data_parallel):
+    for process_group in () if shard is None else (shard.group.process_group, shard.resharded_over):
         if process_group is not None:
             direct.broadcast(full, process_group, 0)
     if shard is not None and not (in_place and value.shape == shard.shape):

@@ -71,7 +71,7 @@ def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
     for param in params:
         shard = shard_of(param)
         if shard is not None:
-            groups.update({shard.group.process_group: None, shard.data_parallel: None})
+            groups.update({shard.group.process_group: None, shard.resharded_over: None})
         elif isinstance(param, DTensor):
             groups.update(dict.fromkeys(param.device_mesh.get_all_groups()))
     return [group for group in groups if group is not None]

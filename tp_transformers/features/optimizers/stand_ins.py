@@ -122,7 +122,7 @@ class StandIn:
 
 
 def _needs_gather(shard: ParamShard) -> bool:
-    return shard.layout is not None or shard.data_parallel is not None
+    return shard.layout is not None or shard.resharded_over is not None
 
 
 def _empty(param: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, tor
     for stand_in in stand_ins:
         if stand_in.shard is not None:
             devices.setdefault(stand_in.shard.group.process_group, stand_in.shard.group.device)
-            devices.setdefault(stand_in.shard.data_parallel, stand_in.shard.group.device)
+            devices.setdefault(stand_in.shard.resharded_over, stand_in.shard.group.device)
     return [(group, device) for group, device in devices.items() if group is not None]
 
 

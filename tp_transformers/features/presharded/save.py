@@ -62,7 +62,7 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
             expected="a tensor-parallel model",
             fix='Load it with tp_plan="auto", also on one rank; or call model.save_pretrained(folder).',
         )
-    if any(getattr(getattr(param, "tp_shard", None), "data_parallel", None) for param in model.parameters()):
+    if any(getattr(getattr(param, "tp_shard", None), "resharded_over", None) for param in model.parameters()):
         raise UnsupportedError(
             "save_sharded does not write shards that FSDP has sharded again. Call model.save_pretrained(folder) on all "
             "ranks."

@@ -2,8 +2,7 @@
 
 Shards are split into blocks of at most CHUNK_BYTES, which are sent one after the other and copied into the full tensor.
 So a rank holds the full tensor, if it asked for it, and a few blocks. Blocks are sent as bytes, to all on the device
-of the process group, to rank 0 from the CPU where the group can; the tensor may be on another device: FSDP2 may have
-offloaded it to the CPU.
+of the process group, to rank 0 from the CPU where the group can; the tensor may be on another device.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def on_first(
 ) -> Tensor | None:
     """Gather the full tensor of `shape` on the CPU of rank 0, block by block from every rank; None on other ranks.
 
-    `copies` is the process group over which FSDP shards dim 0 of this rank's shard again. A block is sent to its first
-    rank, and from there to rank 0 of `group`. If both are the same group, the tensor is sharded by FSDP alone, and one
+    `copies` is the process group over which dim 0 of this rank's shard is sharded again. A block is sent to its first
+    rank, and from there to rank 0 of `group`. If both are the same group, the tensor is sharded over it alone, and one
     step suffices.
     """
     count, copy = (dist.get_world_size(copies), dist.get_rank(copies)) if copies is not None else (1, 0)
@@ -82,7 +81,7 @@ def split_blocks(
 ) -> Iterator[BlockIndices]:
     """Yield the shard of `rank` of a full tensor of `shape` as blocks of at most `limit` elements (at least one).
 
-    `held` is the range of indices of dim 0 of the shard that FSDP leaves on the holder; None: all.
+    `held` is the range of indices of dim 0 of the shard on the holder; None: all.
     """
     dim, ranges = (0, [(0, 0, shape[0])]) if layout is None else (layout.dim, _ranges(layout, rank))
     for local, start, length in ranges:

@@ -38,8 +38,8 @@ class ParamShard:
     """True if only rank 0 computes with it, since outputs are summed over the ranks; other ranks see zeros."""
     keeps_order: bool = False
     """True if the norm of gradients has to be computed in the order of one process."""
-    data_parallel: dist.ProcessGroup | None = None
-    """Process group over which FSDP shards dim 0 of this rank's shard again, in torch.chunk's sizes; None without FSDP.
+    resharded_over: dist.ProcessGroup | None = None
+    """Process group over which dim 0 of this rank's shard is sharded again, in torch.chunk's sizes; None for none.
     It may be the tensor-parallel group, if each rank has its own batch; the parameter is then replicated in it."""
     _shared: tuple[Shared, ...] = field(init=False)
     """Indices that this rank and other ranks hold."""
@@ -56,9 +56,9 @@ class ParamShard:
         return self
 
     @property
-    def is_fsdp_over_replicas(self) -> bool:
-        """True if FSDP shards it over copies of the model, not over the tensor-parallel ranks of one copy."""
-        return self.data_parallel is not None and self.data_parallel != self.group.process_group
+    def is_over_copies(self) -> bool:
+        """True if it is sharded again over copies of the model, not over the tensor-parallel ranks of one copy."""
+        return self.resharded_over is not None and self.resharded_over != self.group.process_group
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -162,32 +162,32 @@ class ParamShard:
     def own(self, full: Tensor) -> Tensor:
         """This rank's shard of `full`, a tensor of the unsharded shape: a view, or a copy of several slices."""
         shard: Tensor = take(full, self.layout, self.group.rank)
-        return shard if self.data_parallel is None else shard[slice(*self.rows)]
+        return shard if self.resharded_over is None else shard[slice(*self.rows)]
 
     def gather(self, local: Tensor) -> Tensor | None:
-        """Gather the full tensor on the CPU of rank 0 alone, under FSDP of the first copy; None on other ranks."""
-        return on_first(local, self.shape, self.layout, self.group, self.data_parallel)
+        """Gather the full tensor on the CPU of rank 0 alone, that of the first copy; None on other ranks."""
+        return on_first(local, self.shape, self.layout, self.group, self.resharded_over)
 
     def any_rank(self, value: bool) -> bool:
         """True if `value` is True on any rank that holds a shard of the parameter. Collective over these ranks."""
         has = torch.tensor([float(value)], device=self.group.device)
-        for process_group in (self.group.process_group if self.layout is not None else None, self.data_parallel):
+        for process_group in (self.group.process_group if self.layout is not None else None, self.resharded_over):
             direct.all_reduce(has, process_group, direct.MAX)
         return bool(has)
 
     def joined(self, local: Tensor) -> Tensor:
-        """This rank's shard, gathered from FSDP's shards of it (all-gather over `data_parallel`)."""
-        if self.data_parallel is None or 0 in self.local_shape:
+        """This rank's shard, gathered from its parts (all-gather over `resharded_over`)."""
+        if self.resharded_over is None or 0 in self.local_shape:
             return local
-        rows = Layout(0, chunked(self.local_shape[0], self.data_parallel.size()))
-        return on_all(local, self.local_shape, rows, self.data_parallel, self.group.device)
+        rows = Layout(0, chunked(self.local_shape[0], self.resharded_over.size()))
+        return on_all(local, self.local_shape, rows, self.resharded_over, self.group.device)
 
     @property
     def rows(self) -> Range:
-        """Range of indices of dim 0 of this rank's shard that FSDP leaves on this rank; all without FSDP."""
-        if self.data_parallel is None:
+        """Range of indices of dim 0 of this rank's shard that are on this rank: all, or those of its part."""
+        if self.resharded_over is None:
             return 0, self.local_shape[0]
-        length, copies = self.local_shape[0], self.data_parallel
+        length, copies = self.local_shape[0], self.resharded_over
         return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
 
 
