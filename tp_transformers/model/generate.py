@@ -63,7 +63,8 @@ class TensorParallelGeneration(_Model):
         return self._generate(super().generate, *args, **kwargs)
 
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.tp_group.size == 1 or (_call.get() or _NOBODY).ranks == self.tp_group.global_ranks:
+        call = _call.get()
+        if self.tp_group.size == 1 or (call is not None and call.ranks == self.tp_group.global_ranks):
             return own(*args, **kwargs)  # nested, as for an assistant: its ranks are in step already
         check_cache(self, kwargs.get("past_key_values"))
         names = _names(own, len(args), kwargs)
@@ -121,7 +122,6 @@ class _Call:
     """The error of this rank's streamer."""
 
 
-_NOBODY = _Call([])
 _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
 
 

@@ -92,6 +92,14 @@ class _WeightParallel(TensorParallelLayer):
                 "'embedding_rowwise' or 'embedding_colwise'"
             )
 
+    def shortened(self, base: type[_WeightParallel], given: Any, left: Any) -> ShortForward | None:
+        """`ShortForward(given, left)` where the strategy has the layouts and the methods of the class `base`."""
+        if not self.is_built_in:
+            return None
+        takes = only(self.input_layouts) == only(base.input_layouts) and type(self).before is base.before
+        leaves = only(self.output_layouts) == only(base.output_layouts) and type(self).after is base.after
+        return ShortForward(given if takes else "before", left if leaves and self.use_local_output else "after")
+
     def all_of(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """The complete input, from a shard (all-gather; backward: reduce-scatter) or a summand (all-reduces)."""
         placement, group = only(self.input_layouts), mesh.get_group()
@@ -174,13 +182,7 @@ class ColwiseParallel(_WeightParallel):
         return ReplicateParallel(), ColwiseParallel(output_layouts=self.output_layouts)
 
     def short_forward(self) -> ShortForward | None:
-        if not self.is_built_in:
-            return None
-        cls = type(self)
-        copies = only(self.input_layouts) == Replicate() and cls.before is ColwiseParallel.before
-        keeps = self.use_local_output and only(self.output_layouts) == Shard(LAST)
-        keeps = keeps and cls.after is ColwiseParallel.after
-        return ShortForward("copied" if copies else "before", "as it is" if keeps else "after")
+        return self.shortened(ColwiseParallel, "copied", "as it is")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The output width of a Conv1D."""
@@ -269,12 +271,7 @@ class RowwiseParallel(_WeightParallel):
         return RowwiseParallel(input_layouts=self.input_layouts), ReplicateParallel()
 
     def short_forward(self) -> ShortForward | None:
-        if not self.is_built_in:
-            return None
-        cls = type(self)
-        takes_shards = only(self.input_layouts) == Shard(LAST) and cls.before is RowwiseParallel.before
-        sums = self.use_local_output and only(self.output_layouts) == Replicate() and cls.after is RowwiseParallel.after
-        return ShortForward("as it is" if takes_shards else "before", "summed" if sums else "after")
+        return self.shortened(RowwiseParallel, "as it is", "summed")
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """An embedding's `padding_idx`, as an index of the local rows."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
-from ...ranks.collectives import Group, all_gather_uneven, apply_function, scatter_to_region
+from ...ranks.collectives import Group, all_gather_uneven, apply_pair, scatter_to_region
 from ...slices.layout import Split
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
@@ -69,11 +69,15 @@ class InvariantHeadNormParallel(TensorParallelLayer):
         if not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))):
             return inputs
         forward_of(module).notes["heads"] = heads = self._heads(x)
-        return (apply_function(_GatherHeads, x, *heads, mesh.get_group()), *inputs[1:])
+        return (apply_pair(x, _gather_heads, _keep_heads, *heads, mesh.get_group(), None), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         heads = forward_of(module).notes.get("heads")
-        return outputs if heads is None else apply_function(_KeepHeads, outputs, *heads, mesh.get_group())
+        if heads is None:
+            return outputs
+        # A compiled sum visits the dims in the order of the input: its gradient is not stored before it is summed.
+        order = _memory_order(outputs, heads[1]) if torch.compiler.is_dynamo_compiling() else None
+        return apply_pair(outputs, _keep_heads, _gather_heads, *heads, mesh.get_group(), order)
 
     def _heads(self, x: Tensor) -> tuple[tuple[int, ...], int]:
         """(heads of each rank, the dim of the heads): (batch, sequence, heads, features), or heads before sequence.
@@ -99,36 +103,14 @@ def _memory_order(x: Tensor, dim: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-class _GatherHeads(torch.autograd.Function):
-    """All-gather; the result has its dims in memory in `order`, in which sums visit them. Backward keeps the shard."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group, order: tuple[int, ...] | None = None
-    ) -> Tensor:
-        ctx.settings = (counts, dim, group)
-        order = order or _memory_order(x, dim)
-        gathered = all_gather_uneven(x.permute(order), counts, group, dim=order.index(dim % x.ndim))
-        return gathered.permute([order.index(axis) for axis in range(x.ndim)])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return apply_function(_KeepHeads, grads[0], *ctx.settings), None, None, None, None
+def _gather_heads(x: Tensor, counts: tuple[int, ...], dim: int, group: Group, order: tuple[int, ...] | None) -> Tensor:
+    """All-gather; the result has its dims in memory in `order`, in which sums visit them, or else in that of `x`."""
+    order = order or _memory_order(x, dim)
+    gathered = all_gather_uneven(x.permute(order), counts, group, dim=order.index(dim % x.ndim))
+    return gathered.permute([order.index(axis) for axis in range(x.ndim)])
 
 
-class _KeepHeads(torch.autograd.Function):
-    """Keep this rank's shard; backward all-gathers the gradients, as they are in memory.
-
-    A compiled sum visits the dims in the order of the input: its gradient is not stored before it is summed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: tuple[int, ...], dim: int, group: Group) -> Tensor:
-        order = _memory_order(x, dim) if torch.compiler.is_dynamo_compiling() else None
-        ctx.settings = (counts, dim, group, order)
-        rank = dist.get_rank(group)
-        return x.narrow(dim, sum(counts[:rank]), counts[rank]).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return apply_function(_GatherHeads, grads[0], *ctx.settings), None, None, None
+def _keep_heads(x: Tensor, counts: tuple[int, ...], dim: int, group: Group, order: tuple[int, ...] | None) -> Tensor:
+    """This rank's shard."""
+    rank = dist.get_rank(group)
+    return x.narrow(dim, sum(counts[:rank]), counts[rank]).clone()
