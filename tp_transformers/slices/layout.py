@@ -89,13 +89,11 @@ class Split:
     def shared(self, rank: int) -> tuple[Shared, ...]:
         """The ranges of `rank` that other ranks hold too."""
         shared = []
-        local = 0
-        for entry in self.ranges[rank]:
-            length = entry[1] - entry[0]
-            if entry in self._shared_slots:
-                ranks = tuple(peer for peer in range(self.size) if entry in self.ranges[peer])
-                shared.append(Shared(local, self._shared_slots[entry], length, ranks))
-            local += length
+        for entry in self.held(rank):
+            indices = (entry.start, entry.start + entry.length)
+            if indices in self._shared_slots:
+                ranks = tuple(peer for peer in range(self.size) if indices in self.ranges[peer])
+                shared.append(Shared(entry.local, self._shared_slots[indices], entry.length, ranks))
         return tuple(shared)
 
     @cached_property
@@ -147,12 +145,8 @@ class Split:
     @property
     def is_complete(self) -> bool:
         """True if every index is held, and any two ranges are disjoint or equal: the invariant of `Split`."""
-        position = 0
-        for entry in self.shard_ranges:
-            if entry.start != position:
-                return False
-            position += entry.length
-        return position == self.length
+        ranges = joined((entry.start, entry.start + entry.length) for entry in self.shard_ranges)
+        return ranges == joined([(0, self.length)])
 
     def scaled(self, unit: int) -> Split:
         """The same split with each index expanded to `unit` consecutive indices (heads -> rows)."""
