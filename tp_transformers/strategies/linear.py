@@ -68,7 +68,7 @@ class _WeightParallel(TensorParallelLayer):
         """Raise PlanError if the layouts are no placements of the inputs and outputs of such a layer."""
         for name, sums in (("input_layouts", " or Partial()"), ("output_layouts", "")):
             layouts = getattr(self, name)
-            if isinstance(layouts, Placement):
+            if name in vars(self) and isinstance(layouts, Placement):
                 setattr(self, name, (layouts,))
             placement = layouts[0] if isinstance(layouts, tuple | list) and len(layouts) == 1 else layouts
             if type(placement) not in (Replicate, Shard) and not (sums and placement == Partial()):
