@@ -190,9 +190,16 @@ def unit(bits: int) -> tuple[int, int]:
 
 
 def gptq(
-    folder: str | Path, target: Path, *, bits: int = 4, group: int = 32, desc_act: bool = False, version: str = "gptq"
+    folder: str | Path,
+    target: Path,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    desc_act: bool = False,
+    version: str = "gptq",
+    is_random: bool = True,
 ) -> Tensors:
-    """The linears in GPTQ, of random values; returns what their weights are, in the dtype of the scales."""
+    """The linears in GPTQ, of random values or the nearest; returns what their weights are, in the scales' dtype."""
     expected: Tensors = {}
 
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
@@ -200,7 +207,7 @@ def gptq(
             return None
         rows, columns = tensor.shape
         count = -(-columns // group)
-        values, scales, zeros = _random(rows, columns, count, bits)
+        values, scales, zeros = _random(rows, columns, count, bits) if is_random else _nearest(tensor, group, bits)
         order = (torch.arange(columns) // group).int()
         order = order[torch.randperm(columns)] if desc_act else order
         expected[name] = (values - zeros[:, order]).half() * scales[:, order]
@@ -218,8 +225,8 @@ def gptq(
     return expected
 
 
-def awq(folder: str | Path, target: Path, *, group: int = 32) -> Tensors:
-    """The linears in AWQ, of random values; returns what their weights are, in the dtype of the scales."""
+def awq(folder: str | Path, target: Path, *, group: int = 32, is_random: bool = True) -> Tensors:
+    """The linears in AWQ, of random values or the nearest; returns what their weights are, in the scales' dtype."""
     expected: Tensors = {}
 
     def words(values: torch.Tensor) -> torch.Tensor:
@@ -230,7 +237,7 @@ def awq(folder: str | Path, target: Path, *, group: int = 32) -> Tensors:
         if not is_linear(name, tensor):
             return None
         rows, columns = tensor.shape
-        values, scales, zeros = _random(rows, columns, columns // group, 4)
+        values, scales, zeros = _random(rows, columns, columns // group, 4) if is_random else _nearest(tensor, group, 4)
         spread = [each.repeat_interleave(group, 1) for each in (scales, zeros)]
         expected[name] = (values - spread[1]).half() * spread[0]
         prefix = name.removesuffix("weight")
@@ -254,3 +261,12 @@ def _random(rows: int, columns: int, groups: int, bits: int) -> tuple[torch.Tens
     values = torch.randint(0, 1 << bits, (rows, columns))
     scales = torch.rand(rows, groups).add(0.5).div(50 << bits).half()
     return values, scales, torch.randint(1, 1 << bits, (rows, groups))
+
+
+def _nearest(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same, nearest to a weight."""
+    low, high = torch.aminmax(weight.float().unflatten(1, (-1, group)), dim=-1)
+    scales = ((high - low) / ((1 << bits) - 1)).half()
+    zeros = torch.round(-low / scales).clamp(1, (1 << bits) - 1)
+    spread = [each.repeat_interleave(group, 1) for each in (scales.float(), zeros)]
+    return (weight / spread[0] + spread[1]).round().clamp(0, (1 << bits) - 1).long(), scales, zeros.long()

@@ -1,12 +1,16 @@
-"""Arguments of several commands: a plan and strategies of one's own (`--plan`, `--import`), and `--shares`."""
+"""Arguments of several commands: a plan and strategies of one's own (`--plan`, `--import`), `--shares`, `--dtype`."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...errors import UsageError
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+"""Short names of dtypes."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +30,22 @@ def passed_on(arguments: argparse.Namespace) -> list[str]:
     files = [str(Path(file).resolve()) for file in arguments.imports]
     plan = str(Path(arguments.plan).resolve()) if Path(arguments.plan).is_file() else arguments.plan
     return ["--plan", plan, *(part for file in files for part in ("--import", file))]
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="auto", help='as in from_pretrained: "auto" (default), bf16, fp16, fp32')
+
+
+def parse_dtype(text: str) -> Any:
+    """The dtype of torch; "auto" is returned as it is. Raises UsageError unless it is a floating-point dtype."""
+    import torch
+
+    dtype = getattr(torch, DTYPES.get(text, text), None)
+    if text == "auto":
+        return text
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise UsageError("--dtype", got=repr(text), expected="auto, bf16, fp16 or fp32", fix="Give one of them.")
 
 
 def add_shares(parser: argparse.ArgumentParser, *, measured: bool = False) -> None:

@@ -11,13 +11,11 @@ from functools import partial
 from typing import Any
 
 from ...errors import UsageError
-from ..command_line.arguments import add_plan, add_shares, count_ranks, parse_shares
+from ..command_line.arguments import add_dtype, add_plan, add_shares, count_ranks, parse_dtype, parse_shares
 
 SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
 EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --gpu-memory 24GB"
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-"""Short names of dtypes."""
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 LEAST = 1000
 """Minimum bytes of a rank's memory; for fewer, the unit is probably missing."""
@@ -28,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp-size", type=int, metavar="N", help="number of ranks, unless --shares or --memory say it")
     add_shares(parser)
     add_plan(parser)
-    parser.add_argument("--dtype", default="auto", help='as in from_pretrained: "auto" (default), bf16, fp16, fp32')
+    add_dtype(parser)
     parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
     parser.add_argument("--invariant", action="store_true", help="as with tp_invariant: the bits of one process")
     parser.add_argument("--batch", type=int, default=1, help="sequences in the KV cache (default 1)")
@@ -66,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         fix, expected = "Give one of them.", ", ".join(OPTIMIZERS)
         raise UsageError("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix)
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-    asked = {"tp_plan": arguments.plan, "dtype": _dtype(arguments.dtype), "invariant": arguments.invariant}
+    asked = {"tp_plan": arguments.plan, "dtype": parse_dtype(arguments.dtype), "invariant": arguments.invariant}
     take = partial(survey, arguments.model, **asked, **where)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
@@ -93,18 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(argument: str, value: int, least: int) -> None:
     if value < least:
         raise UsageError(argument, got=str(value), expected=f"{least} or more", fix="Give such a number.")
-
-
-def _dtype(text: str) -> Any:
-    """Parse a dtype; "auto" is returned as it is. Raises UsageError unless it is a floating-point dtype."""
-    import torch
-
-    dtype = getattr(torch, DTYPES.get(text, text), None)
-    if text == "auto":
-        return text
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    raise UsageError("--dtype", got=repr(text), expected="auto, bf16, fp16 or fp32", fix="Give one of them.")
 
 
 def _bytes(text: str) -> int:

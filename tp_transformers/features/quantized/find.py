@@ -118,7 +118,7 @@ class Quantization(Encoding):
             logging.INFO if is_kept else logging.WARNING,
             "the checkpoint is in %s, and %s: of %s in its files, this rank makes %s in memory",
             self.format.title,
-            "stays packed" if is_kept else "dequantised while it is loaded",
+            "stays packed" if is_kept else "dequantised while it is loaded, without tp_dequantize=False or --packed",
             size(stored),
             size(held),
         )

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ...errors import UsageError
 from ...text import is_path
-from ..command_line.arguments import add_plan, add_shares, count_ranks, passed_on
+from ..command_line.arguments import add_dtype, add_plan, add_shares, count_ranks, passed_on
 from ..run.start import set_shares, start
 from .ports import bound
 
@@ -45,6 +45,7 @@ def add_own(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drain", type=seconds, default=DRAIN, metavar="SECONDS", help=drain)
     parser.add_argument("--watch", type=seconds, default=WATCH, metavar="SECONDS", help=watch)
     parser.add_argument("--packed", action="store_true", help="quantised weights stay packed (tp_dequantize=False)")
+    add_dtype(parser)
 
 
 def seconds(text: str) -> float:
@@ -57,7 +58,7 @@ def seconds(text: str) -> float:
 def own(arguments: argparse.Namespace) -> list[str]:
     """The arguments of `add_own` for another process."""
     packed = ["--packed"] if arguments.packed else []
-    return ["--drain", str(arguments.drain), "--watch", str(arguments.watch), *packed]
+    return ["--drain", str(arguments.drain), "--watch", str(arguments.watch), "--dtype", arguments.dtype, *packed]
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from ...commands import import_files
 from ...errors import MeshError, RemoteRankError, TensorParallelError, UsageError
 from ...loading.hook import enable
 from ...patches import replace
-from ..command_line.arguments import add_plan
+from ..command_line.arguments import add_plan, parse_dtype
 from ..command_line.models import read_config
 from ..run.errors import keep_errors
 from ..run.launch import AGAIN, end_with_parent
@@ -37,15 +37,25 @@ from .command import STOP, add_own
 from .ports import bound
 from .requests import Answers
 
+WITHOUT_EFFECT = {
+    "compile": (False, "Leave it out: batches are not compiled."),
+    "device": ("auto", "Leave it out; CUDA_VISIBLE_DEVICES says which devices the ranks use."),
+    "quantization": (None, "Serve a quantised checkpoint, with --packed."),
+}
+"""Options of transformers' server for the model that it would load: name -> (default, what to do instead)."""
+
 
 def read_options(name: str, options: Sequence[str]) -> Any:
-    """Parse the options of `transformers serve` into a typer context. Raises UsageError for an unknown option."""
+    """Parse the options of `transformers serve` into a typer context.
+
+    Raises UsageError for an unknown option, and for one that would have no effect.
+    """
     import typer  # a dependency of transformers, for its command line
 
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     try:
-        return typer.main.get_command(app).make_context("serve", [name, "--continuous-batching", *options])
+        context = typer.main.get_command(app).make_context("serve", [name, "--continuous-batching", *options])
     except Exception as error:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
@@ -54,6 +64,10 @@ def read_options(name: str, options: Sequence[str]) -> Any:
         raise UsageError(
             "options of the server", got=format_message(), expected="those of transformers", fix=fix
         ) from None
+    for option, (default, fix) in WITHOUT_EFFECT.items():
+        if (value := context.params[option]) != default:
+            raise UsageError(f"--{option}", got=str(value), expected="an option with an effect", fix=fix)
+    return context
 
 
 def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own: argparse.Namespace) -> None:
@@ -157,12 +171,12 @@ def main(arguments: Sequence[str]) -> None:
     is_first = os.environ["RANK"] == "0"
     # Before the load, which takes long.
     sockets = bound(context.params["host"], context.params["port"]) if is_first else []
-    where = {"trust_remote_code": context.params["trust_remote_code"]}
-    read_config(name, **where)  # raises errors with the messages of this package
+    where = {name: context.params[name] for name in ("trust_remote_code", "attn_implementation")}
+    read_config(name, trust_remote_code=where["trust_remote_code"])  # raises errors with the messages of this package
     import_files(own.imports)
     enable()
-    packed = {"tp_dequantize": False} if own.packed else {}
-    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **packed, **where)
+    given = where | {"dtype": parse_dtype(own.dtype)} | ({"tp_dequantize": False} if own.packed else {})
+    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **given)
     if is_first:
         serve(model, name, context, sockets, own)
     else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from importlib import import_module
 from typing import Any, NoReturn
 
 import torch
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, CBWorkerDeadError, GenerationState
 
 from ...errors import describe, shown
@@ -79,6 +81,17 @@ def sampling(config: Any) -> dict[str, Any]:
     }
 
 
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that ends an answer in the chat template of a tokenizer; None if there is none."""
+    answer, text = "An answer.", ""
+    talk = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
+    with suppress(ValueError, TypeError, import_module("jinja2").TemplateError):  # no template, or one for other talks
+        text = tokenizer.apply_chat_template(talk, tokenize=False)
+    after = tokenizer.encode(text.partition(answer)[2].lstrip(), add_special_tokens=False)
+    added = tokenizer.added_tokens_decoder
+    return after[0] if after and after[0] in added and added[after[0]].special else None
+
+
 class Answers:
     """Changes of transformers' server in this process, with which it answers by the batches of all ranks.
 
@@ -100,12 +113,22 @@ class Answers:
                 replace(handler, "_build_generation_config", self.build)
         replace(import_module("transformers.cli.serving.server"), "build_server", explained)
         replace(BaseHandler, "_validate_request", self.validate)
+        replace(ModelManager, "_load_processor", self.processor)
         replace(CBGenerateManager, "__init__", self.take)
         replace(CBGenerateManager, "init_cb", lambda original, handler, model, config: _settings.set(config))
         replace(CBGenerateManager, "generate_non_streaming", self.generate)
         replace(type(self.manager), "add_request", self.add)
         if self.model.tp_size > 1:
             replace(GenerationState, "get_manager", self.batched)
+
+    def processor(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """`_load_processor`, whose end tokens end answers, too: a model's config does not always list them."""
+        processor, config = original(*args, **kwargs), self.model.generation_config
+        own = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        tokenizer = getattr(processor, "tokenizer", processor)
+        ends = [*own, tokenizer.eos_token_id, end_of_turn(tokenizer)]
+        config.eos_token_id = [token for token in dict.fromkeys(ends) if token is not None] or None
+        return processor
 
     def validate(self, original: Any, handler: Any, body: dict[str, Any]) -> Any:
         """`_validate_request`, which refuses what would be ignored."""

@@ -55,4 +55,4 @@ def test_ranks_get_the_own_options_of_the_command(packed: list[str]) -> None:
     parser = argparse.ArgumentParser()
     serve.configure(parser)
     given = parser.parse_args(["model", "-n", "2", "--drain", "3", *packed])
-    assert serve.own(given) == ["--drain", "3.0", "--watch", "10.0", *packed]
+    assert serve.own(given) == ["--drain", "3.0", "--watch", "10.0", "--dtype", "auto", *packed]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tp_transformers import MeshError, RemoteRankError
+from tp_transformers.errors import UsageError
 from tp_transformers.features.watch.calls import WATCH
 from tp_transformers.features.watch.failure import Failure, lost
 
@@ -55,3 +56,10 @@ def test_a_silent_rank_is_known_by_the_verdict_of_the_watch_and_not_by_a_text() 
     silent = raised(RuntimeError("no peer"), lost(1, 3))
     assert isinstance(silent, MeshError)
     assert "got no sign of life of rank 1, expected an answer. It was killed; or paused" in str(silent)
+
+
+@pytest.mark.parametrize("option", ["--compile", "--device=cpu", "--quantization=bnb-4bit"])
+def test_an_option_of_the_server_without_an_effect_is_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option.partition('=')[0]}: got .*, expected an option with an effect"):
+        rank.read_options("model", [option])
+    assert rank.read_options("model", ["--port", "8001"]).params["port"] == 8001

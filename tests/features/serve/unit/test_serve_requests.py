@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from tp_transformers.features.serve import chat
 
@@ -76,6 +78,37 @@ def test_a_config_of_the_chat_gets_the_end_tokens_of_the_model() -> None:
     config = built({"generation_config": '{"do_sample": true, "max_new_tokens": 256}'})
     assert (config.do_sample, config.eos_token_id, config.pad_token_id) == (True, [2, 7], 0)
     assert built({"generation_config": '{"eos_token_id": 5}'}).eos_token_id == 5
+
+
+CLOSED = "{% for message in messages %}{{ message['content'] }}{{ closing }} {% endfor %}"
+"""A chat template: `closing` is what follows each message."""
+
+
+@pytest.mark.parametrize(
+    ("configured", "template", "expected"),
+    [
+        (None, CLOSED.replace("{{ closing }}", " w7 w9"), [5, 7]),
+        (2, CLOSED.replace("{{ closing }}", "\nw7"), [2, 5, 7]),
+        ([2, 7], CLOSED.replace("{{ closing }}", " w7"), [2, 7, 5]),
+        (2, CLOSED.replace("{{ closing }}", " w8"), [2, 5]),  # a word
+        (2, "{{ raise_exception('no such talk') }}", [2, 5]),
+        (2, "{{ messages[0]['content'][0]['text'] }}", [2, 5]),
+        (2, None, [2, 5]),
+    ],
+)
+def test_answers_end_at_the_end_tokens_of_model_tokenizer_and_chat(
+    configured: int | list[int] | None, template: str | None, expected: list[int]
+) -> None:
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(10)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w5", chat_template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["w7"]})
+    config = GenerationConfig(eos_token_id=configured)
+    model = SimpleNamespace(generation_config=config, _get_logits_processor=lambda config: [])
+    for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
+        config.eos_token_id = configured
+        requests.Answers(model, None, 100).processor(partial(next, iter([processor])))
+        assert config.eos_token_id == expected
 
 
 def test_a_temperature_asks_for_sampling() -> None:

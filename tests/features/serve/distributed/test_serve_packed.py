@@ -1,0 +1,151 @@
+"""Quantised checkpoints served packed on 2 ranks: the text of one process, the end of a turn, memory and speed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp4Config, PreTrainedTokenizerFast
+
+from tests.features.quantized.distributed.test_quantized import SIZES, packed_folder
+from tests.features.serve.distributed.test_serve import served
+from tests.support import quantized
+from tests.support.models import load
+from tests.support.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+QUESTION, NEW = "w5 w17", 8
+TEMPLATE = (
+    "{{% for message in messages %}}{{{{ message['content'] }}}}"
+    "{{% if message['role'] == 'assistant' %}} {end}{{% endif %}} {{% endfor %}}"
+)
+"""`end` ends an answer, which neither the config nor the tokenizer says."""
+
+
+def give_words(folder: Path, end: str) -> None:
+    """Write a tokenizer of words, with a chat in which `end` ends an answer."""
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(SIZES["vocab_size"])}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", chat_template=TEMPLATE.format(end=end))
+    tokenizer.add_special_tokens({"additional_special_tokens": [end]})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantise"),
+    [
+        ("llama", quantized.gptq),
+        pytest.param("llama", quantized.awq, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", quantized.mxfp4, marks=pytest.mark.slow),
+    ],
+    ids=["gptq", "awq", "mxfp4"],
+)
+def test_text_and_its_end_are_those_of_one_process(name: str, quantise: Any, tmp_path: Path) -> None:
+    packed, plain = packed_folder(tmp_path, name, quantise)
+    undone = {"quantization_config": Mxfp4Config(dequantize=True)} if quantise is quantized.mxfp4 else {}
+    model = AutoModelForCausalLM.from_pretrained(packed if undone else plain, dtype=torch.float32, **undone)
+    prompt = torch.tensor([[5, 17]])
+    tokens = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, 2:].tolist()
+    last = next(index for index in range(2, NEW) if tokens[index] not in tokens[:index])
+    give_words(packed, f"w{tokens[last]}")
+    with (
+        (tmp_path / "said").open("w") as said,
+        served(str(packed), 2, ["--packed", "--dtype", "fp32"], stderr=said) as (client, _),
+    ):
+        answer = client.chat.completions.create(
+            model=str(packed), messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=NEW
+        )
+        assert answer.choices[0].message.content == " ".join(f"w{token}" for token in tokens[:last])
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens == last + 1
+    assert "dequantised" not in (tmp_path / "said").read_text()
+
+
+@pytest.fixture(scope="module", params=["gptq", "awq", "mxfp4"])
+def real(request: Any, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's weights in a format, or a GPT-OSS of random experts in MXFP4, in bfloat16, with SmolLM2's chat."""
+    plain, target = tmp_path_factory.mktemp("plain") / "plain", tmp_path_factory.mktemp("real") / request.param
+    if request.param == "mxfp4":
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4, "num_local_experts": 32}
+        heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+        config = GptOssConfig(vocab_size=49152, eos_token_id=None, **sizes, **heads)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(plain)
+        quantized.mxfp4(plain, target)
+    else:
+        AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).save_pretrained(plain)
+        getattr(quantized, request.param)(plain, target, group=64, is_random=False)
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(target)
+    return target
+
+
+def held(folder: str) -> list[int]:
+    """Bytes of the weights of this rank, packed and dequantised."""
+    return [load(folder, dtype=torch.bfloat16, tp_dequantize=each).tp_report.share for each in (False, True)]
+
+
+ROUNDS, LONG = 2, 32
+
+
+@pytest.mark.slow
+def test_memory_and_speed_packed_and_dequantised(pool: Pool, real: Path) -> None:
+    """Two servers side by side, asked in turn; prints the row of the feature's page."""
+    other = real.with_name("dequantised")  # another name, by which the ranks of each server are found
+    other.symlink_to(real)
+
+    def speed(client: Any, folder: Path, count: int) -> float:
+        """Tokens a second of `count` requests at once."""
+
+        def answer(index: int) -> int:
+            found = client.chat.completions.create(
+                model=str(folder),
+                messages=[{"role": "user", "content": f"Tell me {index + 2} long stories of the sea."}],
+                temperature=0,
+                max_tokens=LONG,
+            )
+            return int(found.usage.completion_tokens)
+
+        started = time.perf_counter()
+        with ThreadPoolExecutor(count) as threads:
+            return sum(threads.map(answer, range(count))) / (time.perf_counter() - started)
+
+    options = ["--dtype", "bf16"]
+    with served(str(real), 2, [*options, "--packed"]) as (one, _), served(str(other), 2, options) as (two, _):
+        sides = ((one, real), (two, other))
+        found: dict[int, list[float]] = {}
+        for count in (1, 4):
+            rounds = [[speed(*side, count) for side in sides] for _ in range(ROUNDS)]
+            found[count] = [median(each) for each in zip(*rounds, strict=True)]
+    weights = [max(each) for each in zip(*pool.run(2, held, str(real)), strict=True)]
+    columns = [[f"{each / 1e6:.0f}" for each in weights]]
+    columns += [[f"{each:.1f}" for each in found[count]] for count in (1, 4)]
+    print(f"\n| {real.name} | {' | '.join(' / '.join(column) for column in columns)} |")
+    assert weights[0] < 0.75 * weights[1]
+
+
+@pytest.mark.slow
+def test_a_chat_ends_at_the_end_of_a_turn(smollm2: Path, tmp_path: Path) -> None:
+    """Also where the config knows the end of a text alone."""
+    folder = tmp_path / "chatting"
+    shutil.copytree(smollm2, folder)
+    for file in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(settings | {"eos_token_id": 0}))
+    command = [sys.executable, "-m", "tp_transformers", "chat", str(folder), "-n", "2", "do_sample=False"]
+    said = "What is the capital of France? Answer in one word.\n!exit\n"
+    chat = subprocess.run(command, input=said, capture_output=True, text=True, timeout=240)
+    assert chat.returncode == 0, chat.stderr
+    print(chat.stdout)
+    assert "Paris" in chat.stdout
+    assert "token limit" not in chat.stdout
