@@ -113,6 +113,7 @@ $(VENV)/optimizers: $(VENV)/ready
 	  pytorch_optimizer
 
 $(VENV)/ready: pyproject.toml $(CONSTRAINTS)
+	@echo "$(VENV) gets torch, transformers and the tools of the tests: once, in some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet "$(TORCH_RELEASE)"
 	$(PY) -m pip install --quiet $(CONSTRAINTS:%=--constraint %) --editable ".[dev]"

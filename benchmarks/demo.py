@@ -27,7 +27,7 @@ from tp_transformers.ranks.limits import visible_cores
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."
-NEW_TOKENS = 48
+NEW_TOKENS = 96
 TIMEOUT = 600
 """Timeout of the ranks in seconds."""
 
@@ -91,6 +91,7 @@ def work(folder: Path, report: Path) -> None:
         "local": local,
         "whole": whole,
         "read": model.tp_report.bytes_read,
+        "mapped": model.tp_report.mapped,
         "seconds": seconds,
         "text": generate(model, folder),
     }
@@ -143,7 +144,8 @@ def main() -> int:
         print(
             f"rank {rank}      {result['heads']} query and {result['kv_heads']} KV heads, "
             f"{result['local'] / 1e6:.0f} of {result['whole'] / 1e6:.0f} MB ({result['local'] / result['whole']:.0%}), "
-            f"read {result['read'] / 1e6:.0f} MB, loaded in {result['seconds']:.2f} s"
+            f"{result['mapped'] / 1e6:.0f} MB mapped from the files, {result['read'] / 1e6:.0f} MB read, "
+            f"loaded in {result['seconds']:.2f} s"
         )
     print(f"prompt      {PROMPT}")
     print(f"{arguments.ranks} ranks     {results[0]['text']}")

@@ -158,8 +158,9 @@ class _Resolver(Matches):
         if not self.faults:  # rules that do not fit their modules are reported alone
             self.faults.extend(misfits(bound, self.splits.keys() | self.replicated, self.ranks))
         if self.faults:
-            source = self.plan.source if self.plan.declared else f"plan {self.plan.source}"
-            raise PlanError(list_faults(f"{source} does not fit {type(self.model).__name__}", self.faults))
+            named = "" if self.plan.declared or self.plan.source == "tp_plan" else "plan "
+            title = f"{named}{self.plan.source} does not fit {type(self.model).__name__}"
+            raise PlanError(list_faults(title, self.faults))
         names = ", ".join(sorted(set(map(fold_layers, self.replicated.values()))))
         more = "ranks are more than the heads, so every rank computes all of them; the rest is still split"
         return Resolution(

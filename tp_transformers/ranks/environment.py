@@ -157,7 +157,7 @@ def local_device(device_type: str) -> torch.device:
             "tensor-parallel ranks",
             got=f"local rank {local} on a node with {count} {device_type} devices",
             expected="at most one rank a device",
-            fix=f"Launch with torchrun --nproc-per-node {count}.",
+            fix=f"Launch with tp-transformers run -n {count}, or torchrun --nproc-per-node {count}.",
         )
     return torch.device(device_type, local)
 

@@ -54,7 +54,7 @@ def check_gpus(store: Store, rank: int, size: int, device: torch.device) -> None
                 f"rank {peer}",
                 got=f"the same GPU as rank {gpus.index(gpu)} ({gpu})",
                 expected="a GPU of its own, for NCCL",
-                fix="Start as many ranks on a machine as it has GPUs (torchrun --nproc-per-node), or export "
+                fix="Start as many ranks on a machine as it has GPUs (-n, --nproc-per-node), or export "
                 "CUDA_VISIBLE_DEVICES= for ranks on the CPU.",
             )
 

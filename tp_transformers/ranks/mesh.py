@@ -72,8 +72,9 @@ def check_size(group: TensorParallelGroup, tp_size: int | None) -> None:
         "tp_size",
         got=repr(tp_size),
         expected=f"{group.size}, the number of ranks that were started",
-        fix=f"Launch with torchrun --nproc-per-node {tp_size}. For several copies of the model, pass device_mesh= "
-        "with a tp axis of that length, or fsdp_size or dp_replicate_size in a DistributedConfig."
+        fix=f"Launch with tp-transformers run -n {tp_size}, or torchrun --nproc-per-node {tp_size}. For several copies "
+        "of the model, pass device_mesh= with a tp axis of that length, or fsdp_size or dp_replicate_size in a "
+        "DistributedConfig."
         if isinstance(tp_size, int) and tp_size > 0
         else "Leave it out: it is only held against the number of ranks.",
     )

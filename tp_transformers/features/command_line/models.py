@@ -40,7 +40,9 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
             raise _needs_code(str(name)) from None
         expected, fix = "a config that transformers reads", "Correct its config.json."
         if not os.path.exists(path):
-            expected, fix = "a folder with a config.json, or a model on the Hub", "See its name, and its config.json."
+            expected, fix = "a folder with a config.json, or a model on the Hub", "Correct the name."
+            if "connect" in str(error):
+                fix = "Connect to the Hub, or name a folder; HF_HUB_OFFLINE=1 looks in the cache alone, and at once."
         raise UsageError(path, got=in_one_line(error), expected=expected, fix=fix) from error
     return config
 

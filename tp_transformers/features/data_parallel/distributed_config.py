@@ -73,7 +73,7 @@ class Parallelism:
                 "distributed_config",
                 got=f"{self.copies} {'copy' if self.copies == 1 else 'copies'} of a model on {self.tp_size} ranks each",
                 expected=f"{group.size} ranks in all, as were started",
-                fix=f"Launch with torchrun --nproc-per-node {expected}.",
+                fix=f"Launch with tp-transformers run -n {expected}, or torchrun --nproc-per-node {expected}.",
             )
         names = (_DP_AXIS, TP_AXIS)
         return init_device_mesh(group.device.type, (self.copies, self.tp_size), mesh_dim_names=names)

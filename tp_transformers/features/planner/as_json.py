@@ -67,6 +67,7 @@ def as_json(planned: MemoryPlan, room: Room | None) -> dict[str, Any]:
         "gpu_memory": room.memory[0] if room is not None and room.is_even else None,
         "memory": room and room.memory,
         "fits": room and room.fits,
+        "longest_context": room and room.context,
         "remedies": room and room.remedies,
         "smallest_tp_size": room and room.smallest,
     }

@@ -126,11 +126,11 @@ def fullest(planned: MemoryPlan, memory: Sequence[int]) -> float:
 
 
 def longest_context(planned: MemoryPlan, memory: Sequence[int]) -> int | None:
-    """The longest context, below the planned one, that fits with the same shares; None if none of one token fits.
+    """The longest context that fits with the same shares; None if none of one token fits.
 
-    It is no longer than the model's own.
+    It is no longer than the model's own; where the config does not say that, than the planned one.
     """
-    low, high = 0, min(planned.context, (most_context(planned.survey.model) or planned.context) + 1)
+    low, high = 0, (most_context(planned.survey.model) or planned.context) + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fullest(replan(planned, context=middle), memory) <= 1 else (low, middle)

@@ -81,6 +81,8 @@ def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
         yield f"the smallest number of ranks that fits: {answer}"
     elif room is not None and room.fits:
         yield f"load it with tp_shares={list(planned.survey.plan.shares or ())}"
+    if room is not None and room.fits and room.context:
+        yield f"the longest context that fits: {_counted(room.context, 'token')}"
     if room is not None:
         yield from (f"it would fit with {remedy}" for remedy in room.remedies)
 

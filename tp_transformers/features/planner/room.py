@@ -20,6 +20,8 @@ class Room:
     fits: bool
     smallest: int | None
     """The smallest number of ranks that fits, if all have the same memory."""
+    context: int | None
+    """The most tokens of a sequence that fit with these shares, up to the model's own; None if not even one does."""
     remedies: tuple[str, ...] = ()
     """Changes with which it would fit, if it does not."""
 
@@ -37,18 +39,22 @@ def judge(planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], Surve
     """
     fits = fullest(planned, memory) <= 1
     smallest = smallest_size(planned, memory[0]) if len(set(memory)) == 1 else None
-    remedies = () if fits else tuple(_remedies(planned, memory, packed, is_fitted))
-    return Room(tuple(memory), fits, smallest, remedies)
+    context = longest_context(planned, memory)
+    remedies = () if fits else tuple(_remedies(planned, memory, packed, is_fitted, context))
+    return Room(tuple(memory), fits, smallest, context, remedies)
 
 
 def _remedies(
-    planned: MemoryPlan, memory: Sequence[int], packed: Callable[[], Survey] | None, is_fitted: bool
+    planned: MemoryPlan,
+    memory: Sequence[int],
+    packed: Callable[[], Survey] | None,
+    is_fitted: bool,
+    context: int | None,
 ) -> list[str]:
     found = []
     other = None if is_fitted else refit(planned, memory)
     if other is not None and fullest(other, memory) <= 1:
         return [f"--shares {','.join(map(str, other.survey.plan.numbers or ()))}"]
-    context = longest_context(planned, memory)
     if context:
         found.append(f"--context {context}, with the same shares")
     if packed is not None and fullest(refit(replace(planned, survey=packed()), memory), memory) <= 1:

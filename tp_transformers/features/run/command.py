@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("-n", got=str(ranks), expected="1 or more", fix="Give a number of ranks.")
     if not os.path.isfile(arguments.script):
         raise UsageError(
-            f"script {arguments.script}", got="no such file", expected="a Python script", fix="See its path."
+            f"script {arguments.script}", got="no such file", expected="a Python script", fix="Correct the path."
         )
     program = ["-m", f"{__package__}.rank", arguments.script, *arguments.args]
     os.environ[NUMA] = arguments.numa

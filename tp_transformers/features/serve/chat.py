@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if server.poll() is not None:
                     log.seek(0)
                     print(log.read().decode(errors="replace"), file=sys.stderr)
-                    raise UsageError("chat", got="a server that ended", expected="one", fix="See its message above.")
+                    raise UsageError("chat", got="a server that ended", expected="one", fix="Its error is above.")
                 time.sleep(0.2)
             chat = [*python, "transformers.cli.transformers", "chat", arguments.model, url, *arguments.options]
             return subprocess.run(chat, env=reaching(os.environ), preexec_fn=end_with_parent).returncode
