@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...anatomy.attention import KV_COUNTS, QUERY_COUNTS
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.checks.sums import summing_blocks
@@ -146,7 +147,15 @@ class Differences:
         )
 
     def made_from(self, name: str) -> str:
-        """A hint with the modules of the same block that make the input features of a module; "" if there are none."""
+        """A hint with the modules of the same block that make the input features of a module; "" if there are none.
+
+        Of attention: where its forward may find the heads of a rank.
+        """
+        if name in self.resolution.attention:
+            return (
+                f"Its forward finds a rank's heads in {QUERY_COUNTS[0]} and {KV_COUNTS[0]}, or by -1 in a view. If it "
+                "reads another name, rename that, or add `gathered: true` to its entry: all heads on each rank."
+            )
         block, strategies = name.rpartition(".")[0], self.resolution.module_strategies
         own = strategies.get(name)
         if own is not None and own.signature.takes is not FEATURES:
@@ -227,6 +236,8 @@ class Differences:
         if rules:
             described = ", ".join(f"{rule.full(self.prefix)}: {_drawn(rule)}" for rule in rules)
             return f"its rule{'s' * (len(rules) > 1)}: {described}"
+        if name in self.resolution.attention:
+            return "the plan's attention shards its heads"
         block = next((block for block in names_around(owner) if block in self.sums), None)
         return "no rule names it" + (f", but {fold_layers(block)}, around it, sums its output" if block else "")
 
