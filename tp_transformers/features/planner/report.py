@@ -75,14 +75,13 @@ def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
     if room is not None:
         held, memory = max(zip(planned.total_bytes, room.memory, strict=True), key=lambda pair: pair[0] / pair[1])
         verdict = "it fits" if room.fits else "it does not fit"
-        yield f"{verdict}: the fullest rank holds {size(held)} of {size(memory)} ({held / memory:.0%})"
+        longest = f"; the longest context: {_counted(room.context, 'token')}" if room.fits and room.context else ""
+        yield f"{verdict}: the fullest rank holds {size(held)} of {size(memory)} ({held / memory:.0%}){longest}"
     if room is not None and room.is_even:
         answer = _counted(room.smallest, "rank") if room.smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
     elif room is not None and room.fits:
         yield f"load it with tp_shares={list(planned.survey.plan.shares or ())}"
-    if room is not None and room.fits and room.context:
-        yield f"the longest context that fits: {_counted(room.context, 'token')}"
     if room is not None:
         yield from (f"it would fit with {remedy}" for remedy in room.remedies)
 

@@ -115,7 +115,7 @@ def test_plan_prints_shares_for_the_memory_of_each_rank(
     out = capsys.readouterr().out
     assert "it fits: the fullest rank holds" in out
     assert "load it with tp_shares=[" in out
-    assert "the longest context that fits: 2048 tokens" in out
+    assert "the longest context: 2048 tokens" in out
     header = next(line for line in out.splitlines() if "share" in line and "query/KV heads" in line)
     assert header.split()[-3:] == ["total", "memory", "left"]
     assert main(["plan", wide, "--context", "8192", "--memory", "60MB,30MB"]) == 1

@@ -23,7 +23,6 @@ from transformers import (
 
 from tests.support.commands import main
 from tests.support.pool import Pool
-from tests.support.remote_code import with_code
 from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
 from tp_transformers.features.loss_parallel.head import LossParallel
@@ -268,22 +267,6 @@ def test_a_rank_that_raises_ends_all_with_one_message(tmp_path: Path) -> None:
         "rank 1, answering: ValueError: not today "
         "(in model.layers.0.mlp.gate_proj; its rule: model.layers.*.mlp.gate_proj: one_raises)"
     )
-
-
-@pytest.mark.slow
-def test_attention_that_counts_heads_by_a_name_of_its_own_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = with_code(tmp_path / "model", "fused")
-    code = Path(folder) / "modeling_fused.py"
-    text = code.read_text().replace("x.shape[:-1], -1, self.head_dim", "x.shape[:-1], self.nh, self.head_dim")
-    code.write_text(text.replace("self.head_dim =", "self.nh = config.num_attention_heads\n        self.head_dim ="))
-    plan, said = tmp_path / "plan.yaml", "the plan's attention shards its heads) Its forward finds a rank's heads in"
-    for more, is_told in (("", True), (", gathered: true", False)):  # the remedy that the message names
-        plan.write_text(f"attention: {{blocks.*.attend: {{fused: qkv, output: back{more}}}}}\n")
-        options = ["--plan", str(plan), "--tp-size", "2", "--trust-remote-code", "--allow-replicated"]
-        assert main(["verify", folder, *options]) == is_told
-        assert (said in capsys.readouterr().out) is is_told
 
 
 def test_ranks_that_are_lost_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
