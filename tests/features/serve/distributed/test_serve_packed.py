@@ -95,7 +95,7 @@ def held(folder: str) -> list[int]:
     return [load(folder, dtype=torch.bfloat16, tp_dequantize=each).tp_report.share for each in (False, True)]
 
 
-ROUNDS, LONG = 2, 32
+ROUNDS, LONG = 3, 48
 
 
 @pytest.mark.slow
