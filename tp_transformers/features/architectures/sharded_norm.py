@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...anatomy.layers import epsilon, is_rms_norm
+from ...anatomy.layers import epsilon, is_norm, is_rms_norm
 from ...ranks.collectives import copy_to_region, reduce_from_region
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of, parameter_of
@@ -19,7 +19,7 @@ from ...strategies.signature import LOCAL, Signature
 
 
 class ShardedNormParallel(TensorParallelLayer):
-    """An RMS norm over sharded features, such as OLMo 2's over all query heads, or a LayerNorm.
+    """An RMS norm over sharded features, such as OLMo 2's over all query heads, a LayerNorm, or an L2 norm.
 
     `weight: (features/size)`. The mean square is over the full width (one all-reduce of a number per token; backward:
     all-reduce), and so is a LayerNorm's mean before it; features that several ranks hold (replicated KV heads) count
@@ -32,8 +32,9 @@ class ShardedNormParallel(TensorParallelLayer):
     signature = Signature(LOCAL, LOCAL)
 
     def check(self, module: nn.Module) -> None:
-        """Accept a LayerNorm with a weight, or an RMS norm: with an epsilon, and without a bias or a mean."""
-        if not (is_rms_norm(module, self.shape) or (isinstance(module, nn.LayerNorm) and len(self.shape) == 1)):
+        """Accept a LayerNorm or an RMS norm with a weight, or an L2 norm without one."""
+        is_layer_norm = isinstance(module, nn.LayerNorm) and len(self.shape) == 1
+        if not (is_rms_norm(module, self.shape) or is_layer_norm or is_l2_norm(module)):
             raise ValueError(f"a {type(module).__name__} is no norm whose mean square could be summed")
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
@@ -42,9 +43,10 @@ class ShardedNormParallel(TensorParallelLayer):
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """The `normalized_shape` of torch's norms."""
-        layout = self.layout("weight", self.shape, self.size)
-        if not isinstance(module, nn.RMSNorm | nn.LayerNorm) or layout is None:
+        if not isinstance(module, nn.RMSNorm | nn.LayerNorm):
             return {}
+        layout = self.layout("weight", self.shape, self.size)
+        assert layout is not None
         return {"normalized_shape": layout.local_shape(self.shape, rank)}
 
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
@@ -53,10 +55,10 @@ class ShardedNormParallel(TensorParallelLayer):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, group = inputs[0], mesh.get_group()
-        layout = self.layout("weight", self.shape, self.size)
-        assert layout is not None
-        shared = layout.split.shared(self.rank)
-        count = layout.split.length * (len(shared[0].ranks) if shared else 1)
+        count = 1  # an L2 norm: the sum
+        if self.shape and (layout := self.layout("weight", self.shape, self.size)) is not None:
+            shared = layout.split.shared(self.rank)
+            count = layout.split.length * (len(shared[0].ranks) if shared else 1)
 
         def mean(values: Tensor) -> Tensor:  # over the full width
             return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / count, group), group)
@@ -71,7 +73,7 @@ class ShardedNormParallel(TensorParallelLayer):
         wide, mean_square, dtype = forward_of(module).notes["norm"]
         eps = epsilon(module) or 0.0
         if not isinstance(module, nn.LayerNorm):
-            own = wide.square().sum(LAST, keepdim=True) / wide.shape[LAST]
+            own = wide.square().sum(LAST, keepdim=True) / (wide.shape[LAST] if self.shape else 1)
             return (outputs * torch.sqrt((own + eps) / (mean_square + eps))).to(dtype)
         local = {name: shard.view(parameter_of(module, name)) for name, shard in self.shards.items()}
         normed = wide * torch.rsqrt(mean_square + eps) * local["weight"]
@@ -85,3 +87,10 @@ class ShardedNormParallel(TensorParallelLayer):
 
     shape: tuple[int, ...] = ()
     """Shape of the unsharded weight; () without one."""
+
+
+def is_l2_norm(module: nn.Module) -> bool:
+    """True if a module without parameters divides vectors by their length: it has an epsilon, and halves four ones."""
+    if not is_norm(module) or epsilon(module) is None or list(module.parameters()):
+        return False
+    return bool(torch.allclose(module(torch.ones(4, device="cpu")), torch.full((4,), 0.5, device="cpu"), rtol=1e-4))

@@ -277,7 +277,10 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
 
 
 def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
-    """Yield (block, module, width): modules with parameters that compute on features that siblings leave sharded."""
+    """Yield (block, module, width): modules that compute on features that siblings leave sharded.
+
+    They have parameters, or a rule, as a norm without a weight.
+    """
     for block in (name for name, module in plan.modules.items() if not is_attention(module)):
         children = plan.children(block)
         leaving = [name for name in children if plan.signature(name).leaves is FEATURES]
@@ -287,7 +290,7 @@ def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
         inputs, width = counts[0]
         for name, child in children.items():
             shapes = [param.shape for param in child.parameters()]
-            if features(child) is not None or not shapes or width == inputs:
+            if features(child) is not None or not (shapes or name in plan.module_strategies) or width == inputs:
                 continue
             if all(shape.numel() == 1 or width in shape for shape in shapes):
                 yield block, name, width

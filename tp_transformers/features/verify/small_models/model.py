@@ -60,7 +60,8 @@ def make(cls: type[PreTrainedModel], config: PretrainedConfig, *, seed: int = 0)
             if not param.numel() or any(pattern.search(name) for pattern in unsaved):
                 continue
             if is_of_norm_or_bias(name, param.ndim):
-                param.add_(torch.randn_like(param) * 0.2)
+                size = float(param.abs().max())  # of scales such as nGPT's, 0.02, a relative change; of zeros, any
+                param.add_(torch.randn_like(param) * 0.2 * (size if 0.01 < size < 1 else 1))
             else:
                 width = min(param.shape[-2:]) if param.ndim < 4 else param[0].numel()
                 param.normal_(std=SPREAD * width**-0.5)
