@@ -128,6 +128,13 @@ TEXTS = {
             ("mamba_dt_rank", 4),
         ),
     ),
+    "dory": Tiny("DoryConfig", "DoryForCausalLM", tokens, (("n_input_layers", 1), ("n_output_layers", 0))),
+    "hunyuan_vl_text": Tiny(
+        "HunYuanVLTextConfig",
+        "HunYuanVLTextModel",
+        tokens,
+        (("rope_parameters", {**ROPE, "mrope_section": [1, 1, 1, 1]}),),
+    ),
     "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", tokens),
     "hunyuan_v1_moe": Tiny("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", tokens, EXPERTS),
     "lfm2": Tiny("Lfm2Config", "Lfm2ForCausalLM", tokens, (("layer_types", ["conv", "full_attention"]),)),
@@ -231,6 +238,9 @@ TEXTS = {
     ),
     "inkling_text": Tiny("InklingTextConfig", "InklingForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)),
     "inkling2_text": Tiny("Inkling2TextConfig", "Inkling2ForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)),
+    "inkling2_loop_text": Tiny(
+        "Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)
+    ),
     "muse_spark_text": Tiny(
         "MuseSparkTextConfig",
         "MuseSparkTextModel",
@@ -300,5 +310,11 @@ TEXTS = {
     ),
     "dbrx": Tiny("DbrxConfig", "DbrxForCausalLM", tokens, STACKED, since="5.17"),
     "hy_v4": Tiny("HYV4Config", "HYV4ForCausalLM", tokens, (*EXPERTS, *LATENT, ("index_topk", 4))),
+    "hy_v4_vl_text": Tiny(
+        "HYV4VLTextConfig",
+        "HYV4VLTextModel",
+        tokens,
+        (*EXPERTS, *LATENT, ("index_topk", 4), ("rope_parameters", {**ROPE, "mrope_section": [1, 1, 0]})),
+    ),
     "axk2": Tiny("AXK2Config", "AXK2ForCausalLM", tokens, (*EXPERTS, *LATENT, ("index_topk", 4))),
 }

@@ -164,6 +164,7 @@ TOWERS = {
     "unispeech": Tiny("UniSpeechConfig", "UniSpeechModel", waves_alone, FROM_WAVES),
     "unispeech-sat": Tiny("UniSpeechSatConfig", "UniSpeechSatModel", waves_alone, FROM_WAVES),
     "data2vec-audio": Tiny("Data2VecAudioConfig", "Data2VecAudioModel", waves_alone, FROM_WAVES),
+    "hunyuan_vl_vision": Tiny("HunYuanVLVisionConfig", "HunYuanVLVisionTransformer", flat_images),
     "muse_glimmer_vision": Tiny("MuseGlimmerVisionConfig", "MuseGlimmerVisionModel", grid_patches),
     "phi4_multimodal_vision": Tiny("Phi4MultimodalVisionConfig", "Phi4MultimodalVisionModel", masked_images),
 }
