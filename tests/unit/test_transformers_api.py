@@ -22,6 +22,7 @@ ALLOWED = {
     ("features/trainer/checkpoints.py", "transformers.trainer"),
     ("features/serve/rank.py", "transformers.cli.serve"),
     ("features/serve/rank.py", "transformers.cli.serving.model_manager"),
+    ("features/serve/requests.py", "transformers.cli.serving.model_manager"),
     ("features/serve/requests.py", "transformers.cli.serving.utils"),
     ("features/serve/batches.py", "transformers.generation.continuous_batching"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -123,6 +124,8 @@ CASES: dict[str, tuple[Any, str, Callable[[list[nn.Parameter]], Any]]] = {
 @pytest.mark.parametrize("name", [name for name in CASES if name in PATCHES])
 def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     patch, (owner, missing, use) = PATCHES[name], CASES[name]
+    gc.collect()  # models of earlier tests hold the patch
+    assert not patch.is_on
     monkeypatch.setattr(patch, "missing", "")
     monkeypatch.setattr(patch, "_logged", set())
     use([nn.Parameter(torch.ones(3))])  # torch has put its hooks around steps
