@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from tp_transformers.features.serve import chat
 
 fastapi = pytest.importorskip("fastapi")
-requests = pytest.importorskip("tp_transformers.features.serve.requests")
+requests = pytest.importorskip("tp_transformers.features.serve.requests", exc_type=ImportError)
 
 IGNORED = {"n", "best_of", "logprobs", "response_format", "user", "stream_options", "tool_choice"}
 """Some of the fields that transformers' server ignores."""
