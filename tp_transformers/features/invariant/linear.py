@@ -34,6 +34,15 @@ class _InvariantLinear(InBlocks, _WeightParallel):
         bound.output_blocks = in_blocks(bound.out_features, bound.ranks)
         return bound
 
+    def check(self, module: nn.Module) -> None:
+        """Reject a Conv1D whose width is no multiple of 4: MKL takes another kernel for 2 and 3 tokens."""
+        super().check(module)
+        if self.is_transposed and self.out_features % 4:
+            raise ValueError(
+                f"the bits of a {type(module).__name__} with {self.out_features} output features, no multiple of 4, "
+                "are not those of its columns; load the model without tp_invariant"
+            )
+
     def short_forward(self) -> ShortForward | None:
         return None
 

@@ -140,6 +140,17 @@ def test_refusals(checkpoint: Any, name: str, options: dict[str, Any], reason: s
         resolve(plan.with_options(invariant=True, **changed), model, size)
 
 
+def test_a_conv1d_of_a_width_that_is_no_multiple_of_4_is_refused() -> None:
+    """Bits of 2 rows, with all columns and with the first 64, differ on a CPU: FUZZ=10 found it."""
+    config = transformers.GPT2Config(vocab_size=64, n_embd=64, n_head=4, n_layer=1, n_inner=129)
+    model = transformers.GPT2LMHeadModel(config)
+    plan = tp_transformers.plans.Plan.for_model(model)
+    with pytest.raises(tp_transformers.PlanError, match="129 output features, no multiple of 4"):
+        resolve(plan.with_options(invariant=True), model, 2)
+    model.config.n_inner = config.n_inner = 128
+    resolve(plan.with_options(invariant=True), transformers.GPT2LMHeadModel(config), 2)
+
+
 def test_the_usual_plan_has_other_bits(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
     folder, file = checkpoint("llama"), tmp_path / "reference"
     write_reference(folder, "float32", None, file)

@@ -33,7 +33,7 @@ def random_case(choose: random.Random) -> bytes:
     kind = choose.choice(("Llama", "Qwen3", "Phi3", "GPT2", "T5"))
     config: dict[str, Any] = {"vocab_size": vocab, "eos_token_id": None, "pad_token_id": 0}
     if kind == "GPT2":
-        config |= {"n_embd": 64 * heads, "n_head": heads, "n_layer": 1, "n_inner": inner}
+        config |= {"n_embd": 64 * heads, "n_head": heads, "n_layer": 1, "n_inner": inner // 4 * 4}
     elif kind == "T5":
         config |= {"d_model": 64 * heads, "d_kv": 64, "num_heads": heads, "num_layers": 1, "d_ff": inner}
         config |= {"decoder_start_token_id": 0, "feed_forward_proj": choose.choice(("relu", "gated-gelu"))}
