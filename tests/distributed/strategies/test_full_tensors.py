@@ -79,4 +79,5 @@ def test_a_rank_holds_what_it_asked_for_and_a_few_boxes(pool: Pool, size: int, c
     for rank in results:
         for case, (_, gathering, filling) in rank.items():
             assert gathering <= 3 * CHUNK, case
-            assert filling <= 5 * CHUNK, case
+            # Five, and the one that gloo's thread may still hold after the wait for it.
+            assert filling <= 6 * CHUNK, case
