@@ -206,7 +206,7 @@ def run_as(
                 grad = local_tensor(grad)
                 shared = () if shard.layout is None else shard.layout.split.shared(rank)
                 common = sum(part.length for part in shared if len(part.ranks) == size)
-                if shard.layout is None or common == grad.shape[shard.layout.dim]:  # the only KV head, on all ranks
+                if shard.layout is None or 0 < common == grad.shape[shard.layout.dim]:  # the only KV head, on all ranks
                     trace.note("replicated parameter", grad, name)
                     continue
                 trace.note("shard", grad, name)
