@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import GptOssConfig, Llama4TextConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from tp_transformers.plans.bind import Resolution
 from tp_transformers.strategies import STRATEGIES, ParamShard, TensorParallelLayer, attach, take
@@ -212,6 +214,24 @@ class Routed(nn.Module):
         weights, ids = self.router(x).softmax(-1).topk(2)
         y: Tensor = self.experts(x, ids, weights)
         return y
+
+
+class L2Norm(nn.Module):
+    """Divides by the length, as nGPT's norms do, without a weight."""
+
+    eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "Olmo2RMSNorm": lambda: Olmo2RMSNorm(24),
+    "RMSNorm": lambda: nn.RMSNorm(24, eps=1e-6),
+    "LayerNorm": lambda: nn.LayerNorm(24),
+    "L2Norm": L2Norm,
+}
+"""Norms over 24 features."""
 
 
 def randomized(module: nn.Module) -> nn.Module:

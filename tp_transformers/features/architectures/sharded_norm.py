@@ -24,7 +24,7 @@ class ShardedNormParallel(TensorParallelLayer):
     `weight: (features/size)`. The mean square is over the full width (one all-reduce of a number per token; backward:
     all-reduce), and so is a LayerNorm's mean before it; features that several ranks hold (replicated KV heads) count
     once. An RMS norm gets fp32 at least and computes with the mean square of its own features; its output is then
-    rescaled. A LayerNorm's output is computed here.
+    rescaled. A LayerNorm's output is computed here. An L2 norm has no weight, and the sum in place of the mean.
 
         [x | y] ── norm by mean(x² + y²) ── [x' | y']
     """
@@ -55,12 +55,12 @@ class ShardedNormParallel(TensorParallelLayer):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, group = inputs[0], mesh.get_group()
-        count = 1  # an L2 norm: the sum
-        if self.shape and (layout := self.layout("weight", self.shape, self.size)) is not None:
-            shared = layout.split.shared(self.rank)
-            count = layout.split.length * (len(shared[0].ranks) if shared else 1)
+        layout = self.layout("weight", self.shape, self.size) if self.shape else None
+        split, count = (layout.split, layout.split.length) if layout is not None else (self.split, 1)
+        shared = split.shared(self.rank) if split is not None else ()
+        count *= len(shared[0].ranks) if shared else 1
 
-        def mean(values: Tensor) -> Tensor:  # over the full width
+        def mean(values: Tensor) -> Tensor:  # over the full width; of an L2 norm the sum
             return copy_to_region(reduce_from_region(values.sum(LAST, keepdim=True) / count, group), group)
 
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
