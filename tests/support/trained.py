@@ -21,6 +21,7 @@ SMILES = re.compile(
     r"\[[^\]]+\]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|/|:|~|@|\?|>>?|\*|\$|%[0-9]{2}|[0-9]"
 )
 """Words of a chemical formula, as the ALBERT was trained on: Schwaller et al., https://arxiv.org/abs/1811.02633."""
+_ALBERT = "models/transformers/albert_heads_8_uspto_all_1310k"
 _DTYPES = {0: torch.float32, 1: torch.int8, 2: torch.int16, 3: torch.int32, 4: torch.float16}
 """DataType of CTranslate2 (include/ctranslate2/types.h) -> that of torch."""
 _LAYER = {
@@ -55,7 +56,7 @@ def minilm() -> Path:
 
 def albert(folder: Path) -> Path:
     """Save rxnmapper's ALBERT, which is in a pickle, as safetensors: 12 layers that share weights, 8 heads of 32."""
-    source = package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k"
+    source = package("rxnmapper") / _ALBERT
     model = AlbertModel(AlbertConfig.from_pretrained(source))
     stored = torch.load(source / "pytorch_model.bin", map_location="cpu", weights_only=True)
     stored = {name.removeprefix("albert."): tensor for name, tensor in stored.items() if name.startswith("albert.")}
@@ -67,7 +68,7 @@ def albert(folder: Path) -> Path:
 
 def smiles_ids(reaction: str) -> Tensor:
     """Ids (1, words) of a reaction in SMILES, in the vocabulary of the ALBERT."""
-    lines = (package("rxnmapper") / "models/transformers/albert_heads_8_uspto_all_1310k/vocab.txt").read_text()
+    lines = (package("rxnmapper") / _ALBERT / "vocab.txt").read_text()
     ids = {word: number for number, word in enumerate(lines.splitlines())}
     return torch.tensor([[ids[word] for word in ["[CLS]", *SMILES.findall(reaction), "[SEP]"]]])
 
