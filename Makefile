@@ -55,12 +55,11 @@ proofs: $(VENV)/ready
 	$(PY) -m tests.support.proofs $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEEDS),--seeds $(SEEDS))
 
 # The types of the gradients of every model type, as each rank of 2, 3 and 5 on torch's fake backend, where they are not
-# known: about ten minutes. `rm tests/data/types.json` before it checks all again.
+# known. `rm tests/data/types.json` before it checks all again.
 typed: $(VENV)/ready
 	$(PY) -m tests.support.typed
 
-# The package without each feature in turn, then without all. SAMPLE=3 takes out three, others every day,
-# then all.
+# The package without each feature in turn, then without all. SAMPLE=3 takes out three, others every day, then all.
 without: $(VENV)/ready
 	SAMPLE=$(SAMPLE) $(PY) -m pytest -n 2 tests/unit/test_without.py
 
