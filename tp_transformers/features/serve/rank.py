@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
     is_first = os.environ["RANK"] == "0"
     # Before the load, which takes long.
     sockets = bound(context.params["host"], context.params["port"]) if is_first else []
-    where = {name: context.params[name] for name in ("trust_remote_code", "attn_implementation")}
+    where = {option: context.params[option] for option in ("trust_remote_code", "attn_implementation")}
     read_config(name, trust_remote_code=where["trust_remote_code"])  # raises errors with the messages of this package
     import_files(own.imports)
     enable()
