@@ -23,6 +23,7 @@ from tests.support.architectures import make_case as make_architecture
 from tests.support.models import Case, make_case
 from tests.support.needs import lacking
 from tests.support.pool import Pool
+from tp_transformers.seams import features
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # the ranks of the pool need the other cores
@@ -45,6 +46,16 @@ settings.load_profile("quick")
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Leave out the tests of a feature that is not there, and those that need it."""
     return True if collection_path.suffix == ".py" and lacking(collection_path) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests that are marked to need a feature which is not there."""
+    there: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        names = {name for mark in item.iter_markers("needs") for name in mark.args}
+        there[names <= features().keys()].append(item)
+    config.hook.pytest_deselected(items=there[False])
+    items[:] = there[True]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,14 @@ import torch
 import transformers
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, observe
+from tests.support.architectures import (
+    ARCHITECTURES,
+    GRADIENT_TOLERANCE,
+    LOGITS_TOLERANCE,
+    Variant,
+    architecture_case,
+    observe,
+)
 from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
 from tests.support.models import Case, excess_read, load
 from tests.support.pool import Pool
@@ -75,7 +82,7 @@ def compare_and_save(
 
 @pytest.mark.parametrize(
     ("name", "variant", "size"),
-    [pytest.param(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
+    [architecture_case(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
 )
 def test_architecture_matches_one_process(
     pool: Pool, made: Any, matrix_summary: Any, name: str, variant: Variant, size: int
@@ -121,7 +128,13 @@ def assert_as_outlined(
 # Few heads, and much that stands among them: norms within heads, over all heads, sinks, a shared rotary key, biases.
 @pytest.mark.parametrize(
     "name",
-    wide(["gpt_oss", "deepseek_v3", "olmo2", "t5", "qwen3", "cohere with q/k norms", "falcon with alibi", "phi3"], 3),
+    wide(
+        map(
+            architecture_case,
+            ["gpt_oss", "deepseek_v3", "olmo2", "t5", "qwen3", "cohere with q/k norms", "falcon with alibi", "phi3"],
+        ),
+        3,
+    ),
 )
 def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_path: Path, name: str) -> None:
     heads, kv_heads = ARCHITECTURES[name].variants[0]

@@ -20,6 +20,7 @@ from transformers import (
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import load_both
+from tests.support.needs import needs
 from tests.support.trained import RATE, albert, minilm, package, smiles_ids, spoken, whisper
 
 pytestmark = pytest.mark.distributed
@@ -55,6 +56,7 @@ def compare_embeddings() -> float:
     return float(cosine_similarity(embedded(model).double(), embedded(plain).double()).min())
 
 
+@needs("architectures")
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_minilm_embeds_texts_as_one_process(pool: Any, size: int) -> None:
     assert min(pool.run(size, compare_embeddings)) > 1 - 1e-6

@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -44,6 +45,7 @@ from tests.support.models import (
     save_as_loaded,
     save_reference,
 )
+from tests.support.needs import needs
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""
@@ -138,6 +140,13 @@ ARCHITECTURES = {
         "Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", qwen_vl(tower_2_5), share=0.60
     ),
 }
+ODD = ("olmo2", "olmo3", "gpt_oss", "deepseek_v3", "bloom", "falcon", "falcon with alibi")
+"""Architectures whose plans have strategies of the feature `architectures`."""
+
+
+def architecture_case(name: str, *values: object, id: str | None = None) -> Any:
+    """A case of a parametrization that needs the feature of the architecture `name`, if there is one."""
+    return pytest.param(name, *values, id=id, marks=[needs("architectures")] if name in ODD else [])
 
 
 def make_case(folder: Path, name: str, heads: int, kv_heads: int) -> Case:

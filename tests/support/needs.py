@@ -1,22 +1,54 @@
-"""Features that files of the tests need, by their imports: `python -m tests.support.needs` prints those of others.
+"""Features that tests need: `python -m tests.support.needs` prints files that need features of others.
 
-The imports at the top of a file, and of the files of the tests that it imports, say what it needs: without the folder
-of such a feature it is not collected.
+The imports at the top of a file, and of the files of the tests that it imports, name the features that the file needs:
+without the folder of such a feature the file is not collected. A test that needs a feature without an import, for
+instance by an argument of the load, has the mark `needs`.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tp_transformers.seams import features, public_names
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"tp_transformers.trainer": "trainer", "tp_transformers.verify": "verify"}
 """Modules at the top level that are of features."""
+
+needs = pytest.mark.needs
+"""`@needs("sequence", "shares")`: where one of these features is not there, the test is left out."""
+STRATEGIES_OF: Mapping[str, tuple[str, ...]] = {
+    "architectures": (
+        *("alibi", "mla_kv_a_proj", "moe_identity_expert", "replicate_inner", "replicate_once"),
+        *("sharded_moments", "sharded_norm", "sharded_products"),
+    ),
+    "expert_parallel": ("moe_all_to_all",),
+    "loss_parallel": ("colwise_loss", "loss_parallel"),
+    "mixers": ("channelwise", "gated_norm", "rowwise_inner"),
+    "sequence": (
+        *("sequence_gather", "sequence_parallel", "sequence_parallel_rep", "sequence_scatter"),
+        *("sequence_states", "sequence_whole"),
+    ),
+}
+"""Feature -> strategies that the feature adds; without those of invariant plans, which have tests apart."""
+
+
+def strategy_case(name: str, *values: object) -> Any:
+    """A case of a parametrization that needs the feature of the strategy `name`."""
+    return pytest.param(name, *values, marks=[needs(of) for of, names in STRATEGIES_OF.items() if name in names])
+
+
+def known_strategies(names: Iterable[str]) -> list[str]:
+    """Names of strategies, sorted, without names of features that are not there."""
+    lacking = {name for of in STRATEGIES_OF.keys() - features().keys() for name in STRATEGIES_OF[of]}
+    return sorted(set(names) - lacking)
 
 
 @cache
@@ -55,12 +87,13 @@ def lacking(file: Path) -> set[str]:
     return needed(file).keys() - features().keys()
 
 
+def required(name: str) -> set[str]:
+    """The feature, and the features that it requires, themselves or through others."""
+    return {name}.union(*map(required, features()[name].requires))
+
+
 def of_others() -> list[str]:
     """ "file: feature" of those that need a feature which neither is theirs nor is required by theirs."""
-
-    def required(name: str) -> set[str]:
-        return {name}.union(*map(required, features()[name].requires))
-
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         parts = path.relative_to(ROOT).parts

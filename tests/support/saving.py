@@ -7,18 +7,20 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import llama_config
+from tests.support.needs import needs
 
 MANIFEST_NAME = "model.safetensors.index.sharded.json"
 """The file that names the shards of a checkpoint; earlier releases wrote it too."""
@@ -89,6 +91,15 @@ KINDS: dict[str, Callable[[Saved, Path], object]] = {
 
 ORDINARY = ("one file", "nine files", "some files", "trainer")
 SHARDED = ("a file a rank", "shard, 2", "shard, 3")
+
+
+def saves(cases: Iterable[str | tuple[str, str | None]]) -> list[Any]:
+    """Cases of kinds of saves, or of a kind and the kind of an earlier save."""
+    found = []
+    for case in cases:
+        kinds = (case,) if isinstance(case, str) else case
+        found.append(pytest.param(*kinds, marks=[needs("presharded")] if set(kinds) & {*SHARDED} else []))
+    return found
 
 
 Loaded = tuple[dict[str, torch.Tensor], int]

@@ -25,6 +25,7 @@ from transformers import (
 import tp_transformers
 from tests.support.comparisons import equal_parameters, full_gradients, read_folder, relative, relative_errors
 from tests.support.models import MASK, PROMPTS, VOCAB, bytes_read, headers, load, logits_of
+from tests.support.needs import needs
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -270,6 +271,7 @@ def through_pipeline(folder: str) -> tuple[Any, ...]:
     )
 
 
+@needs("clients")
 def test_pipelines(pool: Any, cases: Any, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

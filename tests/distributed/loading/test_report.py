@@ -13,6 +13,7 @@ import torch
 import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, relative
 from tests.support.models import bytes_read, headers, held, load, logits_of
+from tests.support.needs import needs
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -46,6 +47,7 @@ def error_of(rank: dict[str, Any], reference: str) -> float:
     return relative(rank["logits"], torch.load(reference)["logits"])
 
 
+@needs("page_cache")
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 def test_the_report_adds_up(pool: Any, cases: Any, size: int) -> None:
     case = cases(9, 3)
@@ -88,6 +90,7 @@ def map_and_train(folder: str, sharded: str) -> dict[str, Any]:
     return result
 
 
+@needs("presharded")
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 def test_parameters_may_live_in_the_files(pool: Any, cases: Any, tmp_path: Path, size: int) -> None:
     case = cases(9, 3)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.comparisons import assert_same_tensors, equal_parameters, relative
 from tests.support.models import load, load_both, logits_of
+from tests.support.needs import needs
 from tests.support.tiers import wide
 from tp_transformers.strategies import shard_of
 
@@ -108,6 +109,7 @@ def wrapped(folder: str, scratch: str) -> None:
     assert torch.equal(logits_of(copied), expected)
 
 
+@needs("activations")
 @pytest.mark.parametrize(("heads", "kv_heads"), wide([(9, 3), (8, 4)], 1))
 def test_a_copy_of_a_wrapper_is_of_its_own_class(
     pool: Any, cases: Any, tmp_path: Path, heads: int, kv_heads: int

@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tests.support.comparisons import full_parameters, gradient_differences, relative
 from tests.support.models import PROMPTS, VOCAB, llama_config, load_both
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -130,6 +131,7 @@ def few_rows(folder: str, scratch: str, options: dict[str, bool]) -> dict[str, f
     return found
 
 
+@needs("full_parameters", "invariant")
 @pytest.mark.parametrize("options", wide([{}, {"tp_invariant": True}], 1))
 def test_fewer_rows_than_ranks(pool: Pool, cases: Any, tmp_path: Path, options: dict[str, bool]) -> None:
     for tied in (False, True):

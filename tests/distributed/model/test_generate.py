@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -263,6 +264,7 @@ def generated_otherwise(name: str, folder: str) -> dict[str, Any]:
 DECODER = set(FIELDS[:5])
 
 
+@needs("activations")
 @pytest.mark.parametrize(
     ("name", "heads", "size", "fields"),
     wide(

@@ -15,6 +15,7 @@ from tests.support.architectures import cache_bytes, compare_cases, in_float64
 from tests.support.comparisons import assert_same_files, relative
 from tests.support.groups import counts
 from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -69,6 +70,7 @@ def make(path: Path, heads: Sequence[int]) -> dict[int, Case]:
     return cases
 
 
+@needs("verify")
 @pytest.mark.parametrize(("size", "heads"), wide([(3, (8,)), (3, (3, 4)), (2, (8, 3)), (4, (8, 3, 4))], 1))
 def test_linears_of_experts_make_queries(pool: Pool, tmp_path: Path, size: int, heads: tuple[int, ...]) -> None:
     cases = make(tmp_path, heads)
@@ -106,6 +108,7 @@ def compare_attentions(folder: str) -> list[float]:
     return [relative(one, other) for one, other in zip(own, whole, strict=True)]
 
 
+@needs("activations")
 @pytest.mark.parametrize("name", wide(["codegen", "diffllama"], 1))
 def test_attentions_of_heads_in_blocks_are_in_the_order_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
     save_as_loaded(MODELS[name].make(), tmp_path)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, architecture_case
 from tests.support.models import PROMPTS, load, load_both
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -96,7 +97,8 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "per_layer"), [("llama", 2), ("phi3", 2), ("glm", 2), ("olmo2", 4), ("mixtral", 2), ("qwen2_moe", 3)]
+    ("name", "per_layer"),
+    [("llama", 2), ("phi3", 2), ("glm", 2), architecture_case("olmo2", 4), ("mixtral", 2), ("qwen2_moe", 3)],
 )
 def test_collectives_of_one_forward(pool: Pool, tmp_path: Path, name: str, per_layer: int) -> None:
     model = ARCHITECTURES[name].make(8, 2)
@@ -114,6 +116,7 @@ def count_sequence_parallel(name: str, folder: str) -> tuple[Counter[str], Count
     return count(name, folder, tp_sequence_parallel=True, tp_loss_parallel=True)[:2]
 
 
+@needs("sequence", "loss_parallel")
 @pytest.mark.parametrize(("name", "experts"), [("llama", 0), ("mixtral", 1)])
 def test_collectives_of_one_forward_whose_sequence_is_cut(pool: Pool, tmp_path: Path, name: str, experts: int) -> None:
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
@@ -203,6 +206,7 @@ DECODED = {
 those of the embedding and of the logits."""
 
 
+@needs("mixers", "architectures")
 @pytest.mark.parametrize("key", wide(DECODED, 3))
 def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path, key: str) -> None:
     name, *heads = key.split(", ")

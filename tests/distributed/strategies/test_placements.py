@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import parallel as theirs
 from torch.distributed.tensor.parallel import parallelize_module
 
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import PlanError, full_tensor
@@ -207,6 +208,7 @@ def from_rank(source: int | None) -> list[float]:
     return [float(value) for param in model.parameters() for value in full_tensor(param).unique().tolist()]
 
 
+@needs("sequence")
 @pytest.mark.parametrize("source", [0, 1, None])
 def test_values_come_from_the_rank_that_is_named(pool: Pool, source: int | None) -> None:
     for rank, found in enumerate(pool.run(2, from_rank, source)):
@@ -215,5 +217,6 @@ def test_values_come_from_the_rank_that_is_named(pool: Pool, source: int | None)
         assert found == [*sharded, *sharded, *sharded, *whole, *whole, *whole]
 
 
+@needs("sequence")
 def test_a_rank_that_is_not_there_is_refused(pool: Pool) -> None:
     assert "src_data_rank" in pool.error(2, from_rank, 2)

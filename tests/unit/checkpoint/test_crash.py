@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import tp_transformers
+from tests.support.needs import needs
 from tests.support.saving import (
     KINDS,
     ORDINARY,
@@ -23,6 +24,7 @@ from tests.support.saving import (
     killed,
     leftovers,
     made,
+    saves,
     weights_are,
 )
 from tests.support.tiers import wide
@@ -40,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
     return made(tmp_path_factory.mktemp("old"), 1), made(tmp_path_factory.mktemp("new"), 2)
 
 
-@pytest.mark.parametrize(("kind", "before"), wide(dict.fromkeys([*QUICK, *ALL]), quick=len(QUICK)))
+@pytest.mark.parametrize(("kind", "before"), wide(saves(dict.fromkeys([*QUICK, *ALL])), quick=len(QUICK)))
 def test_a_killed_save_leaves_the_old_model_or_the_new_one(
     models: Any, tmp_path: Path, kind: str, before: str | None
 ) -> None:
@@ -74,7 +76,7 @@ def test_a_killed_save_leaves_the_old_model_or_the_new_one(
     assert len(list(folder.glob("*.safetensors"))) == len(list((tmp_path / "plain").glob("*.safetensors")))
 
 
-@pytest.mark.parametrize("kind", ["some files", "a file a rank"])
+@pytest.mark.parametrize("kind", saves(["some files", "a file a rank"]))
 def test_one_save_at_a_time(models: Any, tmp_path: Path, kind: str) -> None:
     old, new = models
     KINDS[kind](old, tmp_path)
@@ -143,6 +145,7 @@ def test_a_file_system_without_locks(models: Any, tmp_path: Path, monkeypatch: p
     assert len(list(tmp_path.glob("model-*-00001-of-00003.safetensors"))) == 1, "those of the first save are removed"
 
 
+@needs("presharded")
 def test_two_forms_of_a_checkpoint_are_not_mixed(models: Any, tmp_path: Path) -> None:
     old, new = models
     KINDS["a file a rank"](old, tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, Saved, config_is, leftovers, loaded, made, weights_are
+from tests.support.saving import KINDS, Saved, config_is, leftovers, loaded, made, saves, weights_are
 from tp_transformers import CheckpointError
 
 TRIALS = int(os.environ.get("RACES", "20"))
@@ -59,7 +59,7 @@ def after(delay: float, save: Callable[[Saved, Path], object], saved: Saved, fol
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
 @pytest.mark.parametrize("is_new", [True, False], ids=["new folder", "over another"])
 @pytest.mark.parametrize("jobs", [2, 3])
-@pytest.mark.parametrize("kind", ["one file", "some files", "a file a rank"])
+@pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 def test_saves_at_the_same_time(
     models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, jobs: int, is_new: bool, locks: bool
 ) -> None:
@@ -91,7 +91,7 @@ def test_saves_at_the_same_time(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one file", "some files", "a file a rank"])
+@pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 def test_loads_beside_saves(models: Any, tmp_path: Path, kind: str) -> None:
     """A load takes one of the models, or raises one error that names the folder."""
     KINDS[kind](models[0], tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, Saved, config_is, faults, leftovers, made, weights_are
+from tests.support.saving import KINDS, Saved, config_is, faults, leftovers, made, saves, weights_are
 from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 
@@ -39,7 +39,7 @@ def is_clear(message: str, folder: Path) -> bool:
     return str(folder) in message and ".saving" not in message and has_all
 
 
-@pytest.mark.parametrize(("kind", "before"), wide(OVER, quick=2))
+@pytest.mark.parametrize(("kind", "before"), wide(saves(OVER), quick=2))
 def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: str, before: str | None) -> None:
     old, new = models
     start, at, bad = tmp_path / "start", 0, []
@@ -86,7 +86,7 @@ def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: st
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("kind", ["one file", "some files", "a file a rank"])
+@pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 def test_all_is_on_the_disk_before_it_counts(
     models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -120,7 +120,7 @@ def test_all_is_on_the_disk_before_it_counts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
-@pytest.mark.parametrize(("kind", "before"), OVER)
+@pytest.mark.parametrize(("kind", "before"), saves(OVER))
 def test_a_disk_that_fails_from_there_on(
     models: Any, tmp_path: Path, kind: str, before: str | None, error: int
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, MANIFEST_NAME, Saved, made, weights_are
+from tests.support.saving import KINDS, MANIFEST_NAME, Saved, made, saves, weights_are
 from tp_transformers import CheckpointError
 
 
@@ -16,7 +16,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
     return made(tmp_path_factory.mktemp("old"), 1), made(tmp_path_factory.mktemp("new"), 2)
 
 
-@pytest.mark.parametrize("kind", ["one file", "some files", "a file a rank"])
+@pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 def test_links_to_the_files_of_another_checkpoint(models: Any, tmp_path: Path, kind: str) -> None:
     old, new = models
     other, folder = tmp_path / "other", tmp_path / "folder"
@@ -32,7 +32,7 @@ def test_links_to_the_files_of_another_checkpoint(models: Any, tmp_path: Path, k
     assert not [path.name for path in folder.iterdir() if path.is_symlink()]
 
 
-@pytest.mark.parametrize("kind", ["one file", "some files", "a file a rank"])
+@pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 @pytest.mark.parametrize("leads", ["nowhere", "to a file"])
 def test_links_of_names_that_a_save_uses(models: Any, tmp_path: Path, kind: str, leads: str) -> None:
     target, folder = tmp_path / "target", tmp_path / "folder"
@@ -59,11 +59,11 @@ def test_a_folder_that_is_a_link_is_the_one_that_it_leads_to(models: Any, tmp_pa
     assert weights_are(tmp_path / "disk", models[0])
 
 
-def test_a_folder_that_is_a_link_that_leads_nowhere(models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", saves(["one file", "a file a rank"]))
+def test_a_folder_that_is_a_link_that_leads_nowhere(models: Any, tmp_path: Path, kind: str) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "none")
-    for kind in ("one file", "a file a rank"):
-        with pytest.raises(CheckpointError, match="link: got a symbolic link that leads nowhere"):
-            KINDS[kind](models[0], tmp_path / "link")
+    with pytest.raises(CheckpointError, match="link: got a symbolic link that leads nowhere"):
+        KINDS[kind](models[0], tmp_path / "link")
     assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from tests.support.needs import needs
 from tp_transformers import __version__
 from tp_transformers.commands import cli
 
@@ -62,6 +63,7 @@ def test_version_names_the_build_where_the_metadata_does_not(
     assert f"(torch {torch.__version__}, transformers 1.2.3)" in capsys.readouterr().out
 
 
+@needs("planner", "verify")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

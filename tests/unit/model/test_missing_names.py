@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from transformers.generation.continuous_batching import continuous_api
 
 from tests.support.models import Case
+from tests.support.needs import needs
 from tp_transformers import UnsupportedError
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
@@ -66,6 +67,7 @@ tp_transformers.disable()
 """
 
 
+@needs("trainer")
 def test_a_renamed_method_of_trainer_refuses_tensor_parallel_models_alone(cases: Any, tmp_path: Any) -> None:
     case: Case = cases(8, 4)
     done = subprocess.run(

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from tests.support.models import llama_config
+from tests.support.needs import needs
 from tests.support.tiny import TEXTS
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
@@ -98,6 +99,7 @@ def test_a_plan_completes_what_the_class_declares(tmp_path: Path) -> None:
     assert completed.completed(model) == completed
 
 
+@needs("architectures")
 def test_a_plan_that_completes_is_taken_for_its_type() -> None:
     model = TEXTS["granitemoe"].make()
     plan = Plan.for_model(model)
@@ -112,6 +114,7 @@ def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path: Path) -> None:
     assert resolve(plan_of(tmp_path, text), model, 2).plan.as_dict()["lm_head"] == "colwise_rep"
 
 
+@needs("architectures")
 @pytest.mark.parametrize(("size", "expected"), [(2, (24, 16)), (3, (16, 16, 8)), (7, None)])
 def test_projections_in_two_modules_are_cut_by_the_same_heads(size: int, expected: tuple[int, ...] | None) -> None:
     model = TEXTS["bert"].make()  # its output projection is not in the module that attends

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.needs import needs
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.fractions import check_layers_are_sharded
@@ -42,6 +43,7 @@ def models(name: str) -> list[PreTrainedModel]:
         return [cls._from_config(config) for cls in classes]
 
 
+@needs("architectures")
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_plan_covers_every_parameter_of_every_class_at_any_size(name: str) -> None:
     for model in models(name):

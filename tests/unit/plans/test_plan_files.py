@@ -11,6 +11,7 @@ import yaml
 
 from tests.support.commands import main
 from tests.support.models import llama_config
+from tests.support.needs import needs
 from tp_transformers import PlanError
 from tp_transformers.loading.choose_plan import read_plan
 from tp_transformers.plans import Plan
@@ -222,6 +223,7 @@ def test_what_is_no_plan_at_all(value: Any) -> None:
     assert len(str(caught.value)) < LONGEST
 
 
+@needs("planner", "verify")
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_the_commands_read_plans_alike(capsys: Any, mine: Path, tmp_path: Path, command: str) -> None:
     llama_config(8, 4).save_pretrained(tmp_path / "model")

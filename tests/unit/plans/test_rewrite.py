@@ -9,12 +9,15 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, LlamaForCausalLM, PreTrainedModel
 
-from tests.distributed.strategies.test_sequence_parallel import UNFIT
+from tests.features.sequence.distributed.test_sequence_parallel import UNFIT
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
+from tests.support.needs import needs
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
+
+pytestmark = needs("sequence", "loss_parallel", "batch_sharded", "expert_parallel", "invariant")
 
 LAYER = "model.layers.*."
 

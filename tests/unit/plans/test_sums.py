@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.models import llama_config
+from tests.support.needs import needs
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
@@ -71,15 +72,17 @@ EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_p
             {LAYER + "mlp": "gather", MLP + "experts": "moe_tp_experts", **EXPERTS},
             f"{MLP}experts: it sums its output, and {LAYER}mlp sums again",
         ),
-        (
+        pytest.param(
             {MLP + "experts": "moe_all_to_all", **EXPERTS},
             f"{MLP}experts: moe_all_to_all sends tokens to ranks that hold complete experts, but gate_up_proj, "
             "down_proj would not be; make all of them local, or use moe_tp_experts",
+            marks=needs("expert_parallel"),
         ),
-        (
+        pytest.param(
             {MLP + "experts": "moe_all_to_all"},
             f"{MLP}experts: all ranks have the same tokens, of which there is nothing to exchange; use moe_tp_experts, "
             "or load with tp_sequence_parallel=True or tp_batch_sharded=True",
+            marks=needs("expert_parallel", "sequence", "batch_sharded"),
         ),
     ],
 )
@@ -103,7 +106,11 @@ def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) ->
             {LAYER + "mlp": "all_reduce", **LOCAL, LAYER + "self_attn": "gather"},
             f"{LAYER}self_attn: its output is replicated",
         ),
-        ({"model.norm": "sharded_norm"}, "model.norm: its input is replicated; use replicate"),
+        pytest.param(
+            {"model.norm": "sharded_norm"},
+            "model.norm: its input is replicated; use replicate",
+            marks=needs("architectures"),
+        ),
         (
             {"model.norm": "replicated_with_grad_allreduce"},
             "model.norm: its input is replicated, and so is its gradient, which would be counted 3 times",
@@ -155,6 +162,7 @@ def test_what_stands_among_heads_is_summed_or_cut(shape: tuple[int, ...], says: 
 SEQUENCE = {LAYER + "input_layernorm": "sequence_parallel", **GATED}
 
 
+@needs("sequence")
 def test_norms_of_a_sequence_that_no_rule_cuts_are_refused() -> None:
     said = faults(SEQUENCE, llama())
     assert f"{LAYER}input_layernorm: its input is replicated, since no rule shards the sequence" in said
@@ -168,6 +176,7 @@ class CutsAsBuiltIn(ReplicateParallel):
     """The same, by way of a strategy of the package."""
 
 
+@needs("sequence")
 @pytest.mark.parametrize("own", [CutsSomehow(), CutsAsBuiltIn()])
 def test_strategies_of_a_user_may_cut_the_sequence(own: TensorParallelLayer) -> None:
     resolve(Plan.from_dict({**SEQUENCE, "model.embed_tokens": own}), llama(), 3)

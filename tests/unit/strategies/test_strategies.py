@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.modules import FakeMesh
+from tests.support.needs import known_strategies, strategy_case
 from tests.support.undo import undo_partition
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
@@ -135,11 +136,13 @@ def indices(length: int, size: int, rank: int, *, parts: int = 1, unit: int = 1)
 
 def test_every_strategy_is_here_by_name() -> None:
     # Those of invariant plans split in other blocks: tests/features/invariant/distributed/test_invariant.py.
-    assert sorted(SHARDED_DIMS) == sorted(name for name in STRATEGIES if not name.startswith("invariant_"))
+    assert known_strategies(SHARDED_DIMS) == sorted(name for name in STRATEGIES if not name.startswith("invariant_"))
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, dims in SHARDED_DIMS.items() for kind in dims])
+@pytest.mark.parametrize(
+    ("name", "kind"), [strategy_case(name, kind) for name, dims in SHARDED_DIMS.items() for kind in dims]
+)
 def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: str, size: int) -> None:
     torch.manual_seed(0)
     module = MODULES[kind]()
@@ -171,7 +174,7 @@ def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str, kind: 
     ("name", "kind"),
     # A rule for the parameter of experts has no module to fit.
     [
-        (name, kind)
+        strategy_case(name, kind)
         for name, dims in SHARDED_DIMS.items()
         for kind in dims
         if kind != "experts" or name in ("moe_tp_experts", "ep_dispatch_experts")
@@ -187,9 +190,9 @@ def test_strategies_accept_the_modules_that_they_cut(name: str, kind: str) -> No
     [(name, kind, "no linear or embedding") for name in ("colwise", "packed_rowwise") for kind in ("norm", "experts")]
     + [(name, "embedding", "no packed parts") for name in ("packed_colwise", "packed_rowwise")]
     + [(name, "embedding", "use embedding_rowwise") for name in ("local_rowwise", "local_packed_rowwise")]
-    + [("sharded_norm", kind, "no norm whose mean") for kind in ("linear", "embedding", "dropout")]
-    + [("mla_kv_a_proj", "linear", "no qk_rope_head_dim")]
-    + [("moe_all_to_all", kind, "sends tokens by the ids of their experts") for kind in ("linear", "experts")],
+    + [strategy_case("sharded_norm", kind, "no norm whose mean") for kind in ("linear", "embedding", "dropout")]
+    + [strategy_case("mla_kv_a_proj", "linear", "no qk_rope_head_dim")]
+    + [strategy_case("moe_all_to_all", kind, "sends tokens by the ids of") for kind in ("linear", "experts")],
 )
 def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, says: str) -> None:
     module = MODULES[kind]()

@@ -14,10 +14,12 @@ from transformers import LlamaForCausalLM
 
 import tp_transformers
 from tests.support.models import load
+from tests.support.needs import needs
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
 
 
+@needs("dcp")
 def test_groups_keep_their_settings_and_every_parameter() -> None:
     weights = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     groups = tp_transformers.training.parameter_groups(
@@ -29,6 +31,7 @@ def test_groups_keep_their_settings_and_every_parameter() -> None:
     assert tp_transformers.training.parameter_groups([]) == []
 
 
+@needs("dcp")
 def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path: Path) -> None:
     def make(groups: Callable[[Any], list[dict[str, Any]]]) -> tuple[nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -65,6 +68,7 @@ def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path: Path) 
         load(with_another)
 
 
+@needs("dcp")
 def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
     plain: Any = nn.Linear(3, 3)
     plain(torch.ones(3)).sum().backward()

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from benchmarks.forward import Collectives
-from tests.distributed.strategies import test_sequence_parallel as sequences
-from tests.distributed.training import test_batch_sharded as batches
+from tests.features.batch_sharded.distributed import test_batch_sharded as batches
+from tests.features.sequence.distributed import test_sequence_parallel as sequences
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, observe
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import PROMPTS, Case, load, save_as_loaded

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.distributed.training.test_training_modes import MODES, start
+from tests.features.data_parallel.distributed.test_training_modes import MODES, start
 from tests.support.models import load, with_shares
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
