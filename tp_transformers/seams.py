@@ -137,7 +137,8 @@ class Feature:
         return ()
 
     def storages(self) -> Sequence[type[Storage]]:
-        """Storages of weights. A load takes the first that finds its weights, in the order of `features()`."""
+        """Storages of weights. A load takes the first that finds its weights, in the order of `features()`, and asks
+        the core's safetensors files last."""
         return ()
 
     def encodings(self) -> Sequence[type[Encoding]]:
@@ -163,7 +164,8 @@ class Feature:
     def transport(self, group: ProcessGroup) -> Transport | None:
         """Transport of the CPU tensors of `group`, of two ranks or more; None if the ranks cannot use one. Collective.
 
-        Called when the ranks of a model, or of the copies of a shard, meet.
+        Called when the ranks of a model, or of the copies of a shard, meet; the first transport that a feature returns,
+        in the order of `features()`, is taken.
         """
         return None
 
@@ -226,7 +228,7 @@ class Feature:
 
 @cache
 def features() -> Mapping[str, Feature]:
-    """All features by the names of their folders, those that a feature requires before the feature.
+    """All features, sorted by the names of their folders, but those that a feature requires before the feature.
 
     A feature without those that it requires is left out.
     """

@@ -61,6 +61,8 @@ def needed(file: Path) -> Mapping[str, Path]:
     for module, name in _imports(file):
         top, _, rest = module.partition(".")
         path = [*module.split("."), name]
+        if path[:2] == ["tests", "features"]:
+            found[path[2]] = file
         if top in ("tests", "benchmarks"):
             files = (ROOT.joinpath(*path[:length]).with_suffix(".py") for length in (len(path), len(path) - 1))
             found |= next((needed(inner) for inner in files if inner.is_file()), {})

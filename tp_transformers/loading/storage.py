@@ -46,8 +46,9 @@ class Storage:
     A load calls `find`, holds `agreed` against the other ranks, calls `prepare`, lets transformers read the config,
     then calls `files`, `sources` and `open`. Another format of local files: `endings`, and a subclass of `Checkpoint`
     that describes each tensor as `Stored` at an offset of the file, which is then mapped, prefetched and compared like
-    safetensors. Another medium: `sources`, which returns objects of a subclass of `Source`; a `LocalFile` alone is
-    mapped.
+    safetensors (a slice at an offset that is no multiple of the item size is copied). `Checkpoint.read` sets the
+    `header_hash` of the source, which several machines compare. Another medium: `sources`, which returns objects of a
+    subclass of `Source`; a `LocalFile` alone is mapped.
     """
 
     argument: ClassVar[str] = "the checkpoint"

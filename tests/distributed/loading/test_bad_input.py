@@ -33,6 +33,7 @@ def no_rules(folder: str) -> None:
     load(folder, tp_plan={})
 
 
+@needs("infer")
 def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
     folder = cases(8, 4).folder
     for size, function, says in (
@@ -179,7 +180,11 @@ def load_differently(folders: list[str], what: str) -> None:
         ("plan", "MeshError: the plan: got one on rank 0 and another on rank 1"),
         ("config", "MeshError: rms_norm_eps of the model's config: got '1e-06' on rank 0 and '0.001' on rank 1"),
         pytest.param("watch", "MeshError: tp_watch: got True on rank 0 and False on rank 1", marks=needs("watch")),
-        ("weights", "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0"),
+        pytest.param(
+            "weights",
+            "CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0",
+            marks=needs("machines"),
+        ),
     ],
 )
 def test_ranks_that_ask_for_different_things_all_stop(

@@ -138,7 +138,7 @@ def test_every_strategy_is_here_by_name() -> None:
 
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-@pytest.mark.parametrize("name", map(strategy_case, CASES))
+@pytest.mark.parametrize("name", [strategy_case(name) for name in CASES])
 def test_strategy_matches_the_plain_module(pool: Any, name: str, size: int) -> None:
     everything = pool.run(size, run_cases, name, timeout=60)
     for rank, results in enumerate(everything):

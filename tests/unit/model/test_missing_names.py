@@ -145,6 +145,7 @@ def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, ca
     assert dict(vars(owner)) == before
 
 
+@needs("full_parameters")
 def test_a_load_refuses_where_every_model_needs_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = Patch("safetensors", "save_file", PATCHES["save_file"]._install)
     for name in ("_to_ndarray", "_tobytes"):

@@ -13,6 +13,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import gradient_differences, relative
 from tests.support.models import PROMPTS, load, load_both, logits_of
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.debug import full_activation, local_activation
@@ -133,6 +134,7 @@ def partial_sums(folder: str) -> str:
     return texts[0]
 
 
+@needs("sequence")
 def test_partial_sums_are_not_gathered(pool: Pool, cases: Any) -> None:
     for text in pool.run(2, partial_sums, cases(9, 3).folder):
         assert "Partial()" in text

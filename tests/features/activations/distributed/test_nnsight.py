@@ -17,6 +17,7 @@ from torch import Tensor
 import tp_transformers
 from tests.support.comparisons import relative_errors
 from tests.support.models import PROMPTS, load, load_both
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -89,6 +90,7 @@ def differences(folder: str) -> dict[str, float]:
     return found | {f"gradient of {key}": x for key, x in relative_errors(gradients(ours), gradients(plain)).items()}
 
 
+@needs("peft")
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 4), ((9, 3), 3)], 1))
 def test_nnsight_sees_one_process(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
     for found in pool.run(size, differences, cases(*heads).folder):
@@ -103,6 +105,7 @@ def refused(folder: str) -> str:
     return str(raised.value)
 
 
+@needs("sequence")
 def test_shards_of_the_sequence_are_refused(pool: Pool, cases: Any) -> None:
     for text in pool.run(2, refused, cases(9, 3).folder):
         assert "tp_sequence_parallel" in text
@@ -137,6 +140,7 @@ def test_a_name_is_loaded_on_any_number_of_ranks() -> None:
     assert loader._refuse_impossible_tp is original
 
 
+@needs("trainer")
 def test_it_may_be_imported_first() -> None:
     """nnsight adds a method `save` to `object`."""
     code = (

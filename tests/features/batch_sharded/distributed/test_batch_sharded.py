@@ -25,6 +25,7 @@ from tests.support.comparisons import (
     relative_errors,
 )
 from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, make_case, observe
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
@@ -160,6 +161,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
 
 
+@needs("data_parallel")
 @pytest.mark.parametrize(
     ("ranks", "copies", "kind", "chosen", "mode", "share"),
     wide(
@@ -214,6 +216,7 @@ def checkpointed(folder: str, way: bool | None) -> list[float]:
     return found
 
 
+@needs("data_parallel")
 @pytest.mark.parametrize("way", [False, True], ids=["kept", "re-entrant"])
 def test_layers_are_computed_again_for_the_batch_that_they_had(pool: Pool, cases: Any, way: bool) -> None:
     for found in pool.run(2, checkpointed, cases(9, 3).folder, way):
@@ -255,6 +258,7 @@ def slope(folder: str, checkpoints: bool) -> tuple[float, float]:
     return expected, (found[0] - found[1]) / (2 * step)
 
 
+@needs("data_parallel")
 def test_dropouts_have_gradients(pool: Pool, tmp_path: Path) -> None:
     """Ranks that draw their own numbers draw alike on what each computes of all samples."""
     folder = architectures.make_case(tmp_path, "gpt2", 9, 3).folder
@@ -311,6 +315,7 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
     }
 
 
+@needs("debug")
 def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
     case = cases(8, 2)
     for found in pool.run(2, refusals, case.folder, case.reference):
@@ -360,6 +365,7 @@ def printed(folder: str) -> list[str]:
     return found
 
 
+@needs("debug")
 def test_the_partition_is_printed(pool: Pool, cases: Any) -> None:
     norms = "model.layers.*.input_layernorm, model.layers.*.post_attention_layernorm, model.norm"
     for usual, batch in pool.run(4, printed, cases(8, 4).folder):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.commands import main
 from tests.support.models import llama_config
+from tests.support.needs import needs
 from tp_transformers.features.command_line.arguments import add_plan, passed_on
 from tp_transformers.strategies import STRATEGIES
 
@@ -33,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@needs("planner")
 def test_a_file_registers_what_a_plan_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(folder), "--tp-size", "2", "--plan", str(folder / "plan.yaml")]
     assert main(command) == 2
@@ -44,6 +46,7 @@ def test_a_file_registers_what_a_plan_names(folder: Path, capsys: pytest.Capture
     assert "own_colwise" in capsys.readouterr().out
 
 
+@needs("planner")
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import main
+from tests.support.needs import needs
 from tests.support.remote_code import with_code
 
 COMMANDS = {
@@ -19,6 +20,7 @@ COMMANDS = {
 }
 
 
+@needs("infer", "planner", "presharded", "verify")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_code_of_a_repository_runs_only_if_it_is_asked_for(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from torch import nn
 
 import tp_transformers
 from tests.support.models import PROMPTS, load
+from tests.support.needs import needs
 
 SAVES = {
     "generate": lambda model, folder: model.generate(PROMPTS, max_new_tokens=1, do_sample=False),
@@ -40,6 +41,7 @@ def told(folder: str, target: str, call: str, names: list[str], alike: bool) -> 
 NORM, KEYS = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"
 
 
+@needs("full_parameters")
 @pytest.mark.parametrize(
     ("heads", "call", "name"),
     [
@@ -57,6 +59,7 @@ def test_drift_is_told(pool, cases, tmp_path, heads, call, name) -> None:
     assert not others
 
 
+@needs("data_parallel", "full_parameters", "optimizers")
 def test_numbers_of_one_seed_do_not_drift(pool, cases, tmp_path) -> None:
     names = [NORM, KEYS, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"]
     for texts, drifted in pool.run(2, told, cases(8, 1).folder, str(tmp_path / "a"), "generate", names, True):

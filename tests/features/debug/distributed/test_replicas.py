@@ -15,6 +15,7 @@ import tp_transformers
 from tests.support import architectures
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.training import BATCH, Texts, mesh_of
 
@@ -59,6 +60,7 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> str:
     return architectures.make_case(tmp_path_factory.mktemp("phi3"), "phi3", 8, 1).folder
 
 
+@needs("data_parallel", "optimizers")
 @pytest.mark.parametrize(
     ("size", "mode", "shared"),
     [
@@ -137,6 +139,7 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
         logging.getLogger("tp_transformers").removeHandler(listener)
 
 
+@needs("trainer")
 def test_trainer_brings_ranks_together_at_checkpoints(pool: Pool, cases: Any, tmp_path: Path) -> None:
     (found, said), (other, quiet) = pool.run(2, with_trainer, cases(9, 3).folder, str(tmp_path))
     assert found == other == {}
