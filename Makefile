@@ -21,6 +21,8 @@ RELEASE_TESTS := tests/unit/loading tests/unit/plans tests/unit/commands tests/u
     $(wildcard tests/features/*/unit tests/features/infer/distributed/test_infer.py))
 FUZZ_TESTS := $(wildcard $(addsuffix /test_*_fuzz.py,tests/unit/* tests/distributed/* tests/features/*/*))
 PY := $(VENV)/bin/python
+# Every process that a test starts imports the package: compiled once, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test quick test-all matrix types proofs typed without fuzz bench gpu lint ruff mypy versions coming optimizers docs docs-serve dist \
   wheel workflows clean

@@ -28,6 +28,7 @@ TIMEOUT = float(os.environ.get("TEST_TIMEOUT", 240))
 
 PACKAGE = Path(__file__).parents[2] / "tp_transformers"
 PRELOADED = [
+    "tests",
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.checkpoint",
