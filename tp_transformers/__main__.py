@@ -31,9 +31,10 @@ def main(argv: list[str]) -> None:
     if not is_module and not os.path.isfile(argv[0]):
         print(f"tp_transformers: no script and no command {argv[0]!r}\n{USAGE}", file=sys.stderr)
         sys.exit(2)
-    from . import enable  # imports torch
+    from .loading import forgotten, hook  # imports torch
 
-    enable()
+    forgotten.CALLED.add("script")
+    hook.enable()
     if is_module:
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)

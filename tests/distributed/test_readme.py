@@ -184,14 +184,15 @@ def shell_blocks() -> list[tuple[Block, Block | None]]:
 @pytest.mark.parametrize(("block", "text"), shell_blocks(), ids=lambda block: block.place if block else "")
 def test_the_shell(block: Block, text: Block | None, here: Path, environment: dict[str, str]) -> None:
     printed, folder = "", folder_of(block.page, here)
-    if "tp-transformers serve " in block.code:  # it ends by a signal; test_serve.py and test_examples.py ask it
-        run("tp-transformers serve --help", folder, environment)
-        return
-    for line in block.code.splitlines():
-        command = line.split("    #")[0].strip()
+    for line in block.code.replace("\\\n", "").splitlines():
+        command = line.split("  #")[0].strip()
         if command.startswith("#") or not command:
             continue
-        if command.startswith("git clone "):
+        if command.startswith("curl "):  # test_serve.py and test_examples.py ask the server
+            continue
+        if command.startswith("tp-transformers serve "):  # it ends by a signal
+            run("tp-transformers serve --help", folder, environment)
+        elif command.startswith("git clone "):
             run(re.sub(r"https://\S+", f"{ROOT} tp_transformers", command), folder, environment)
         elif "--nnodes 2" in command:
             printed += run(two_nodes(command), folder, environment)

@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 from ..logs import get_logger
@@ -15,7 +14,7 @@ from ..ranks.environment import launcher
 logger = get_logger(__name__)
 
 CALLED: set[str] = set()
-"""Those of "enable" and "disable" that have been called in this process."""
+"""What this process has called: "enable", "disable", "script" (a script by `__main__`, which calls `enable`)."""
 
 
 @cache
@@ -23,7 +22,7 @@ def warn_of_one_rank() -> None:
     """Warn that one process without a launcher holds the full model."""
     logger.warning(
         "tp_plan in one process, which holds the full model: launch N ranks with `tp-transformers run -n N script.py` "
-        "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one is meant"
+        "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one process is meant"
     )
 
 
@@ -37,22 +36,22 @@ def warn_of_size_alone(tp_size: Any) -> None:
 def _warn_of_size_alone(tp_size: Any) -> None:
     logger.warning(
         'tp_size=%s without tp_plan loads by transformers\' own tensor parallelism: pass tp_plan="auto" to load by '
-        "tp_transformers, or call tp_transformers.disable() before it where transformers' own is meant",
+        "tp_transformers, or first call tp_transformers.disable() where transformers' tensor parallelism is meant",
         tp_size,
     )
 
 
 def warn_of_full_copies() -> None:
-    """Warn that ranks of `-m tp_transformers script.py`, as `tp-transformers run` starts, load without `tp_plan`."""
-    launch, by_module = launcher(), ("-m", "tp_transformers") in pairwise(sys.orig_argv)
-    if by_module and launch is not None and int(os.environ[launch.size]) > 1 and _is_first():
+    """Warn that ranks of `tp-transformers run script.py` or `-m tp_transformers script.py` load without `tp_plan`."""
+    launch = launcher()
+    if "script" in CALLED and launch is not None and int(os.environ[launch.size]) > 1 and _is_first():
         _warn_of_full_copies(os.environ[launch.size])
 
 
 @cache
 def _warn_of_full_copies(size: str) -> None:
     logger.warning(
-        'from_pretrained without tp_plan: each of %s ranks loads the full model: pass tp_plan="auto" to share it', size
+        'from_pretrained without tp_plan: each of %s ranks loads the full model: pass tp_plan="auto" for shards', size
     )
 
 

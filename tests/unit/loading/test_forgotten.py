@@ -66,18 +66,18 @@ def test_a_size_without_a_plan_is_told_once(cases: Any, lines: Any, monkeypatch:
 @pytest.mark.parametrize(
     ("started", "sizes", "said"),
     [
-        ("tp_transformers", {}, 1),
-        ("tp_transformers", {"RANK": "1"}, 0),
-        ("tp_transformers", {"WORLD_SIZE": "1"}, 0),
-        ("pytest", {}, 0),
+        ({"script"}, {}, 1),
+        ({"script"}, {"RANK": "1"}, 0),
+        ({"script"}, {"WORLD_SIZE": "1"}, 0),
+        (set(), {}, 0),
     ],
 )
 def test_full_copies_on_ranks_of_the_command_are_told_once(
-    cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch, started: str, sizes: dict[str, str], said: int
+    cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch, started: set[str], sizes: dict[str, str], said: int
 ) -> None:
     for name, value in {**LAUNCHED, **sizes}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.orig_argv", ["python", "-m", started, "script.py"])
+    monkeypatch.setattr(forgotten, "CALLED", started)
     with tp_transformers.enable():
         for _ in range(2):
             AutoModelForCausalLM.from_pretrained(cases(9, 3).folder)

@@ -71,12 +71,13 @@ def _balance(planned: MemoryPlan) -> Iterator[str]:
 
 
 def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
-    yield "not counted: activations, a long prompt while it is read, and what the GPU's runtime keeps for itself"
+    yield "not counted: activations, long prompts while they are read, the GPU's runtime"
     if room is not None:
         held, memory = max(zip(planned.total_bytes, room.memory, strict=True), key=lambda pair: pair[0] / pair[1])
         verdict = "it fits" if room.fits else "it does not fit"
-        longest = f"; the longest context: {_counted(room.context, 'token')}" if room.fits and room.context else ""
-        yield f"{verdict}: the fullest rank holds {size(held)} of {size(memory)} ({held / memory:.0%}){longest}"
+        yield f"{verdict}: the fullest rank holds {size(held)} of {size(memory)} ({held / memory:.0%})"
+        if room.fits and room.context:
+            yield f"the longest context: {_counted(room.context, 'token')}"
     if room is not None and room.is_even:
         answer = _counted(room.smallest, "rank") if room.smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"
@@ -98,7 +99,7 @@ def _checkpoint(survey: Survey) -> Iterator[str]:
     """Lines about the checkpoint: its size, missing tensors and unexpected tensors."""
     stock = survey.stock
     if stock is None:
-        yield "checkpoint  none, there is only a config: shapes and dtypes are its own"
+        yield "checkpoint  none: shapes and dtypes are those of the config"
         return
     complete = "" if stock.missing else "; it has all that the model needs"
     yield (
@@ -171,15 +172,14 @@ def _lines(tree: Tree, depth: int) -> Iterator[tuple[str, ...]]:
 def table(planned: MemoryPlan, room: Room | None = None) -> list[tuple[str, ...]]:
     """A row of titles, then a row for ranks with equal values: heads, if the same in all attention, and bytes.
 
-    Shares, training and memory have columns if there are any.
+    Weights are parameters and buffers. Shares, training and memory have columns if there are any.
     """
     counts = {heads.ranks for heads in planned.heads}
     heads = [f"{query}/{kv}" for query, kv in counts.pop()] if len(counts) == 1 else ["-"] * planned.size
     total, shares = planned.total_bytes, planned.survey.plan.shares
     by_title: dict[str, Sequence[str]] = {
         "query/KV heads": heads,
-        "parameters": list(map(size, planned.parameter_bytes)),
-        "buffers": [size(planned.buffer_bytes)] * planned.size,
+        "weights": [size(nbytes + planned.buffer_bytes) for nbytes in planned.parameter_bytes],
         "KV cache": list(map(size, planned.cache_bytes)),
     }
     if shares is not None and not isinstance(shares, str):

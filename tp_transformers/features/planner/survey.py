@@ -106,7 +106,7 @@ def _notes(
         share = sum(tensor.numel() for tensor in kept.values()) / model.num_parameters()
         yield (
             f"{share:.0%} of the parameters are taken as quantised: linears and experts that quantization_config does "
-            "not leave out; a checkpoint may have others"
+            "not leave out; a checkpoint may leave out more"
         )
     packed = pack(next(iter(kept.values())), torch.bfloat16, torch.device("meta")) if kept else None
     if model.dtype != torch.bfloat16 and packed is not None and with_products(packed[0]).product != DECODED:

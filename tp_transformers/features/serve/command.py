@@ -68,14 +68,14 @@ def check(arguments: argparse.Namespace) -> None:
     """
     if is_path(arguments.model) and not os.path.exists(arguments.model):
         fix = "Correct the path, or name a model on the Hub (org/name)."
-        raise UsageError(arguments.model, got="no such folder", expected="one with config.json", fix=fix)
+        raise UsageError(arguments.model, got="no such folder", expected="a folder with config.json", fix=fix)
     arguments.ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
     if arguments.ranks < 1:
         raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     missing = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]
     if missing:
         raise UsageError(
-            "packages", got=f"no {', '.join(missing)}", expected="them", fix='pip install "transformers[serving]"'
+            "packages", got=f"no {', '.join(missing)}", expected="all", fix='pip install "transformers[serving]"'
         )
 
 

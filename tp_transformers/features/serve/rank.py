@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from ...loading.hook import enable
 from ...patches import replace
 from ..command_line.arguments import add_plan, parse_dtype
 from ..command_line.models import read_config
-from ..run.errors import keep_errors
+from ..run.errors import FOLDER, keep_errors
 from ..run.launch import AGAIN, end_with_parent
 from ..watch.calls import WATCH
 from ..watch.watch import BUSY
@@ -78,6 +79,7 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own
     server: Any = import_module("uvicorn").Server
     drain, silence = own.drain, BUSY * own.watch
     manager, room = start_batches(model, context.params, silence)
+    leave_out_tracebacks(manager)
     Answers(model, manager, room).begin()
 
     def end_requests() -> None:
@@ -137,8 +139,17 @@ def follow(model: Any, context: Any, silence: float) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 stops all ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     manager, _ = start_batches(model, context.params, silence)
+    leave_out_tracebacks(manager)
     manager._generation_thread.join()
     raise_error(model, manager, silence)
+
+
+def leave_out_tracebacks(manager: Any) -> None:
+    """Let the thread of the batches print no error, unless with `--verbose`: `raise_error` raises the error."""
+    if FOLDER in os.environ:
+        logging.getLogger("ContinuousBatchingLogger").addFilter(lambda record: not record.exc_info)
+        thread, hook = manager._generation_thread, threading.excepthook
+        threading.excepthook = lambda failed: None if failed.thread is thread else hook(failed)
 
 
 def raise_error(model: Any, manager: Any, silence: float) -> None:

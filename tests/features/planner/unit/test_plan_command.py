@@ -53,7 +53,7 @@ def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[
     code, out, _ = plan(capsys, folder, "--tp-size", "2", "--context", "8")
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line}
     assert code == 0
-    assert "there is only a config" in out
+    assert "those of the config" in out
     assert lines["plan"] == "model_plans/llama.yaml"
     assert "layers.0-3" in lines
     assert lines["self_attn"] == "9/3 heads 6/2 heads (rank 0), 3/1 heads (rank 1)"

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,17 @@ def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:
     for rank in "01":
         assert (tmp_path / rank).read_text() == f"{rank} of 2 ['--flag', '0'] True"
     assert command("run", "-n", "2", str(script), "3").returncode != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [("run", "-n", "2"), ()])
+def test_full_copies_on_ranks_are_told(cases: Any, tmp_path: Path, start: tuple[str, ...]) -> None:
+    load = f"from transformers import LlamaForCausalLM as L\nL.from_pretrained({cases(9, 3).folder!r})\n"
+    (tmp_path / "script.py").write_text(load)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = [*([sys.executable] if start else torchrun), "-m", "tp_transformers", *start, str(tmp_path / "script.py")]
+    said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stderr
+    assert said.count("from_pretrained without tp_plan: each of 2 ranks loads the full model") == 1
 
 
 @pytest.mark.parametrize(

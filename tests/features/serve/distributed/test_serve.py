@@ -200,11 +200,15 @@ def test_requests_are_drained_for_a_time_that_can_be_set(folder: str, tmp_path: 
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_all(folder: str, killed: int) -> None:
-    with served(folder, 2) as (client, _):
+def test_a_rank_that_dies_ends_all(folder: str, tmp_path: Path, killed: int) -> None:
+    with (tmp_path / "said").open("wb") as said, served(folder, 2, stderr=said) as (client, process):
         ask(client, folder, QUESTIONS[0], False)
         os.kill(ranks_of(folder)[killed], signal.SIGKILL)
         wait_for_end(folder)
+        assert process.wait(END) == 137
+    told = (tmp_path / "said").read_text()
+    assert f"tp-transformers serve: rank {killed} ended by SIGKILL" in told
+    assert "Traceback" not in told
 
 
 def test_a_rank_that_is_paused_ends_all(folder: str, tmp_path: Path) -> None:

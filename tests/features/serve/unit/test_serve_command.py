@@ -24,7 +24,7 @@ def test_a_server_without_its_packages_is_one_line(
         sys.exit(cli.main([name, "model", "-n", "2"]))
     assert ended.value.code
     assert capsys.readouterr().err == (
-        f"tp-transformers {name}: packages: got no fastapi, uvicorn, openai, expected them. "
+        f"tp-transformers {name}: packages: got no fastapi, uvicorn, openai, expected all. "
         'pip install "transformers[serving]"\n'
     )
 
