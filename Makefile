@@ -107,7 +107,7 @@ coming: $(VENV)/ready
 
 # Every value of Trainer's `optim` whose package there is, against one process: prints what comes of each.
 optimizers: $(VENV)/optimizers
-	OPTIMIZERS=1 PYTHONPATH=$< $(PY) -m pytest -s tests/features/optimizers/distributed/test_optimizers.py
+	OPTIMIZERS=1 PYTHONPATH=$< $(PY) -m pytest -s tests/features/full_parameters/distributed/test_optimizers.py
 
 $(VENV)/optimizers: $(VENV)/ready
 	$(PY) -m pip install --quiet --no-deps --target $@ bitsandbytes torchao galore-torch apollo-torch grokadamw lomo-optim \

@@ -27,7 +27,6 @@ COMMON = {
     "env",
     "invariant",
     "machines",
-    "optimizers",
     "packed",
     "partition",
     "places",

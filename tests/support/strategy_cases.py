@@ -216,16 +216,13 @@ def on_experts() -> Iterator[tuple[str, Callable[[int], Case]]]:
         dtype = torch.float64 if implementation == "eager" else torch.float32
         for label, rules in (("cut", CUT_MIXTRAL), ("whole", whole_experts(CUT_MIXTRAL))):
             yield f"Mixtral, {implementation}, {label}", case(mixtral_experts, rules, dtype, 5, 20, implementation)
-        rules_of = {"whole": whole_experts(CUT_GPT_OSS)} | (
-            {"cut": CUT_GPT_OSS} if "architectures" in features() else {}
-        )
-        for label, rules in rules_of.items():
+        cut = [("cut", CUT_GPT_OSS)] if "architectures" in features() else []
+        for label, rules in (*cut, ("whole", whole_experts(CUT_GPT_OSS))):
             yield f"GPT-OSS, {implementation}, {label}", case(gpt_oss_experts, rules, dtype, implementation)
         # Two blocks of 8: the third rank holds none of either expert's features.
         yield f"Mixtral, {implementation}, narrow", case(mixtral_experts, CUT_MIXTRAL, dtype, 5, 12, implementation)
     yield "Llama 4, cut", lambda size: Case(llama4_experts(), CUT_LLAMA4, (randn(5 * 3, HIDDEN),))
-    whole = whole_experts(CUT_LLAMA4)
-    yield "Llama 4, whole", lambda size: Case(llama4_experts(), whole, (randn(5 * 3, HIDDEN),))
+    yield "Llama 4, whole", lambda size: Case(llama4_experts(), whole_experts(CUT_LLAMA4), (randn(5 * 3, HIDDEN),))
 
 
 def on_local_experts(count: int, implementation: str = "eager") -> Callable[[int], Case]:

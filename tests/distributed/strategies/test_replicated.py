@@ -94,7 +94,7 @@ def test_modules_read_each_others_parameters(name: str, pool: Pool, tmp_path: Pa
 
 def other_optimizers() -> list[str]:
     """Run on every rank, with the hook of all optimizers: what has nothing to do with us steps as ever."""
-    from tp_transformers.features.optimizers.step import STEPS_ON_SHARDS
+    from tp_transformers.features.full_parameters.optimizers.step import STEPS_ON_SHARDS
 
     STEPS_ON_SHARDS.hold()
     seen = []

@@ -1,4 +1,4 @@
-"""Sharded parameters that other code can use as if they were the full tensors."""
+"""Sharded parameters that other code, optimizers among it, can use as if they were the full tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 class FullParameters(Feature):
-    """Functions of torch on shards, embeddings of another size, and `training.full_parameters`."""
+    """Functions of torch on shards, steps of optimizers, embeddings of another size, `training.full_parameters`."""
 
-    public: ClassVar[Mapping[str, str]] = {"training.full_parameters": ".full_parameters"}
+    public: ClassVar[Mapping[str, str]] = {
+        "training.full_parameters": ".full_parameters",
+        "training.parameter_groups": ".optimizers.groups",
+    }
     torch_names: ClassVar[Mapping[str, str]] = {
+        "torch.amp.GradScaler._unscale_grads_": "GradScaler refuses shards",
         "torch.distributed.tensor.distribute_module._distribute_module_applied": REFUSED,  # left out of copies
         "torch.nn.Module._forward_pre_hooks": REFUSED,
         "torch.nn.Module._load_state_dict_pre_hooks": REFUSED,
@@ -54,9 +58,11 @@ class FullParameters(Feature):
         return (ResizableModel,)
 
     def model_patches(self) -> Sequence[Patch]:
+        from .optimizers.grad_scaler import SHARED_INFINITIES
+        from .optimizers.step import STEPS_ON_SHARDS
         from .patches import ASSIGNED_VALUES, FULL_BYTES
 
-        return ASSIGNED_VALUES, FULL_BYTES
+        return ASSIGNED_VALUES, FULL_BYTES, STEPS_ON_SHARDS, SHARED_INFINITIES
 
 
 FEATURE = FullParameters()

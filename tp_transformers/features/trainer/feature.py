@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Training(Feature):
     """Trainer trains, logs, evaluates and saves as in one process, and counts copies of a model, not ranks."""
 
-    requires = ("dcp", "debug", "machines", "optimizers")
+    requires = ("dcp", "debug", "full_parameters", "machines")
 
     def clients(self) -> Sequence[Patch]:
         from .patch import TRAINER

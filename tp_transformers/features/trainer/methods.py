@@ -26,7 +26,7 @@ from ...patches import Undo, replace, replace_all
 from ...ranks.collectives import gather_from_region
 from ...ranks.group import GROUP
 from ...strategies import STRATEGY, batch_sharded, shard_of
-from ..optimizers.scopes import check_in_backward
+from ..full_parameters.optimizers.scopes import check_in_backward
 from . import checkpoints
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.comparisons import gradient_differences, parameter_differences, relative
 from tests.support.models import VOCAB, load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.errors import UnsupportedError
@@ -258,6 +259,7 @@ def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode:
     assert "data_parallel(peft_model" in error
 
 
+@needs("sequence")
 def test_a_sequence_ends_after_the_last_layer(pool: Pool, cases: Any) -> None:
     for found in pool.run(2, by_entries, cases(9, 3).folder, "sequence", ["layer by layer", "a part of a layer"]):
         assert max(found.values()) < TOLERANCE, found

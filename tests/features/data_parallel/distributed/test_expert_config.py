@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import tp_transformers
 from tests.support.comparisons import full_gradients, read_folder, relative, relative_errors
 from tests.support.models import VOCAB, load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
@@ -101,6 +102,7 @@ def errors_of(found: dict[str, Any]) -> dict[str, float]:
     return {name: found[name] for name in ("logits", "loss", "aux_loss", "routers", "grads")}
 
 
+@needs("expert_parallel")
 @pytest.mark.parametrize(
     "fields",
     wide(
@@ -174,6 +176,7 @@ def placements(folder: str, ours: bool) -> dict[str, Any]:
     return {name: (param.placements, param.to_local().shape) for name, param in experts.items()}
 
 
+@needs("expert_parallel")
 def test_experts_in_even_halves_are_dtensors(pool: Pool, mixtral: Any) -> None:
     ours, theirs = (pool.run(2, placements, mixtral(4, 2), is_ours) for is_ours in (True, False))
     assert ours == theirs
@@ -195,6 +198,7 @@ def loads(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {name: (layer.experts, layer.ranks, layer.imbalance) for name, layer in seen.items()}
 
 
+@needs("expert_parallel")
 @pytest.mark.parametrize(
     "fields", wide([{"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2}], 2), ids=str
 )
@@ -238,6 +242,7 @@ def flagged(folder: str) -> list[int]:
     return [len(tp_transformers.local_tensor(param)) for param in held]
 
 
+@needs("expert_parallel")
 def test_the_flag_of_older_releases(pool: Pool, mixtral: Any) -> None:
     assert pool.run(2, flagged, mixtral(5, 3)) == [[48, 3], [48, 2]]
 
@@ -265,6 +270,7 @@ def refused(folder: str, fields: dict[str, Any]) -> str:
     return ""
 
 
+@needs("expert_parallel")
 def test_what_does_not_fit_the_model_is_named(pool: Pool, mixtral: Any, cases: Any) -> None:
     typo = {"tp_size": 2, "ep_size": 2, "ep_plan": {"model.layers.*.mlp.expert": "grouped_gemm"}}
     for folder, fields, expected in (

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.groups import join
 from tests.support.models import load
+from tests.support.needs import needs
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, mesh_of
 from tp_transformers.ranks.transport import BACKEND, transport_of
@@ -74,6 +75,7 @@ def copies(folder: str, mode: str) -> list[float]:
     return errors
 
 
+@needs("full_parameters")
 def test_gradients_are_summed_in_fp32(pool: Pool, cases: Any) -> None:
     folder = cases(8, 1).folder
     for function, way in ((shared_heads, "gloo"), (copies, "replicate"), (copies, "shard")):

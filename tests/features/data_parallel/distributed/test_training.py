@@ -28,6 +28,7 @@ from tests.support.comparisons import (
     relative_errors,
 )
 from tests.support.models import Case, load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import (
@@ -198,6 +199,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
 
 
+@needs("full_parameters")
 @pytest.mark.parametrize(
     ("kind", "mode"),
     wide(
@@ -333,6 +335,7 @@ def one_axis(folder: str) -> dict[str, Any]:
     return result
 
 
+@needs("full_parameters")
 @pytest.mark.parametrize("heads", wide([((8, 4),), ((8, 2),)], 1))
 def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for result in pool.run(3, one_axis, cases(*heads).folder):

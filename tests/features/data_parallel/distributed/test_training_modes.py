@@ -24,6 +24,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES, Variant
 from tests.support.comparisons import full_parameters, largest_step, relative_errors
 from tests.support.models import load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM
 
@@ -236,6 +237,7 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
             yield name, (9, 3), 4, tuple(f"{mode}, {way}" for mode in MODES)
 
 
+@needs("full_parameters", "sequence")
 @pytest.mark.parametrize(
     ("name", "variant", "size", "modes"),
     [

@@ -59,7 +59,7 @@ def test_drift_is_told(pool, cases, tmp_path, heads, call, name) -> None:
     assert not others
 
 
-@needs("data_parallel", "full_parameters", "optimizers")
+@needs("data_parallel", "full_parameters")
 def test_numbers_of_one_seed_do_not_drift(pool, cases, tmp_path) -> None:
     names = [NORM, KEYS, "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"]
     for texts, drifted in pool.run(2, told, cases(8, 1).folder, str(tmp_path / "a"), "generate", names, True):

@@ -60,7 +60,7 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> str:
     return architectures.make_case(tmp_path_factory.mktemp("phi3"), "phi3", 8, 1).folder
 
 
-@needs("data_parallel", "optimizers")
+@needs("data_parallel", "full_parameters")
 @pytest.mark.parametrize(
     ("size", "mode", "shared"),
     [

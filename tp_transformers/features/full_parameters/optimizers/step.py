@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...errors import UnsupportedError
-from ...patches import Patch, Undo, replace, replace_all
-from ...strategies import SHARD, local_tensor
-from ...strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
-from ..full_parameters.full_parameters import FULL, IS_OPEN
-from ..full_parameters.pickled import check_pickled
+from ....errors import UnsupportedError
+from ....patches import Patch, Undo, replace, replace_all
+from ....strategies import SHARD, local_tensor
+from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
+from ..full_parameters import FULL, IS_OPEN
+from ..pickled import check_pickled
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from ...errors import UnsupportedError
+from ....errors import UnsupportedError
 
 Scope = Literal["shard", "parameter"]
 """The least that an update needs: its own elements, or its own full parameter."""

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 
-from ...model.clip import with_gradient
-from ...patches import Patch, replace, replace_all
-from ...ranks import direct
-from ...strategies.shards.shard import SHARD, finish_gradient, local_tensor, shard_of
+from ....model.clip import with_gradient
+from ....patches import Patch, replace, replace_all
+from ....ranks import direct
+from ....strategies.shards.shard import SHARD, finish_gradient, local_tensor, shard_of
 
 Infinities = dict[torch.device, Tensor]
 """For each device, a number above 0 if a gradient there is not finite."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...errors import UnsupportedError
-from ...marks import Mark
-from ...ranks import direct
-from ...ranks.random_state import random_state, set_random_state
-from ...strategies import ParamShard, finish_gradient, local_tensor, shard_of
-from ...strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
+from ....errors import UnsupportedError
+from ....marks import Mark
+from ....ranks import direct
+from ....ranks.random_state import random_state, set_random_state
+from ....strategies import ParamShard, finish_gradient, local_tensor, shard_of
+from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
 """On an optimizer, the tensor of each stand-in; the same in every step, since the optimizer may key values by it."""
