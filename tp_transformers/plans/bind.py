@@ -62,6 +62,8 @@ class Resolution:
     than ranks."""
     plan: Plan = Plan("nothing", ())  # noqa: RUF009 - frozen
     """The plan after it was rewritten for its options."""
+    asked: Plan = plan
+    """The plan before, by which the model can be bound for another number of ranks."""
 
     @cached_property
     def keeps_order(self) -> bool:
@@ -94,10 +96,11 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
         if excluded:
             got, fix = f"{option.name} and {excluded}", f"Leave out {excluded}: {option.excludes_because}."
             raise PlanError(f"plan {plan.source}", got=got, expected="one of them", fix=fix)
+    asked = plan
     plan = plan.completed(model)
     for option in options:
         plan = option.rewrite(plan, model, size)
-    return bind(replace(plan, options={}), model, size)
+    return replace(bind(replace(plan, options={}), model, size), asked=asked)
 
 
 def bind(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
