@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -16,9 +17,13 @@ from ...loading.request import LoadRequest, open_together, read_together, split_
 from ...loading.targets import describe
 from ...plans.rules import Plan
 from ...ranks.group import TensorParallelGroup
+from ...slices.layout import Range
 from ...slices.stored import Selection
 from .described import Described
 from .table import Table
+
+_COMPARED = 64
+"""Values of each tensor that are compared."""
 
 
 class _FoundError(Exception):
@@ -32,10 +37,19 @@ def _stop(model: PreTrainedModel, plan: Plan, request: LoadRequest) -> NoReturn:
 class LostWeights:
     """An open checkpoint that slices of parameters are read from, by this process alone."""
 
-    def __init__(self, described: Described, checkpoint: str | None, table: Table, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        described: Described,
+        checkpoint: str | None,
+        table: Table,
+        values: Mapping[str, Callable[[], Tensor]],
+        was: int,
+        stack: ExitStack,
+    ) -> None:
         """Open the `checkpoint`, by default that of the load; `stack` closes it.
 
-        Raises CheckpointError if it does not have the tensors of `table` in their shapes.
+        `values`: the shards of this rank, which was rank `was`. Raises CheckpointError if the checkpoint does not have
+        the tensors of `table` in their shapes, or other values than this rank, of which a few are compared.
         """
         source = described.source if checkpoint is None else {"name": checkpoint}
         where = {"revision": source["commit_hash"]} if source.get("commit_hash") else {}
@@ -57,6 +71,15 @@ class LostWeights:
         for name, entry in table.items():
             if name not in self.tensors or tuple(self.tensors[name].shape) != entry.shape:
                 raise self._lacks(f"no {name} of shape {list(entry.shape)}")
+            held, local = entry.held({0: was})[0], values[name]()
+            if held and local.numel():
+                start, length = held[0][0], min(held[0][1] - held[0][0], _COMPARED)
+                few: list[tuple[Range, ...]] = [((0, 1),)] * local.ndim
+                few[entry.dim] = ((start, start + length),)
+                for dim in range(local.ndim):
+                    local = local.narrow(dim, 0, length if dim == entry.dim else 1)
+                if not torch.equal(self.read(name, tuple(few)).to(local.dtype), local.cpu()):
+                    raise self._lacks(f"other values of {name} than the ranks that are left")
         self.headers = self.checkpoint.bytes_read
 
     def _lacks(self, got: str) -> CheckpointError:
@@ -82,5 +105,5 @@ class LostWeights:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were read, without headers."""
+        """Bytes that were read, without headers and comparisons."""
         return self.checkpoint.bytes_read - self.headers

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...checkpoint.saving.save import STORED_FORM
@@ -127,8 +128,8 @@ class Reshard:
         with ExitStack() as stack:
             held, states = self._held()
             old = self._old(held, states)
-            lost = self._open_lost(old, stack)
             values = {} if held is None else held.values
+            lost = self._open_lost(old, values, stack)
             if states is not None:
                 values |= states.values
 
@@ -187,7 +188,7 @@ class Reshard:
         everywhere = frozenset[str]().union(*(changed for _, changed, _ in told))
         return _Old(self.old_ranks, self.old_size, described, table, moved, everywhere)
 
-    def _open_lost(self, old: _Old, stack: ExitStack) -> LostWeights | None:
+    def _open_lost(self, old: _Old, values: Mapping[str, Callable[[], Tensor]], stack: ExitStack) -> LostWeights | None:
         """Open the checkpoint if no rank holds some of the old model; None on ranks that did not have the old model."""
         lost = {name: entry for name, entry in old.table.items() if entry.lost(old.ranks)}
         if not lost:
@@ -203,7 +204,9 @@ class Reshard:
                 fix="Pass checkpoint=, the folder of a save of this step; or load such a save, with its optimizer.",
             )
         with self.union.agree():
-            return LostWeights(old.described, self.checkpoint, lost, stack) if self.model is not None else None
+            if self.model is None:
+                return None
+            return LostWeights(old.described, self.checkpoint, lost, values, old.ranks[self.union.rank], stack)
 
     def _load(self, moves: Moves, old: _Old) -> tuple[Any, torch.optim.Optimizer | None]:
         """Load the new model from the ranks."""
