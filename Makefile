@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 # Every process that a test starts imports the package: compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test quick test-all matrix types proofs typed without fuzz bench gpu lint ruff mypy versions coming optimizers docs docs-serve dist \
+.PHONY: demo test quick test-all matrix types proofs typed mutants without fuzz bench gpu lint ruff mypy versions coming optimizers docs docs-serve dist \
   wheel workflows clean
 
 demo: $(VENV)/ready
@@ -60,6 +60,11 @@ proofs: $(VENV)/ready
 # known. `rm tests/data/types.json` before it checks all again.
 typed: $(VENV)/ready
 	$(PY) -m tests.support.typed
+
+# Changes of one operator, constant, condition or return of the core: tests have to fail. PACKAGE=slices is one package,
+# SAMPLE=10 ten mutants of each.
+mutants: $(VENV)/ready
+	$(PY) -m tests.support.mutants $(PACKAGE) $(if $(SAMPLE),--sample $(SAMPLE))
 
 # The package without each feature in turn, then without all. SAMPLE=3 takes out three, others every day, then all.
 without: $(VENV)/ready

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import Shard
 
 import tp_transformers
 from tp_transformers.strategies import (
@@ -16,7 +17,7 @@ from tp_transformers.strategies import (
     RowwiseParallel,
     TensorParallelLayer,
 )
-from tp_transformers.strategies.signature import FEATURES, PARTIAL, REPLICATED, Signature
+from tp_transformers.strategies.signature import BATCH, FEATURES, PARTIAL, REPLICATED, SEQUENCE, Signature, state_of
 
 ROOT = Path(tp_transformers.__file__).parent
 
@@ -106,5 +107,7 @@ def test_what_others_ask() -> None:
     assert RowwiseParallel().signature == Signature(FEATURES, REPLICATED, inside=(FEATURES, PARTIAL))
     assert ColwiseParallel().signature.leaves is FEATURES
     assert not ColwiseParallel().signature.sums
+    states = [state_of(Shard(dim)) for dim in range(-3, 3)]
+    assert states == [BATCH, SEQUENCE, FEATURES] * 2
     with pytest.raises(NotImplementedError):
         TensorParallelLayer().adapter()

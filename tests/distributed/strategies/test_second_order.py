@@ -17,7 +17,7 @@ from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers.features.expert_parallel.exchange import exchange_rows
 from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
-from tp_transformers.strategies import batch_sharded, vocab_parallel_cross_entropy
+from tp_transformers.strategies import batch_sharded, layout_of, vocab_parallel_cross_entropy
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +48,8 @@ def hessian_product(model: Any) -> dict[str, torch.Tensor]:
     params = dict(model.named_parameters())
     loss = model(PROMPTS, labels=PROMPTS).loss
     grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+    for param, grad in zip(params.values(), grads, strict=True):
+        assert type(grad) is type(param) or layout_of(param) is None
     with torch.no_grad():
         vectors = [param * 2 + 0.1 for param in params.values()]
     torch.autograd.backward(grads, vectors)

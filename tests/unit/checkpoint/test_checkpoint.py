@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.support.tiers import wide
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.reading.header import Checkpoint, check_files
+from tp_transformers.checkpoint.reading.header import Checkpoint, check_files, read_index
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.reader import read
@@ -86,6 +86,16 @@ def test_an_index_at_odds_with_the_headers(tmp_path: Path, weight_map: dict[str,
     save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="index"):
         Checkpoint([tmp_path / "a.safetensors"], weight_map=weight_map)
+
+
+@pytest.mark.parametrize("file", [None, 3, ""])
+def test_an_index_names_a_file_for_every_tensor(tmp_path: Path, file: Any) -> None:
+    path, good = tmp_path / "index.json", {"weight_map": {"x": "a.safetensors"}, "metadata": {"total_size": 4}}
+    path.write_text(json.dumps(good))
+    assert read_index(path) == (good["weight_map"], good["metadata"])
+    path.write_text(json.dumps({**good, "weight_map": {"x": "a.safetensors", "y": file}}))
+    with pytest.raises(CheckpointError, match="its file for y is"):
+        read_index(path)
 
 
 def test_missing_files_pickles_and_escapes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,12 @@ from tests.support.comparisons import read_folder
 from tests.support.models import load
 from tests.unit.slices.test_lazy import select
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.conversion.convert import Conversion, convert
+from tp_transformers.checkpoint.conversion.convert import Conversion, convert, dtype_policy
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.slices.layout import apportion, packed
-from tp_transformers.slices.lazy import Deferred, LazyTensor
+from tp_transformers.slices.lazy import Deferred, LazyTensor, Resident
 from tp_transformers.slices.stored import Stored
 
 TEXT: dict[str, Any] = {
@@ -322,3 +323,17 @@ def test_converters_measure_against_whole_parameters(checkpoints: Any) -> None:
         expressions = convert(model, checkpoint.tensors, shapes, get_model_conversion_mapping(model)).expressions
         name = "model.language_model.layers.0.mlp.experts.down_proj"
         assert torch.equal(expressions[name].materialize(), reference[name])
+
+
+def test_a_parameter_has_the_dtype_of_the_pattern_that_its_name_has() -> None:
+    policy = dtype_policy({"norm": torch.float32, "lm_head": torch.float64})
+    names = ("model.layers.0.norm.weight", "lm_head.weight", "model.layers.0.mlp.weight")
+    assert [policy(name) for name in names] == [torch.float32, torch.float64, None]
+    assert dtype_policy(None)("norm") is None
+
+
+def test_tensors_that_the_model_does_not_have_are_named() -> None:
+    model: Any = SimpleNamespace(base_model_prefix="model")
+    tensors: dict[str, LazyTensor] = {name: Resident(torch.ones(1)) for name in ("known", "odd")}
+    found = convert(model, tensors, {"known": torch.Size((1,))}, None)
+    assert (set(found.expressions), found.unread, found.unexpected) == ({"known"}, {"odd": {"odd"}}, {"odd"})

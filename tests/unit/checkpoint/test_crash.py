@@ -104,6 +104,14 @@ def test_a_process_that_is_forked_during_a_save_keeps_no_lock(tmp_path: Path) ->
         os.waitpid(child, 0)
 
 
+def test_what_cannot_be_removed_of_an_earlier_save_stays(tmp_path: Path) -> None:
+    stale = tmp_path / ".saving-earlier"
+    stale.write_text("no folder")
+    with SaveFolder(tmp_path) as place:
+        assert place.staging.is_dir()
+    assert stale.exists()
+
+
 @pytest.mark.parametrize("error", [None, OSError(95, "Operation not supported")])
 def test_a_folder_that_a_failed_save_removes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None

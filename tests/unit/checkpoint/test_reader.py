@@ -50,6 +50,21 @@ def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
     assert torch.equal(request.destination, tensor.materialize()[:, 4096 - request.destination.shape[1] :])
 
 
+def test_neighbours_make_jobs_of_at_most_so_many_bytes(big, monkeypatch) -> None:
+    checkpoint, _, values = big
+    monkeypatch.setattr(jobs, "JOB_BYTES", 3 * values[0].nbytes)
+    rows = [checkpoint.tensors["x"].select(0, [(row, row + 1)]) for row in range(8)]
+    made = list(jobs.order([Request(row, torch.empty(1, 4096, dtype=torch.int16)) for row in rows], []))
+    assert [job.nbytes for job in made] == [3 * values[0].nbytes] * 2 + [2 * values[0].nbytes]
+
+
+def test_nothing_is_read_into_empty_buffers(big) -> None:
+    _, path, _ = big
+    with LocalFile(path) as file:
+        assert file.read_bytes(0, 0) == b""
+        assert file.reads == 0
+
+
 def test_torch_keeps_its_threads(big) -> None:
     checkpoint, _, _ = big
     before = torch.get_num_threads()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.saving import writer
+from tp_transformers.checkpoint.saving import save, writer
 from tp_transformers.checkpoint.saving.writer import Writer
 from tp_transformers.features.presharded.summed import SummedWriter
 
@@ -77,3 +80,34 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"new\.safetensors: got File too large"):
             SummedWriter(tmp_path / "new.safetensors", tensors)
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_some_file_systems_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError) if number == errno.EIO else contextlib.nullcontext():
+        writer.sync_folder(tmp_path)
+
+
+def test_a_save_function_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(save, "_say_that_it_writes", lambda: said.append("said"))
+    save._check_arguments({"safe_serialization": True})
+    assert not said
+    save._check_arguments({"save_function": torch.save})
+    assert said
+
+
+def test_several_files_have_names_that_no_reader_has_seen(tmp_path: Path) -> None:
+    files = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    for is_locked, exists, same in ((True, False, True), (False, False, False), (True, True, False)):
+        if exists:
+            (tmp_path / files[1]).touch()
+        place: Any = SimpleNamespace(path=tmp_path, is_locked=is_locked)
+        names = save._names(place, files)
+        assert (names == {file: file for file in files}) == same
+        assert save._names(place, files[1:]) == {files[1]: files[1]}
+        assert len(set(names.values())) == 2

@@ -201,6 +201,7 @@ def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule:
         ),
         ({"model.norm": {"strategy": "replicate", "parts": 2}}, "replicate takes no parts"),
         ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, LAYER + "mlp.up_proj.weight: "),
+        ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [0, 100]}}, LAYER + "mlp.up_proj.weight: "),
         ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, LAYER + "mlp.up_proj.weight: "),
     ],
 )

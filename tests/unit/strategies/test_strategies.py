@@ -17,9 +17,9 @@ from tests.support.undo import undo_partition
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.slices.layout import heads
+from tp_transformers.slices.layout import apportion, chunked, heads
 from tp_transformers.slices.lazy import LazyTensor, Resident
-from tp_transformers.strategies import STRATEGIES, take
+from tp_transformers.strategies import STRATEGIES, LocalConfig, take
 from tp_transformers.strategies.base import EXPERT_UNIT
 
 SIZES = [1, 2, 3, 5]
@@ -328,4 +328,20 @@ def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(n
     strategy = type("Other", (base,), body)()
     short = strategy.short_forward()
     assert strategy.is_built_in
+    assert STRATEGIES[name].short_forward() is not None
     assert short is None or short[("before", "after").index(method)] == method
+
+
+def test_a_local_config_has_what_it_does_not_set() -> None:
+    shared = SimpleNamespace(heads=8, width=4)
+    local = LocalConfig(shared, heads=2)
+    shared.width = 5
+    assert (local.heads, local.width, hasattr(local, "other")) == (2, 5, False)
+
+
+def test_torch_gets_chunks_of_its_own_sizes_but_whole_units() -> None:
+    ours, torchs = (STRATEGIES["colwise"].bind(nn.Linear(6, 10), 4) for _ in range(2))
+    torchs.applied_by_torch = True
+    assert ours.split_length(10, 4) == apportion(10, 4) != chunked(10, 4)
+    assert torchs.split_length(10, 4) == chunked(10, 4)
+    assert torchs.split_length(10, 4, 2) == apportion(10, 4, unit=2)

@@ -122,7 +122,7 @@ class Block:
     def _find_layers(self, module: nn.Module) -> None:
         children = tuple(module._modules.values())
         if children != self.children:
-            inside = (layer for child in children if child is not None for layer in child.modules())
+            inside = (layer for child in module.children() for layer in child.modules())
             layers = [(layer, layer.__dict__["tp_strategy"]) for layer in inside if "tp_strategy" in layer.__dict__]
             self.layers = [layer for layer, strategy in layers if strategy.block is self and strategy.asks_block]
             self.children = children
