@@ -84,7 +84,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
     for feature in features().values():
         planned = feature.planned(kwargs)
         if planned is not None:
-            return planned(partial(_load_tensor_parallel, original, cls, args), kwargs)
+            return planned(partial(load_with_plan, original, cls, args), kwargs)
     if kwargs.get("tp_plan") is None:
         refuse_without_tp_plan(kwargs)
         warn_of_size_alone(kwargs.get("tp_size"))
@@ -95,7 +95,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
             if not kwargs.keys() & {"tp_size", "device_mesh", "distributed_config"}:
                 warn_of_full_copies()
         return original(cls, *args, **kwargs)
-    return _load_tensor_parallel(original, cls, args, kwargs)
+    return load_with_plan(original, cls, args, kwargs)
 
 
 def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs: Any) -> Any:
@@ -110,9 +110,7 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
         _instead.reset(token)
 
 
-def _load_tensor_parallel(
-    original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
     check_torch()
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
@@ -230,6 +228,7 @@ def load_pretrained_model(
         request = dataclasses.replace(request, shares_because=reason)
         result = load(model, current.resolution, current.group, request)
     untyped(model).tp_report = result.report
+    untyped(model).tp_options = current.options.given
     untyped(model).tp_source = current.storage.origin(model.config.name_or_path, checkpoint_files or ())
     return result.as_loading_info(), None
 

@@ -38,6 +38,8 @@ class TensorParallelModel(_Model):
     """The plan in force, module by module."""
     tp_report: LoadReport
     """How this rank loaded its shard."""
+    tp_options: Mapping[str, Any]
+    """The options of the load: argument -> value, without None."""
     tp_source: Mapping[str, str | None]
     """The "name" of the checkpoint and, if it is from the Hub, its "commit_hash"."""
 

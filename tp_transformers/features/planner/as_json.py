@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .memory import MemoryPlan, Parameter
+from .memory import MemoryPlan, Parameter, draft_bytes
 from .report import dtype_name
 from .room import Room
 
@@ -63,6 +63,7 @@ def as_json(planned: MemoryPlan, room: Room | None) -> dict[str, Any]:
             }
             for rank in range(planned.size)
         ],
+        "mtp_layers_bytes": draft_bytes(planned),
         "notes": list(planned.notes),
         "gpu_memory": room.memory[0] if room is not None and room.is_even else None,
         "memory": room and room.memory,

@@ -11,7 +11,7 @@ from ...seams import Feature
 class Planner(Feature):
     """The memory of every rank before a load, and the list of architectures with plans."""
 
-    requires = ("command_line", "mixers", "packed", "quantized")
+    requires = ("command_line", "mixers", "mtp", "packed", "quantized")
 
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command, plans

@@ -6,7 +6,7 @@ Shapes and bytes follow from the layouts that `resolve` returns for the model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 
 import torch
@@ -18,6 +18,8 @@ from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
+from ..mtp.layers import meta_layers
+from ..mtp.plan import drafting_plan
 from ..packed.products import with_products
 from ..packed.weight import pack
 from .kv_cache import Cached, cached_attention
@@ -181,6 +183,17 @@ def plan_memory(
         optimizer,
         allow_replicated,
     )
+
+
+def draft_bytes(planned: MemoryPlan) -> tuple[int, ...] | None:
+    """Bytes of the layers of `generate(use_mtp=True)` on every rank, in floating point; None if there are none."""
+    survey = planned.survey
+    layers = meta_layers(survey.model) if survey.stock is None or survey.stock.left_out else None
+    if layers is None:
+        return None
+    plan = drafting_plan(survey.model, resolve(survey.plan, survey.model, planned.size).plan)
+    drafting = replace(survey, model=layers, plan=plan, dtypes={}, packed={}, stock=None)
+    return plan_memory(drafting, planned.size, allow_replicated=True).total_bytes
 
 
 def replan(

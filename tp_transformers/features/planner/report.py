@@ -13,7 +13,7 @@ from ...anatomy.names import folded, layer_number
 from ...plans.catalogue import available_plans
 from ...text import size, spans
 from .fit import MOST_RANKS
-from .memory import MemoryPlan, Parameter
+from .memory import MemoryPlan, Parameter, draft_bytes
 from .room import Room
 from .survey import Survey
 from .tables import columns, fold, terminal_width
@@ -71,6 +71,9 @@ def _balance(planned: MemoryPlan) -> Iterator[str]:
 
 
 def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
+    drafts = draft_bytes(planned)
+    if drafts is not None:
+        yield f"generate(use_mtp=True) adds the layers that draft tokens: {by_rank(list(map(size, drafts)))}"
     yield "not counted: activations, long prompts while they are read, the GPU's runtime"
     if room is not None:
         held, memory = max(zip(planned.total_bytes, room.memory, strict=True), key=lambda pair: pair[0] / pair[1])

@@ -39,6 +39,8 @@ class Stock:
     """Parameters that are not in the checkpoint; a load would initialise them."""
     unexpected: tuple[str, ...] = ()
     """Tensors that the model does not have; a load would ignore them."""
+    left_out: tuple[str, ...] = ()
+    """Tensors that the class of the model leaves out, such as layers that only `generate(use_mtp=True)` reads."""
     twice: tuple[tuple[str, str], ...] = ()
     """Pairs of tied parameters that are both stored; a load keeps both if they differ, otherwise one."""
     read_in_full: tuple[str, ...] = ()
@@ -133,6 +135,7 @@ def _take_stock(
         bytes_read=sum(source.bytes_read + len(getattr(source, "head", b"")) for source in checkpoint.sources),
         missing=tuple(sorted(keys.missing_keys)),
         unexpected=tuple(sorted(keys.unexpected_keys)),
+        left_out=tuple(sorted(conversion.unexpected - keys.unexpected_keys)),
         twice=tuple(sorted(pair for pair in ties.items() if stored.issuperset(pair))),
         read_in_full=tuple(sorted(conversion.fallbacks)),
     )
