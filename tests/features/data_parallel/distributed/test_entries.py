@@ -215,6 +215,7 @@ def with_new_embeddings(folder: str) -> list[bool]:
     return [torch.equal(*pair) for pair in zip(everyone[0], everyone[3], strict=True)]
 
 
+@needs("full_parameters")
 def test_parameters_that_are_added_are_the_same_in_all_copies(pool: Pool, cases: Any) -> None:
     for found in pool.run(4, with_new_embeddings, cases(9, 3).folder):
         assert found == [True, True]
@@ -251,6 +252,7 @@ def prompts_outside(folder: str, mode: str, comes_first: bool) -> None:
     get_peft_model(model, config)
 
 
+@needs("peft")
 @pytest.mark.parametrize("comes_first", [True, False])
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode: str, comes_first: bool) -> None:

@@ -144,6 +144,7 @@ def test_experts_are_complete_and_exact(pool: Pool, mixtral: Any, tmp_path: Path
     assert all(map(torch.equal, one.parameters(), again.parameters()))
 
 
+@needs("expert_parallel")
 @pytest.mark.parametrize(
     "fields",
     wide(

@@ -266,6 +266,7 @@ def adapted_copies(folder: str) -> dict[str, float]:
     return errors
 
 
+@needs("peft")
 def test_adapters_and_own_layers_train_under_fsdp(pool: Pool, cases: Any) -> None:
     for errors in pool.run(4, adapted_copies, cases(9, 3).folder):
         assert any("lora_embedding" in name for name in errors)

@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.errors import CheckpointError, UnsupportedError
@@ -97,6 +98,7 @@ def test_a_missing_file_is_an_error(pool: Pool, cases: Any, tmp_path: Path) -> N
     assert "one should begin at" in error
 
 
+@needs("data_parallel")
 @pytest.mark.parametrize("given", [{"state_dict": True}, {"variant": "fp16"}, {"push_to_hub": True}])
 def test_what_the_format_cannot_take_is_refused(pool: Pool, cases: Any, tmp_path: Path, given: dict[str, Any]) -> None:
     error = pool.error(2, save_given, cases(8, 4).folder, str(tmp_path), given)

@@ -15,8 +15,10 @@ import transformers
 
 import tp_transformers
 from tests.support.commands import main
+from tests.support.needs import needs
 from tp_transformers import patches, torch_api, transformers_api
 from tp_transformers.loading import hook  # noqa: F401 - makes all patches, before a test takes them away
+from tp_transformers.model import clip  # noqa: F401 - likewise
 from tp_transformers.patches import Patch, nothing, replace_all
 from tp_transformers.seams import model_patches
 
@@ -28,6 +30,7 @@ def env(*arguments: str, **variables: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment).stdout
 
 
+@needs("trainer")
 def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {"TP_TRANSFORMERS_API_KEY": "hidden", "HF_HUB_TOKEN": "hidden"}
     out = env("--json", TP_TRANSFORMERS_SHARES="2,1", **hidden)
