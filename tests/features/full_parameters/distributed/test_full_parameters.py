@@ -22,6 +22,7 @@ from tests.support.comparisons import (
     relative,
 )
 from tests.support.models import PROMPTS, load, load_both
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
@@ -240,6 +241,7 @@ def under_copies(folder: str, mode: str) -> dict[str, Any]:
     return found
 
 
+@needs("data_parallel")
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 def test_full_parameters_of_copies(pool: Pool, cases: Any, mode: str) -> None:
     for found in pool.run(4, under_copies, cases(9, 3).folder, mode):

@@ -19,6 +19,7 @@ from transformers.optimization import Adafactor
 import tp_transformers
 from tests.support.comparisons import equal_parameters, parameter_differences, relative
 from tests.support.models import PROMPTS, load
+from tests.support.needs import needs
 from tests.support.optimizers import Comparison
 from tests.support.pool import Pool
 from tests.support.tiers import wide
@@ -93,6 +94,7 @@ def updates(folder: str) -> dict[str, Any]:
     return result
 
 
+@needs("debug")
 @pytest.mark.parametrize(("ranks", "heads"), wide([(3, (9, 3)), (2, (8, 4)), (2, (9, 3)), (3, (8, 4))], 1))
 def test_updates_and_states_are_those_of_one_process(pool: Pool, cases: Any, ranks: int, heads: Any) -> None:
     for errors in pool.run(ranks, updates, cases(*heads).folder):
@@ -188,6 +190,7 @@ def resume(folder: str, name: str, target: str) -> list[Tensor]:
     return wholes(model)
 
 
+@needs("dcp")
 @pytest.mark.parametrize("name", wide(SAVED, 1))
 def test_states_go_on_on_another_number_of_ranks(pool: Pool, cases: Any, tmp_path: Path, name: str) -> None:
     folder = cases(9, 3).folder
@@ -225,6 +228,7 @@ def quantised(folder: str) -> str:
     return str(raised.value)
 
 
+@needs("dcp")
 def test_states_quantised_on_one_rank_are_rejected_on_all(pool: Pool, cases: Any) -> None:
     for text in pool.run(2, quantised, cases(9, 3).folder):
         assert "a state codes of type Codes" in text

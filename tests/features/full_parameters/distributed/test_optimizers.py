@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.comparisons import relative
+from tests.support.needs import needs
 from tests.support.optimizers import (
     Comparison,
     of_norms,
@@ -76,6 +77,7 @@ def judged(name: str, row: float | str) -> str:
     return row.replace("alone, ", "not installed: " if is_missing else "as one process: ", 1)
 
 
+@needs("trainer")
 @pytest.mark.parametrize(
     ("rows", "heads"),
     wide([(trainer_rows, (9, 3)), (torch_rows, (9, 3)), (trainer_rows, (8, 4)), (torch_rows, (8, 4))], 1),

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.comparisons import full_parameters, read_folder, relative, relative_errors
 from tests.support.models import load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, mesh_of, with_trainer
 
@@ -115,6 +116,7 @@ FP16_TOLERANCE = 0.02
 """Of fp16's 11 bits, through two layers and back."""
 
 
+@needs("trainer")
 def test_trainer_unscales_before_it_clips(pool: Pool, cases: Any, tmp_path: Path) -> None:
     folder, arguments = cases(9, 3).folder, (False, False, True)
     (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, *arguments)
