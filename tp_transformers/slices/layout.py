@@ -232,8 +232,8 @@ def apportion(length: int, ranks: Ranks, *, unit: int = 1, joins: bool = False) 
     if length < 0 or count_of(ranks) < 1 or unit < 1:
         raise ValueError(f"apportion({length}, {ranks}, unit={unit}): need length >= 0, ranks >= 1, unit >= 1")
     blocks = length // unit if joins and length // unit >= count_of(ranks) else -(-length // unit)
-    ends = [*(min(block * unit, length) for block in range(blocks)), length]
-    return Split(length, tuple(((ends[start], ends[stop]),) for start, stop in _ranges(blocks, ranks)))
+    ranges = ([length if block == blocks else block * unit for block in ends] for ends in _ranges(blocks, ranks))
+    return Split(length, tuple(((start, stop),) for start, stop in ranges))
 
 
 def apportioned(count: int, ranks: Ranks) -> tuple[int, ...]:
