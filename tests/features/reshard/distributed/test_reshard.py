@@ -31,10 +31,10 @@ STEPS = (4, 3, 1, 2, 5, (2, 1, 1), (1, 1))
 TOLERANCE = 1e-9  # float64: only the order of the sums differs, which delta nets magnify
 
 MAKERS: dict[str, Any] = {
+    "tied": partial(ARCHITECTURES["gemma"].make, 8, 2),
     "llama 9/3": partial(ARCHITECTURES["llama"].make, 9, 3),
     "phi3": partial(ARCHITECTURES["phi3"].make, 6, 3),
     "mixtral": partial(ARCHITECTURES["mixtral"].make, 8, 2),
-    "tied": partial(ARCHITECTURES["gemma"].make, 8, 2),
     "gpt_oss": partial(ARCHITECTURES["gpt_oss"].make, 8, 2),
     "deepseek_v3": partial(ARCHITECTURES["deepseek_v3"].make, 8, 8),  # with a persistent buffer
     "qwen3_next": partial(MIXERS["qwen3_next"].make, 8, 2),
