@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.support.models import PROMPTS, VOCAB, edited, load
 from tests.support.needs import needs
@@ -120,6 +121,22 @@ def test_damaged_checkpoints(pool: Any, cases: Any, tmp_path: Path, damage: Any,
     error = pool.error(2, load, str(folder))
     assert error.startswith("CheckpointError: ")
     assert says in error
+
+
+def logits_of_prompts(folder: str) -> torch.Tensor:
+    return load(folder, dtype=torch.float64)(PROMPTS).logits.detach()
+
+
+def test_the_way_that_the_error_of_a_pickle_names(pool: Any, cases: Any, tmp_path: Path) -> None:
+    folder, new_folder = tmp_path / "checkpoint", tmp_path / "new"
+    shutil.copytree(cases(9, 3).folder, folder)
+    damage_pickled(folder)
+    way = re.search(r"AutoModel\S+\)", pool.error(2, load, str(folder)))
+    assert way is not None
+    eval(way[0], {"AutoModelForCausalLM": AutoModelForCausalLM, "folder": folder, "new_folder": new_folder})
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(PROMPTS).logits
+    for logits in pool.run(2, logits_of_prompts, str(new_folder)):
+        torch.testing.assert_close(logits, whole, rtol=1e-9, atol=1e-9)
 
 
 def load_with_wrong_rules(folder: str, rules: dict[str, str]) -> None:
