@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, T5ForConditionalGeneration, modeling_layers
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
@@ -21,7 +21,7 @@ from tests.support.tiny_mixers import MIXERS, states
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.fit import smallest_size
-from tp_transformers.features.planner.memory import plan_memory
+from tp_transformers.features.planner.memory import draft_bytes, plan_memory
 from tp_transformers.features.planner.report import state_lines
 
 
@@ -225,3 +225,14 @@ def test_heads_and_ties_and_a_config_alone(tmp_path: Path) -> None:
     assert planned.parameter_bytes == tuple(
         sum(torch.Size(one.local_shape(rank)).numel() * 2 for one in planned.parameters) for rank in range(2)
     )
+
+
+@pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="transformers drafts with MTP since 5.24")
+def test_layers_that_draft_tokens_are_counted(tmp_path: Path) -> None:
+    found = survey(config_of("deepseek_v3", *ARCHITECTURES["deepseek_v3"].variants[-1], tmp_path))
+    layers = modeling_layers.MtpModel(found.model, 1).layers
+    numbers = sum(param.numel() for param in layers.parameters())
+    for size, share in ((1, 1.0), (2, 0.6)):
+        held = draft_bytes(plan_memory(found, size))
+        assert held is not None
+        assert held[0] / numbers / found.model.dtype.itemsize == pytest.approx(share, rel=0.1)
