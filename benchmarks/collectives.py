@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_transformers.ranks import direct
-from tp_transformers.ranks.transport import BACKEND, connect, transport_of
+from tp_transformers.ranks.direct import BACKEND, connect, transport_of
 
 SIDES = ("memory", "gloo")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "vote")

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .patches import Patch
     from .plans.entry import Entry
     from .plans.rules import Plan
+    from .ranks.direct import Transport
     from .ranks.group import TensorParallelGroup
-    from .ranks.transport import Transport
     from .strategies import TensorParallelLayer
 
 FOLDER = Path(__file__).with_name("features")

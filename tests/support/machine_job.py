@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 import tp_transformers
 from tests.support.comparisons import full_gradients
 from tests.support.models import PROMPTS, load, observe
-from tp_transformers.ranks.transport import transport_of
+from tp_transformers.ranks.direct import transport_of
 
 
 def main(folder: str, results: str, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers.anatomy import attention, layers, linears, names
+from tp_transformers.anatomy import kinds, names
 from tp_transformers.features.data_parallel import fsdp
 from tp_transformers.features.infer import seen
 from tp_transformers.features.mixers import channelwise
@@ -91,7 +91,7 @@ def answers(name: str, question: Any) -> dict[str, Any]:
 
 
 def test_features_of_linears_and_embeddings() -> None:
-    found = answers("gpt2", linears.features)
+    found = answers("gpt2", kinds.features)
     assert found == {
         "transformer.wte": (199, 64),
         "transformer.wpe": (16, 64),
@@ -101,13 +101,13 @@ def test_features_of_linears_and_embeddings() -> None:
         "transformer.h.*.mlp.c_proj": (96, 64),
         "lm_head": (64, 199),
     }
-    assert answers("gpt2", linears.is_transposed).keys() == {name for name in found if ".h." in name}
+    assert answers("gpt2", kinds.is_transposed).keys() == {name for name in found if ".h." in name}
     assert answers("gpt2", channelwise.has_inputs_first).keys() == found.keys() - {"lm_head"}
     norm = outline("gpt2").transformer.ln_f
-    assert linears.features(norm) is None
-    assert (linears.input_width(norm), linears.output_width(norm)) == (0, 0)
+    assert kinds.features(norm) is None
+    assert (kinds.input_width(norm), kinds.output_width(norm)) == (0, 0)
     projection = outline("gpt2").transformer.h[0].attn.c_attn
-    assert (linears.input_width(projection), linears.output_width(projection)) == (64, 192)
+    assert (kinds.input_width(projection), kinds.output_width(projection)) == (64, 192)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_features_of_linears_and_embeddings() -> None:
     ],
 )
 def test_experts(name: str, experts: set[str]) -> None:
-    found = answers(name, linears.holds_experts)
+    found = answers(name, kinds.holds_experts)
     assert {path.rpartition(".")[2] for path in found} == experts
     assert answers(name, seen.stacked_experts) == {}
     transposed = answers(name, channelwise.has_inputs_first).keys() & found.keys()
@@ -184,16 +184,16 @@ def test_experts_that_stand_one_below_the_other() -> None:
 )
 def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], cross: set[str]) -> None:
     model = outline(name)
-    found = {path: module for path, module in model.named_modules() if attention.is_attention(module)}
+    found = {path: module for path, module in model.named_modules() if kinds.is_attention(module)}
     around = {path for path, module in found.items() if kv_cache.is_around_attention(module)}
     assert bool(around) == (name == "t5"), "T5's layers are called attention too"
     counts = {
-        names.fold_layers(path): attention.head_counts(module, attention.attention_config(module, model))
+        names.fold_layers(path): kinds.head_counts(module, kinds.attention_config(module, model))
         for path, module in found.items()
         if path not in around
     }
     assert counts == heads
-    assert {path for path in heads if attention.is_cross_attention(path)} == cross
+    assert {path for path in heads if kinds.is_cross_attention(path)} == cross
 
 
 CROSS = ["crossattention", "cross_attn", "EncDecAttention", "encoder_attn", "text_cross_attn"]
@@ -202,7 +202,7 @@ CROSS += ["crossattention.self", "crossattention.attention", "encoder_decoder_at
 
 @pytest.mark.parametrize("own", CROSS)
 def test_names_of_cross_attention(own: str) -> None:
-    assert attention.is_cross_attention(f"encoder.layers.0.{own}")
+    assert kinds.is_cross_attention(f"encoder.layers.0.{own}")
 
 
 OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention.self", "attention.attention"]
@@ -210,15 +210,15 @@ OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention
 
 @pytest.mark.parametrize("own", OTHERS)
 def test_names_of_other_attention(own: str) -> None:
-    assert not attention.is_cross_attention(f"encoder.layers.0.{own}")
+    assert not kinds.is_cross_attention(f"encoder.layers.0.{own}")
 
 
 def test_the_config_around_a_module() -> None:
     modules = dict(outline("gemma3").named_modules())
     config = outline("gemma3").config
-    assert attention.config_around(modules, "model.language_model.layers.0.self_attn.q_proj") is config.text_config
-    assert attention.config_around(modules, "model.vision_tower.encoder.layers.0.mlp.fc1") is config.vision_config
-    assert attention.config_around(modules, "lm_head") is config
+    assert kinds.config_around(modules, "model.language_model.layers.0.self_attn.q_proj") is config.text_config
+    assert kinds.config_around(modules, "model.vision_tower.encoder.layers.0.mlp.fc1") is config.vision_config
+    assert kinds.config_around(modules, "lm_head") is config
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_the_config_around_a_module() -> None:
 )
 def test_widths_of_what_is_cached(name: str, widths: tuple[int, int, int]) -> None:
     model = outline(name)
-    found = [module for module in model.modules() if attention.is_attention(module)]
-    assert {kv_cache.cached_widths(module, attention.attention_config(module, model)) for module in found} == {widths}
+    found = [module for module in model.modules() if kinds.is_attention(module)]
+    assert {kv_cache.cached_widths(module, kinds.attention_config(module, model)) for module in found} == {widths}
 
 
 # -- norms
@@ -239,26 +239,26 @@ LAYER = ["transformer.h.*.ln_1", "transformer.h.*.ln_2", "transformer.ln_f"]
 
 @pytest.mark.parametrize(("name", "found", "are_rms"), [("llama", RMS, True), ("gpt2", LAYER, False)])
 def test_norms(name: str, found: list[str], are_rms: bool) -> None:
-    assert list(answers(name, layers.is_norm)) == found
+    assert list(answers(name, kinds.is_norm)) == found
     assert list(answers(name, rewrite.is_norm_of_tokens)) == found
     assert list(answers(name, seen.is_norm_of_one_tensor)) == found
-    assert list(answers(name, lambda module: layers.is_norm(module) and layers.is_rms_norm(module, (8,)))) == (
+    assert list(answers(name, lambda module: kinds.is_norm(module) and kinds.is_rms_norm(module, (8,)))) == (
         found if are_rms else []
     )
-    epsilons = {layers.epsilon(module) for module in outline(name).modules() if layers.is_norm(module)}
+    epsilons = {kinds.epsilon(module) for module in outline(name).modules() if kinds.is_norm(module)}
     assert epsilons == {1e-6 if are_rms else 1e-5}
-    assert layers.epsilon(nn.Linear(1, 1)) is None
+    assert kinds.epsilon(nn.Linear(1, 1)) is None
 
 
 def test_norms_that_not_every_question_is_about() -> None:
     """Cohere's norm of heads has a number for every feature of every head, OLMo's has none."""
     heads = {"model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"}
-    known = answers("cohere with q/k norms", layers.is_norm).keys()
+    known = answers("cohere with q/k norms", kinds.is_norm).keys()
     assert known - answers("cohere with q/k norms", rewrite.is_norm_of_tokens).keys() == heads
     assert answers("cohere with q/k norms", seen.is_norm_of_one_tensor).keys() == known
     assert list(answers("olmo", rewrite.is_norm_of_tokens)) == RMS
     assert answers("olmo", seen.is_norm_of_one_tensor) == {}
-    assert not layers.is_rms_norm(outline("olmo").model.norm, ())
+    assert not kinds.is_rms_norm(outline("olmo").model.norm, ())
 
 
 # -- layers
@@ -276,14 +276,14 @@ def test_norms_that_not_every_question_is_about() -> None:
 )
 def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
     model = outline(name)
-    found = dict(layers.stacks(model))
+    found = dict(kinds.stacks(model))
     assert list(found) == stacks
     members = [layer for stack in found.values() for layer in stack]
     assert set(fsdp.layers_of(model)) >= set(members)  # a tower's embedding is not split either
     for path, _ in model.named_parameters():
         inside = [f"{stack}.{step}" for stack in found for step, _ in found[stack].named_children()]
         around = [layer for layer in inside if path.startswith(f"{layer}.")]
-        assert [layer for layer in [layers.layer_around(model, path)] if layer] == around
+        assert [layer for layer in [kinds.layer_around(model, path)] if layer] == around
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from ..checkpoint.reading.jobs import Request, Statistics
 from ..checkpoint.reading.reader import read
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
-from ..slices.source import Source
-from ..slices.stored import Stored
+from ..slices.stored import Source, Stored
 from ..transformers_api import LoadStateDictConfig
 from .encoding import Encoding
 from .options import Options

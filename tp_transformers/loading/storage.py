@@ -15,7 +15,7 @@ from ..checkpoint.reading.jobs import Request
 from ..errors import CheckpointError
 from ..ranks.group import TensorParallelGroup
 from ..seams import features, first
-from ..slices.source import Source
+from ..slices.stored import Source
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
 from .encoding import Encoding
 from .options import Options

@@ -17,16 +17,17 @@ torch.utils.checkpoint restores the shared state, the same masks are drawn again
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..anatomy.linears import DROPOUTS
+from ..anatomy.kinds import DROPOUTS
 from ..marks import untyped
 from ..ranks.collectives import Group
-from ..ranks.random_state import random_state, set_random_state
 from ..strategies import TensorParallelLayer, block_of
 from ..strategies.signature import FEATURES
 
@@ -168,3 +169,30 @@ def next_seed(device: torch.device) -> int:
 def generator_of(device: torch.device) -> Any:
     """The object with the seed of a device's default generator."""
     return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator of `device`, as a CPU tensor."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the default generator of `device` to a state from `random_state`."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of the default generators of Python, numpy, torch's CPU and `device`."""
+    return random.getstate(), np.random.get_state(), random_state(torch.device("cpu")), random_state(device)
+
+
+def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
+    """Set the default generators to the states from `random_states`."""
+    python, numpy, cpu, own = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    set_random_state(torch.device("cpu"), cpu)
+    set_random_state(device, own)

@@ -27,10 +27,10 @@ from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.environment import device_kind
 from ..ranks.group import TensorParallelGroup, agreed, differing
-from ..ranks.random_state import random_states, set_random_states
 from ..seams import collective
 from ..strategies import local_tensor
 from ..transformers_api import BaseStreamer
+from .dropout import random_states, set_random_states
 
 _Model: Any = object
 """Base of the mixin; in the class of a model, a PreTrainedModel with GenerationMixin follows it in the MRO."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..anatomy.attention import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
+from ..anatomy.kinds import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
 from ..errors import UnsupportedError
 from ..ranks.group import GROUP
 from ..slices.layout import Split, packed

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..anatomy.layers import layer_around
+from ..anatomy.kinds import layer_around
 from ..anatomy.names import fold_layers
 from ..errors import PlanError
 from ..slices.layout import Layout

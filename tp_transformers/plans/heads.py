@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..anatomy.attention import HEAD_SIZES, attention_config, first_of, head_counts, is_attention
-from ..anatomy.linears import features, input_width, output_width
+from ..anatomy.kinds import (
+    HEAD_SIZES,
+    attention_config,
+    features,
+    first_of,
+    head_counts,
+    input_width,
+    is_attention,
+    output_width,
+)
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, count_of, heads, interleaved, packed

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..anatomy.layers import inner_models
+from ..anatomy.kinds import inner_models
 from ..anatomy.names import base_prefix, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..seams import features

@@ -12,14 +12,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import get_backend_config
 
 from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, error_text, shown
 from ..marks import Mark
 from ..torch_api import untraced
-from .environment import firsts_of, local_size, node_name
-from .limits import visible_cores
-from .messages import exchange
-from .transport import transport_of
+from .direct import transport_of
+from .environment import firsts_of, local_size, node_name, visible_cores
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis for tensor parallelism."""
@@ -290,3 +289,36 @@ def _common_error(reports: Sequence[Report | None]) -> TensorParallelError:
     """The error of the lowest rank that failed."""
     rank, (kind, text) = next((rank, report) for rank, report in enumerate(reports) if report is not None)
     return kind(f"rank {rank}: {text}")
+
+
+FIRST_BYTES = 504
+"""Longest message, in bytes, that one collective gathers; longer messages take a second collective."""
+
+
+def exchange(message: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Gather the message of every rank of `group`.
+
+    `dist.all_gather_object` takes an extra collective for the lengths; here they are sent with the first bytes.
+    """
+    on = host_or(device, group)
+
+    def gather(data: bytes, nbytes: int) -> list[bytes]:
+        own = torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8).to(on)
+        buffers = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(buffers, own, group=group)
+        return [buffer.cpu().numpy().tobytes() for buffer in buffers]
+
+    heads = gather(len(message).to_bytes(8, "little") + message[:FIRST_BYTES], 8 + FIRST_BYTES)
+    lengths = [int.from_bytes(head[:8], "little") for head in heads]
+    longer = max(lengths) - FIRST_BYTES
+    tails = gather(message[FIRST_BYTES:], longer) if longer > 0 else [b""] * len(heads)
+    return [(head[8:] + tail)[:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]
+
+
+def host_or(device: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """The CPU if `group` has a backend for CPU tensors, else `device`.
+
+    gloo sends no GPU tensor to a single rank (it reads the address as one of the CPU), and NCCL makes a communicator,
+    with buffers on the GPU, for each two ranks.
+    """
+    return torch.device("cpu") if "cpu:" in get_backend_config(group) else device

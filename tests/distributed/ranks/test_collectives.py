@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tests.support.comparisons import relative
 from tp_transformers.ranks import collectives
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from tp_transformers.ranks.group import FIRST_BYTES
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.messages import FIRST_BYTES
 
 pytestmark = pytest.mark.distributed
 

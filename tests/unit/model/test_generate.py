@@ -11,8 +11,8 @@ from transformers import DynamicCache, GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from transformers.utils import ModelOutput
 
+from tp_transformers.model import dropout
 from tp_transformers.model import generate as generation
-from tp_transformers.ranks import random_state
 
 IDS = torch.tensor([[3, 5, 7]])
 
@@ -52,10 +52,10 @@ def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
     before = torch.get_rng_state()
-    shared = random_state.random_states(torch.device("cuda", 1))
+    shared = dropout.random_states(torch.device("cuda", 1))
     torch.rand(3)
     states["cuda:1"] = torch.tensor([4])
-    random_state.set_random_states(torch.device("cuda", 1), shared)
+    dropout.set_random_states(torch.device("cuda", 1), shared)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(states["cuda:1"], torch.tensor([9]))
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tp_transformers.errors import MeshError
-from tp_transformers.ranks import meeting, mesh
+from tp_transformers.ranks import mesh
 
 UUIDS = ["GPU-aaaa", "GPU-bbbb", "GPU-aaaa"]
 """Of ranks 0 to 2: a launcher gave the first and the last the same visible GPU."""
@@ -34,7 +34,7 @@ def checked(threads: ThreadPoolExecutor, size: int) -> list[Exception | None]:
     store = dist.HashStore()
 
     def check(rank: int) -> None:
-        meeting.check_gpus(store, rank, size, torch.device("cuda", rank))
+        mesh.check_gpus(store, rank, size, torch.device("cuda", rank))
 
     return [job.exception() for job in [threads.submit(check, rank) for rank in range(size)]]
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tp_transformers.checkpoint.reading import jobs, memory, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
-from tp_transformers.ranks import meeting, mesh
+from tp_transformers.ranks import mesh
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.seams import Feature, Meet
 
@@ -119,9 +119,7 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     monkeypatch.setattr(device, "current_device", lambda: 0, raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     monkeypatch.setattr(dist, "init_process_group", lambda *given, store, **named: started.append((*given, named)))
-    monkeypatch.setattr(
-        meeting, "meet", lambda url, rank, world_size, **_: iter([(dist.HashStore(), rank, world_size)])
-    )
+    monkeypatch.setattr(mesh, "meet", lambda url, rank, world_size, **_: iter([(dist.HashStore(), rank, world_size)]))
 
     class Connecting(Feature):
         def around_start(self) -> AbstractContextManager[Meet]:

@@ -33,7 +33,7 @@ def test_blocks_are_sent_from_the_cpu_where_gloo_is(
 ) -> None:
     moved: list[str] = []
     group: Any = SimpleNamespace(rank=rank, process_group=object(), device=GPU)
-    monkeypatch.setattr(messages, "get_backend_config", lambda group: backend)
+    monkeypatch.setattr("tp_transformers.ranks.group.get_backend_config", lambda group: backend)
     monkeypatch.setattr(gather.dist, "get_rank", lambda group: rank)
     monkeypatch.setattr(gather.dist, "send", lambda block, **_: moved.append(block.device.type))
     monkeypatch.setattr(gather.dist, "recv", lambda block, **_: moved.append(block.device.type))

@@ -16,8 +16,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...slices.lazy import LazyTensor
-from ...slices.source import Source
-from ...slices.stored import Stored
+from ...slices.stored import Source, Stored
 from ...transformers_api import str_to_torch_dtype
 from .local_file import LocalFile
 

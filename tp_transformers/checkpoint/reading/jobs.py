@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...slices.source import Source
-from ...slices.stored import Stored, byte_view
+from ...slices.stored import Source, Stored, byte_view
 from .costs import BLOCK_BYTES, cheapest
 from .local_file import LocalFile
 from .memory import Pages, Staging, copy

@@ -13,7 +13,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...ranks.environment import node_name
-from ...slices.source import Source
+from ...slices.stored import Source
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 

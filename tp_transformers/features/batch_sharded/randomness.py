@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...model.dropout import drops, generator_of, next_seed, settings_of
+from ...model.dropout import drops, generator_of, next_seed, random_state, set_random_state, settings_of
 from ...ranks.collectives import all_gather_number
 from ...ranks.group import TensorParallelGroup
-from ...ranks.random_state import random_state, set_random_state
 
 
 class SharedRandomness:

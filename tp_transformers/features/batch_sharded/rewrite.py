@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.linears import holds_experts
+from ...anatomy.kinds import holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...errors import hint_for
 from ...plans.rule import Pattern, Rule

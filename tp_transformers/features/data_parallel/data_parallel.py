@@ -15,9 +15,9 @@ from ...anatomy.names import check_values
 from ...errors import MeshError, UnsupportedError, describe
 from ...marks import untyped
 from ...model.parallelize import WRAPPED
+from ...ranks.direct import connect
 from ...ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ...ranks.mesh import both_axes, check_ranks, ranks_of_copies
-from ...ranks.transport import connect
 from ...strategies import batch_sharded
 from ..watch.calls import watch_copies
 from .averaging import Average, broadcast, outside

@@ -17,7 +17,7 @@ from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.composed import concat
 from ...slices.lazy import LazyTensor
-from ...slices.source import Source
+from ...slices.stored import Source
 
 Chunk = tuple[tuple[int, ...], LazyTensor]
 """The offsets of a chunk in the full tensor, and the chunk."""

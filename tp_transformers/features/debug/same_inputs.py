@@ -10,9 +10,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...errors import MeshError, UnsupportedError
+from ...model.dropout import random_state
 from ...model.generate import fingerprint
 from ...ranks.group import GROUP, agreed, differing
-from ...ranks.random_state import random_state
 from ...strategies import batch_sharded
 from ..places.place import named_inputs
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...anatomy.linears import holds_experts
+from ...anatomy.kinds import holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...plans.rules import Plan
 from ..rewriting.rewriter import Rewriter

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import features
+from ...anatomy.kinds import features
 from ...marks import untyped
 from ...model.state_dict import keep_state
 from ...ranks.group import GROUP, TensorParallelGroup

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, UnsupportedError
-from ...slices.source import Source
-from ...slices.stored import Stored
+from ...slices.stored import Source, Stored
 
 ARCHITECTURE = "general.architecture"
 """Metadata key of the architecture's name in llama.cpp."""

@@ -17,7 +17,7 @@ from ...errors import CheckpointError, TensorParallelError, UnsupportedError
 from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.lazy import LazyTensor
-from ...slices.source import Source
+from ...slices.stored import Source
 from ..quantized.find import Quantization
 from .blocks import Gguf
 from .header import read_gguf_header

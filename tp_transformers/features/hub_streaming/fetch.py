@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from ...checkpoint.reading.jobs import Request
 from ...ranks.group import TensorParallelGroup, bind_thread
-from ...slices.source import Source
-from ...slices.stored import Stored
+from ...slices.stored import Source, Stored
 from ...torch_api import world
 from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, split_request
 

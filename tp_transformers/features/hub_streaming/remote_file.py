@@ -14,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import build_hf_headers, get_session
 
 from ...errors import CheckpointError
-from ...slices.source import Source
+from ...slices.stored import Source
 from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, hub_error, requested_wait, resolve, within
 from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
 

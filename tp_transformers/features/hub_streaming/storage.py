@@ -10,7 +10,7 @@ from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.jobs import Request
 from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
-from ...slices.source import Source
+from ...slices.stored import Source
 from .fetch import fetch
 from .hub import Weights, is_on_hub, open_weights, pin
 from .remote_file import RemoteFile

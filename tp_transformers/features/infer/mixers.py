@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...anatomy.layers import is_norm
-from ...anatomy.linears import CONVOLUTIONS, features, input_width
+from ...anatomy.kinds import CONVOLUTIONS, features, input_width, is_norm
 from .block import Block, Refused
 from .reach import Flow, Mixed
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...anatomy.attention import HEADS
+from ...anatomy.kinds import HEADS
 from ...anatomy.names import is_inside
 from ...errors import UnsupportedError
 from ...model.dropout import OwnRandomness, layer_strategy

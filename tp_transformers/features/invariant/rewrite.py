@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.linears import features, holds_experts
+from ...anatomy.kinds import features, holds_experts
 from ...anatomy.names import fold_layers, is_inside
 from ...plans.attention_heads import AttentionHeads
 from ...plans.bind import bind

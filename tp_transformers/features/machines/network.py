@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ...errors import MeshError
 from ...logs import get_logger
-from ...ranks import meeting
+from ...ranks import mesh
 from ...ranks.environment import firsts_of, host_of, local_size, node_name
 from ...ranks.group import TensorParallelGroup
 from ..watch.sockets import address_of, limit_silence
@@ -90,7 +90,7 @@ def connect_machines(store: Store, rank: int, size: int) -> Store:
     try:
         seat = Seat(node_name(), *(address_of(store) or ("", "")))
         own = _meet(store, rank, size, seat)
-        _connect(own, rank, [Seat(*each) for each in meeting.exchange(own, "seat", seat, rank, size)])
+        _connect(own, rank, [Seat(*each) for each in mesh.exchange(own, "seat", seat, rank, size)])
     finally:
         limit_silence(store, None)
     return own
@@ -105,16 +105,16 @@ def _meet(store: Store, rank: int, size: int, seat: Seat) -> Store:
     """
     token, asks = uuid.uuid4().hex, PrefixStore("tp_transformers/asks", store)
     if rank:
-        with meeting.late_is_error(size, lambda: [0] * (not asks.check([token]))):
+        with mesh.late_is_error(size, lambda: [0] * (not asks.check([token]))):
             asks.set(str(rank), token)
-            asks.wait([token], meeting.LATE)
+            asks.wait([token], mesh.LATE)
             return _part(store, asks.get(token).decode())
-    own, deadline = _part(store, token), time.monotonic() + meeting.LATE.total_seconds()
+    own, deadline = _part(store, token), time.monotonic() + mesh.LATE.total_seconds()
 
     def missing() -> list[int]:
         return [peer for peer in range(1, size) if not own.check([f"seat {peer}"])]
 
-    with meeting.late_is_error(size, missing):
+    with mesh.late_is_error(size, missing):
         own.set("seat 0", json.dumps(seat))  # the others would miss it if another rank is late
         while late := missing():
             for peer in late:
@@ -139,11 +139,11 @@ def _connect(store: Store, rank: int, seats: list[Seat]) -> None:
     addresses = _choose(seats, rank)
     with ExitStack() as stack:
         own = [(address, _listen(address, stack)) for address in addresses] if rank in firsts else []
-        doors = meeting.exchange(store, "door", own, rank, size)
+        doors = mesh.exchange(store, "door", own, rank, size)
         others = [index for index in firsts if index != rank] if rank in firsts else []
         tried = [(index, address, _fails(address, port)) for index in others for address, port in doors[index]]
         failed = [each for each in tried if each[-1]]
-        for source, targets in enumerate(meeting.exchange(store, "failed", failed, rank, size)):
+        for source, targets in enumerate(mesh.exchange(store, "failed", failed, rank, size)):
             for target, address, why in targets:
                 asked = f"no connection to {address} from that of rank {source} ({host_of(seats[source].machine)}): "
                 raise MeshError(

@@ -18,7 +18,7 @@ from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
 from ...ranks.group import TensorParallelGroup, agreed, bind_thread
-from ...slices.source import Source
+from ...slices.stored import Source
 
 _THREADS = 8
 """Files that a rank samples concurrently; the threads wait for a disk or a network, not for a core."""

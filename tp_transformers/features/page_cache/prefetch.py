@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.reading.local_file import LocalFile
 from ...logs import get_logger
-from ...ranks.environment import node_name
+from ...ranks.environment import available_memory, node_name
 from ...ranks.group import TensorParallelGroup, bind_thread
-from ...ranks.limits import available_memory
 from ...slices.layout import Range, union
-from ...slices.source import Source
+from ...slices.stored import Source
 from ...text import size
 
 logger = get_logger(__name__)

@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.linears import features
+from ...anatomy.kinds import features
 from ...anatomy.names import check_values
 from ...errors import MeshError
 from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
+from ...model.dropout import random_state
 from ...model.state_dict import keep_shards
 from ...patches import Patch
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
-from ...ranks.random_state import random_state
 from ...strategies import SHARD, STRATEGY, batch_sharded
 from .files import push_peft_model, save_peft_model
 from .layers import parameters_as

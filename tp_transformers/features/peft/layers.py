@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from ...anatomy.linears import is_transposed
+from ...anatomy.kinds import is_transposed
 from ...anatomy.names import check_values
 from ...errors import UnsupportedError
 from ...marks import untyped

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.layers import inner_models
-from ...anatomy.linears import features, holds_experts
+from ...anatomy.kinds import features, holds_experts, inner_models
 from ...anatomy.names import fold_layers, tied_parameters
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
-from ...anatomy.attention import HEAD_SIZES, first_of, head_counts, is_attention, is_cross_attention
-from ...anatomy.linears import features
+from ...anatomy.kinds import HEAD_SIZES, features, first_of, head_counts, is_attention, is_cross_attention
 from ...anatomy.names import CACHES
 from ...errors import PlanError
 from ...plans.attention_heads import AttentionHeads

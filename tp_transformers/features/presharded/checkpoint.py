@@ -18,12 +18,11 @@ import torch
 from ...checkpoint.reading.header import Checkpoint, read_header
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError, list_faults
-from ...ranks.limits import visible_cores
+from ...ranks.environment import visible_cores
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Range, ShardRange
 from ...slices.lazy import LazyTensor, ReadStep
-from ...slices.source import Source
-from ...slices.stored import Stored
+from ...slices.stored import Source, Stored
 from .manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
 
 _CHUNK = 16 << 20

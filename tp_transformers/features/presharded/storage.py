@@ -8,7 +8,7 @@ from typing import Any
 from ...checkpoint.conversion.convert import identity
 from ...checkpoint.reading.header import Checkpoint
 from ...loading.storage import Asked, Storage
-from ...slices.source import Source
+from ...slices.stored import Source
 from ...transformers_api import LoadStateDictConfig
 from .checkpoint import ShardedCheckpoint
 from .manifest import VARIANT, Manifest, refuse_without_plan

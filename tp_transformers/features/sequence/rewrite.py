@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.layers import is_norm
-from ...anatomy.linears import DROPOUTS
+from ...anatomy.kinds import DROPOUTS, is_norm
 from ...anatomy.names import fold_layers, is_inside
 from ...plans.rules import Plan
 from .stack import StackRewriter

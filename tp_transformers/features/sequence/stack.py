@@ -9,8 +9,7 @@ from inspect import signature
 
 from torch import nn
 
-from ...anatomy.layers import stacks
-from ...anatomy.linears import features
+from ...anatomy.kinds import features, stacks
 from ...anatomy.names import fold_layers, is_inside
 from ...plans.rule import Rule
 from ...strategies import TensorParallelLayer

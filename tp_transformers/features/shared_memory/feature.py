@@ -10,7 +10,7 @@ from ...seams import RAISES, REFUSED, Feature
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from ...ranks.transport import Transport
+    from ...ranks.direct import Transport
 
 
 class SharedMemory(Feature):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, get_backend_config
 
 from ...logs import get_logger
+from ...ranks.direct import Transport
 from ...ranks.environment import machine_name
-from ...ranks.messages import exchange
-from ...ranks.transport import Transport
+from ...ranks.group import exchange
 from ...torch_api import get_default_store
 from .machines import SeveralMachines
 from .memory import SharedMemory

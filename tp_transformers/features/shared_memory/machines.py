@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...marks import untyped
-from ...ranks.transport import BACKEND, SUM, Transport
+from ...ranks.direct import BACKEND, SUM, Transport
 from . import operators
 from .memory import SharedMemory
 

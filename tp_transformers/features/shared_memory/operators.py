@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from ...ranks import direct
-from ...ranks.transport import MAX, SUM
+from ...ranks.direct import MAX, SUM
 from ...torch_api import resolve_process_group, take
 
 disable_current_modes = take("torch.utils._python_dispatch._disable_current_modes")

@@ -16,10 +16,10 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
+from ...model.dropout import random_states, set_random_states
 from ...model.parallelize import is_tensor_parallel
 from ...ranks.environment import host_of, node_name
 from ...ranks.group import TensorParallelGroup
-from ...ranks.random_state import random_states, set_random_states
 from ..dcp.load import load_distributed_checkpoint
 from ..dcp.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from ..debug.replicas import check_replicas

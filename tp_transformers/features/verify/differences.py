@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...anatomy.attention import KV_COUNTS, QUERY_COUNTS
+from ...anatomy.kinds import KV_COUNTS, QUERY_COUNTS
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.checks.sums import summing_blocks

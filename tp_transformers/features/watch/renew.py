@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from ...errors import MeshError, UnsupportedError
+from ...model.dropout import random_states, set_random_states
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...ranks.mesh import forget_graphs, init, prepare
-from ...ranks.random_state import random_states, set_random_states
 from .calls import WATCH
 from .device import check_unchanged
 from .poller import POLLER

@@ -29,8 +29,8 @@ from ...errors import RemoteRankError, error_text
 from ...logs import get_logger
 from ...marks import untyped
 from ...ranks import direct
+from ...ranks.direct import transport_of
 from ...ranks.group import TensorParallelGroup, agreed, is_agreed
-from ...ranks.transport import transport_of
 from ..places.out_of_step import out_of_step, this_call
 from .device import Steps, abort
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost

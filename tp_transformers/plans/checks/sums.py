@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...anatomy.attention import is_attention
-from ...anatomy.linears import features, holds_experts
+from ...anatomy.kinds import features, holds_experts, is_attention
 from ...anatomy.names import fold_layers, names_around
 from ...slices.layout import Layout, Split, packed
 from ...strategies import TensorParallelLayer

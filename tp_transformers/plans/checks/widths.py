@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterator
 
 from torch import Tensor, nn
 
-from ...anatomy.attention import is_attention
-from ...anatomy.linears import features, input_width, is_transposed, output_width
+from ...anatomy.kinds import features, input_width, is_attention, is_transposed, output_width
 from ...anatomy.names import fold_layers
 from ...slices.layout import Ranks, Split, apportion, count_of
 from ...strategies import TensorParallelLayer

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ranks.collectives import Group, all_gather_uneven
-from ...ranks.group import TensorParallelGroup
-from ...ranks.messages import host_or
+from ...ranks.group import TensorParallelGroup, host_or
 from ...slices.layout import Layout, Range, chunked
 
 CHUNK_BYTES = 16 << 20

@@ -18,7 +18,7 @@ from tests.support.models import load
 from tests.support.needs import needs
 from tests.support.pool import Pool, WorkerError
 from tests.support.training import BATCH, mesh_of
-from tp_transformers.ranks.transport import BACKEND, transport_of
+from tp_transformers.ranks.direct import BACKEND, transport_of
 
 pytestmark = pytest.mark.distributed
 

@@ -15,8 +15,7 @@ from tp_transformers.features.hub_streaming import fetch_plan as shares
 from tp_transformers.features.hub_streaming.fetch import _copy, _places
 from tp_transformers.features.hub_streaming.fetch_plan import Need, divide, split_request
 from tp_transformers.slices.layout import apportion
-from tp_transformers.slices.source import Source
-from tp_transformers.slices.stored import Stored
+from tp_transformers.slices.stored import Source, Stored
 
 
 class Nowhere(Source):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tp_transformers.errors import MeshError
 from tp_transformers.features.machines import network
 from tp_transformers.features.machines.network import INTERFACE, Seat, _addresses, _choose, _meet, late_ranks_logged
-from tp_transformers.ranks import meeting
+from tp_transformers.ranks import mesh
 
 HEAD, OTHER = Seat("m0 a", "127.0.0.1", "127.0.1.1"), Seat("m1 b", "10.0.0.2", "10.0.0.1")
 NETWORKS = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7"], "eth1": ["10.0.0.1"]}
@@ -84,12 +84,12 @@ def test_a_rank_that_waits_says_for_what(
 
 def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun restarts ranks on the store of the earlier ones, of which there may have been more."""
-    monkeypatch.setattr(meeting, "LATE", timedelta(seconds=10))
+    monkeypatch.setattr(mesh, "LATE", timedelta(seconds=10))
     store = dist.HashStore()
 
     def seats_of(name: str, rank: int, size: int) -> list[list[str]]:
         seat = Seat(f"{name} {rank}", "", "")
-        return meeting.exchange(_meet(store, rank, size, seat), "seat", seat, rank, size)
+        return mesh.exchange(_meet(store, rank, size, seat), "seat", seat, rank, size)
 
     for name, size in (("first", 3), ("second", 3), ("third", 2)):
         with ThreadPoolExecutor(size) as threads:
@@ -98,7 +98,7 @@ def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest
 
 
 def test_rank_0_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "LATE", timedelta(seconds=0.1))
+    monkeypatch.setattr(mesh, "LATE", timedelta(seconds=0.1))
     with pytest.raises(MeshError, match="no sign of rank 1, 2 of 3 within 0 s"):
         _meet(dist.HashStore(), 0, 3, HEAD)
     with pytest.raises(MeshError, match="no sign of rank 0 of 3 within 0 s"):
@@ -114,6 +114,6 @@ def test_a_store_that_is_lost_is_not_taken_for_a_late_rank(rank: int, monkeypatc
         def check(self, keys: list[str]) -> bool:
             raise dist.DistStoreError("its machine has gone")
 
-    monkeypatch.setattr(meeting, "LATE", timedelta(seconds=0.1))
+    monkeypatch.setattr(mesh, "LATE", timedelta(seconds=0.1))
     with pytest.raises(MeshError, match="no answer of the store at which they meet: its machine has gone"):
         _meet(Lost(), rank, 2, HEAD)

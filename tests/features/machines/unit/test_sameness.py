@@ -17,7 +17,7 @@ from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.features.hub_streaming.remote_file import RemoteFile
 from tp_transformers.features.machines.sameness import BLOCK_BYTES, BLOCKS, check_same_files, sample
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.slices.source import Source
+from tp_transformers.slices.stored import Source
 
 ETAG, COMMIT = "e" * 64, "c" * 40
 

@@ -24,9 +24,8 @@ from tp_transformers import MeshError
 from tp_transformers.features.shared_memory import joining, memory, segment
 from tp_transformers.features.shared_memory.segment import FOLDER, SLOT
 from tp_transformers.ranks import direct
-from tp_transformers.ranks.direct import MAX, SUM
+from tp_transformers.ranks.direct import BACKEND, MAX, SUM, connect, transport_of
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.transport import BACKEND, connect, transport_of
 
 pytestmark = pytest.mark.distributed
 

@@ -21,8 +21,8 @@ from tests.support.tiers import wide
 from tp_transformers.features.shared_memory import joining
 from tp_transformers.features.shared_memory.segment import FOLDER, nbytes
 from tp_transformers.ranks import direct
+from tp_transformers.ranks.direct import BACKEND, connect, transport_of
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.transport import BACKEND, connect, transport_of
 
 pytestmark = pytest.mark.distributed
 
@@ -62,7 +62,7 @@ import torch
 logging.basicConfig(level=logging.INFO)
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.transport import BACKEND, transport_of
+from tp_transformers.ranks.direct import BACKEND, transport_of
 
 # Imported while it still may: Python's own files may be another user's.
 import torch.distributed.distributed_c10d, torch.distributed.device_mesh, torch.distributed.tensor
@@ -139,7 +139,7 @@ import torch
 import tp_transformers
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.transport import BACKEND, transport_of
+from tp_transformers.ranks.direct import BACKEND, transport_of
 from tp_transformers.features.watch.calls import load_watched
 
 how, bad, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

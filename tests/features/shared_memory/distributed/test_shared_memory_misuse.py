@@ -22,8 +22,8 @@ from tp_transformers.features.shared_memory.memory import SharedMemory
 from tp_transformers.features.shared_memory.segment import SLOT
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.collectives import reduce_scatter_from_region
+from tp_transformers.ranks.direct import connect, transport_of
 from tp_transformers.ranks.mesh import join
-from tp_transformers.ranks.transport import connect, transport_of
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from tests.support.models import PROMPTS, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.debug import check_replicas
-from tp_transformers.ranks.transport import BACKEND, transport_of
+from tp_transformers.ranks.direct import BACKEND, transport_of
 
 pytestmark = pytest.mark.distributed
 

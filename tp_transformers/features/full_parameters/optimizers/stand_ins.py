@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ....errors import UnsupportedError
 from ....marks import Mark
 from ....ranks import direct
-from ....ranks.random_state import random_state, set_random_state
+from ....model.dropout import random_state, set_random_state
 from ....strategies import ParamShard, finish_gradient, local_tensor, shard_of
 from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 
