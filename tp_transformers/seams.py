@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
     from .checkpoint.reading.header import Checkpoint
     from .checkpoint.reading.jobs import Request
-    from .loading.encoding import Encoding
-    from .loading.holding import Holding
+    from .loading.memory import Holding
     from .loading.options import Options
-    from .loading.storage import Storage
+    from .loading.storage import Encoding, Storage
     from .patches import Patch
-    from .plans.entry import Entry
+    from .plans.rule import Entry
     from .plans.rules import Plan
     from .ranks.direct import Transport
     from .ranks.group import TensorParallelGroup

@@ -21,7 +21,7 @@ from tests.support.pool import Pool
 from tests.support.tiers import sampled, wide
 from tests.support.tiny import MODELS, TOWERS, Tiny, model_class
 from tests.support.tiny_inputs import seed
-from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.yaml_file import available_plans
 from tp_transformers.verify import verify
 
 pytestmark = pytest.mark.distributed

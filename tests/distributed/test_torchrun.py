@@ -117,7 +117,7 @@ def test_the_wheel_has_every_plan_and_loads(cases: Any, script: str, tmp_path: P
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     program = (
-        "import tp_transformers, pathlib; from tp_transformers.plans.catalogue import available_plans; "
+        "import tp_transformers, pathlib; from tp_transformers.plans.yaml_file import available_plans; "
         "plans = sorted({path.name for path in available_plans().values()}); "
         "print(pathlib.Path(tp_transformers.__file__).parent, *plans)"
     )

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import gradients
-from tp_transformers.loading.shares import SHARES
+from tp_transformers.loading.choose_plan import SHARES
 
 HEAD_DIM = 8
 VOCAB = 199

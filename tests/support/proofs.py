@@ -44,9 +44,8 @@ from tp_transformers.anatomy.kinds import inner_models
 from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
-from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
-from tp_transformers.plans.yaml_file import read_plan_file
+from tp_transformers.plans.yaml_file import available_plans, read_plan_file
 
 FILE = Path(__file__).parents[1] / "data" / "proofs.json"
 KINDS: dict[str, Mapping[str, str]] = {

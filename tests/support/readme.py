@@ -27,7 +27,7 @@ from tests.support import fits
 from tests.support.imports import ORDER
 from tests.support.measured import computing, exactness, loading
 from tests.support.proofs import KINDS, PROVEN_ON, Proof, read
-from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.yaml_file import available_plans
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -47,7 +47,7 @@ from tp_transformers.plans import Plan
 from tp_transformers.ranks import collectives, direct
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.strategies import finish_gradient
-from tp_transformers.strategies.forward import views
+from tp_transformers.strategies.forward import block
 from tp_transformers.strategies.signature import REPLICATED
 
 FILE = Path(__file__).parents[1] / "data" / "types.json"
@@ -152,7 +152,7 @@ def traced(trace: Trace) -> Iterator[None]:
             stack.enter_context(patch.object(direct, name, function))
         stack.enter_context(patch.object(direct, "is_watched", lambda: 1))  # no sum in place
         stack.enter_context(patch.object(collectives, "_padded", padded))  # not with any values
-        for module in (collectives, views):
+        for module in (collectives, block):
             stack.enter_context(patch.object(module, "apply_directly", lambda function: trace.apply(apply, function)))
         for handle in (
             hooks.register_module_forward_pre_hook(push),

@@ -28,14 +28,12 @@ from ..ranks.mesh import check_size, join
 from ..seams import features
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig
-from .choose_plan import ModelPlan, plan_for, read_plan
-from .encoding import Encoding, find_encoding
+from .choose_plan import ModelPlan, plan_for, read_plan, resolve_shares
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import LoadResult, load, partition_initialized
 from .options import INSTEAD, Options, refuse_without_tp_plan
 from .request import LoadRequest
-from .shares import resolve_shares
-from .storage import Asked, Storage, agreed, find_storage, kinds
+from .storage import Asked, Encoding, Storage, agreed, find_encoding, find_storage, storages
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
 """Takes a model on the meta device, its plan, and the request of a load."""
@@ -90,7 +88,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
         warn_of_size_alone(kwargs.get("tp_size"))
         if _current.get() is None:
             asked = Asked(cls, _name(args, kwargs), Options(), kwargs)
-            for kind in kinds():
+            for kind in storages():
                 kind.check_unplanned(asked)
             if not kwargs.keys() & {"tp_size", "device_mesh", "distributed_config"}:
                 warn_of_full_copies()

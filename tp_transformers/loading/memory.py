@@ -1,15 +1,15 @@
 """The memory of a load: places for this rank's shards, and the rounds of reads that fill them.
 
-A contiguous shard of a local file is mapped, those of a `Holding` have another form, all others get memory of their
-own. Weights that are decoded, or change their form, are read in later rounds, so that only some of them at a time are
-in memory in both forms.
+A contiguous shard of a local file is mapped, those of a `Holding` of a feature have another form than a tensor, all
+others get memory of their own. Weights that are decoded, or change their form, are read in later rounds, so that only
+some of them at a time are in memory in both forms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,14 +18,67 @@ from ..checkpoint.reading.jobs import Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..ranks.group import TensorParallelGroup
+from ..seams import features, first
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
-from .holding import find_holding
 from .request import Dependents, LoadRequest, Reads, read_together, split_reads
+from .storage import Tensors
 from .targets import Targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class Held(Protocol):
+    """A rank's shard of a parameter in another form than a tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+    @property
+    def product(self) -> str:
+        """Name of the way in which a forward multiplies it, for the report."""
+
+
+class Holding:
+    """Parameters of one rank that are held in another form; this class: none."""
+
+    weights: Mapping[str, Held] = {}
+    """Those that are held already, by name; `reads` fill them."""
+    reads: Reads = []  # noqa: RUF012
+    arriving: Collection[str] = ()
+    """Names of those that `put` takes, each after its values have been read."""
+
+    @classmethod
+    def find(
+        cls, model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
+    ) -> Holding | None:
+        """The holding of this kind that a load asks for, of the `shards` of one rank; None: no parameter."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters in memory."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def check_in_order(self) -> None:
+        """Raise UnsupportedError if products with the parameters are sums in another order than those of tensors."""
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Hold a parameter of `arriving`."""
+
+    def hold(self, model: PreTrainedModel) -> None:
+        """Make the modules of `model` compute with the parameters."""
+
+
+def find_holding(
+    model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
+) -> Holding:
+    """The holding that a load asks for; arguments as in `Holding.find`."""
+    kinds = (kind for feature in features().values() for kind in feature.holdings())
+    return first((kind.find(model, targets, shards, device, request) for kind in kinds), Holding())
+
 
 ROUND_BYTES = 256 << 20
 """Bytes of the weights of one round, decoded, on one rank; a larger weight has a round of its own."""

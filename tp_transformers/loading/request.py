@@ -16,9 +16,8 @@ from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
 from ..slices.stored import Source, Stored
 from ..transformers_api import LoadStateDictConfig
-from .encoding import Encoding
 from .options import Options
-from .storage import Storage
+from .storage import Encoding, Storage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,24 +1,105 @@
-"""Storage of a load: where its weights lie. Here, safetensors files; features add other storages."""
+"""Where the weights of a load lie (`Storage`), and what the tensors mean (`Encoding`).
+
+Here: safetensors files, of which each tensor is the value of a parameter. Features add storages and encodings.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from huggingface_hub import try_to_load_from_cache
 
+from ..checkpoint.conversion.convert import Conversion, convert
 from ..checkpoint.reading.header import Checkpoint, check_files, read_index
 from ..checkpoint.reading.jobs import Request
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from ..ranks.group import TensorParallelGroup
 from ..seams import features, first
+from ..slices.lazy import LazyTensor
 from ..slices.stored import Source
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
-from .encoding import Encoding
 from .options import Options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Tensors = Mapping[str, LazyTensor]
+"""Tensors of a checkpoint, by name."""
+
+
+class Encoding:
+    """What the tensors of one checkpoint mean; this class: each is the value of a parameter.
+
+    A subclass overrides what differs; its `find` and `find_in` decide whether a checkpoint is of its kind.
+    """
+
+    @classmethod
+    def find(
+        cls, config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
+    ) -> Encoding | None:
+        """The encoding that a config, or the caller's `quantization_config` (`requested`), asks for; None: of no kind.
+
+        Removes the settings from `config`. `folder`: of a local checkpoint; `known`: that of all files of the storage.
+        """
+        return None
+
+    @classmethod
+    def find_in(cls, tensors: Tensors, names: Collection[str]) -> Encoding | None:
+        """The encoding that tensors show, if no config says it; `names`: those of the model."""
+        return None
+
+    @classmethod
+    def check_plain(cls, tensors: Tensors, conversion: Conversion, missing: Collection[str]) -> None:
+        """Raise UnsupportedError if the tensors of a plain checkpoint are of this kind; `missing`: parameters."""
+
+    def recognised(self, tensors: Tensors, names: Collection[str]) -> Encoding:
+        """The encoding that tensors show, if no config says it; `names`: those of the model."""
+        return first((kind.find_in(tensors, names) for kind in encodings()), self)
+
+    def read_first(self, tensors: Tensors) -> list[str]:
+        """Name the tensors whose values determine how others are sliced; they are read first."""
+        return []
+
+    def convert(
+        self, model: PreTrainedModel, tensors: Tensors, shapes: Mapping[str, torch.Size], request: Any
+    ) -> Conversion:
+        """Write the parameters of `model`, of the full `shapes`, as expressions over `tensors` of a LoadRequest."""
+        entries = None if request.storage.has_own_names else request.config.weight_mapping
+        conversion = convert(model, tensors, shapes, entries)
+        for kind in encodings():
+            kind.check_plain(tensors, conversion, shapes.keys() - conversion.expressions.keys())
+        return conversion
+
+    def is_decoded(self, expression: LazyTensor) -> bool:
+        """True if a parameter is in memory in two forms while it is read."""
+        return False
+
+    def log(self, stored: int, held: int, *, is_kept: bool) -> None:
+        """Log bytes in files and in memory; `is_kept`: whether parameters have another form than tensors in memory."""
+
+
+def encodings() -> list[type[Encoding]]:
+    """The encodings of all features."""
+    return [kind for feature in features().values() for kind in feature.encodings()]
+
+
+def find_encoding(
+    config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
+) -> Encoding:
+    """The encoding that a load asks for; arguments as in `Encoding.find`. Raises UnsupportedError if there is none."""
+    for kind in encodings():
+        found = kind.find(config, requested, folder=folder, known=known, device=device)
+        if found is not None:
+            return found
+    if requested is not None or getattr(config, "quantization_config", None) is not None:
+        fix = "Choose a checkpoint in floating point, without quantization_config."
+        raise UnsupportedError("tp_plan", got="quantization_config", expected="weights in floating point", fix=fix)
+    return Encoding()
 
 
 @dataclass(frozen=True)
@@ -134,14 +215,14 @@ class Storage:
         return {"name": name or None, "commit_hash": extract_commit_hash(next(iter(files), None), None)}
 
 
-def kinds() -> list[type[Storage]]:
+def storages() -> list[type[Storage]]:
     """The storages of all features."""
     return [kind for feature in features().values() for kind in feature.storages()]
 
 
 def find_storage(asked: Asked) -> Storage:
     """The storage that a load asks for."""
-    return first((kind.find(asked) for kind in kinds()), Storage())
+    return first((kind.find(asked) for kind in storages()), Storage())
 
 
 def with_variant(name: str, variant: str | None) -> str:
@@ -152,7 +233,7 @@ def with_variant(name: str, variant: str | None) -> str:
 
 def agreed(storage: Storage) -> Mapping[str, object]:
     """The values that have to be equal on all ranks, by the arguments of all storages."""
-    return {**{kind.argument: None for kind in kinds()}, storage.argument: storage.agreed}
+    return {**{kind.argument: None for kind in storages()}, storage.argument: storage.agreed}
 
 
 def _check_index(arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import GenerationMixin, MaxTimeCriteria, StoppingCriteriaList
 
 from ..errors import MeshError
-from ..plans.attention_heads import check_cache
+from ..plans.attention import check_cache
 from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.environment import device_kind

@@ -25,8 +25,7 @@ from ..strategies import (
 )
 from ..strategies.signature import FEATURES
 from .dropout import OwnRandomness
-from .state_dict import keep_state
-from .tensor_parallel_model import become_tensor_parallel, hold_patches
+from .tensor_parallel_model import become_tensor_parallel, hold_patches, keep_state
 
 logger = get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The section `attention` of a plan: the projections of attention modules, which are sharded by complete heads."""
+"""The section `attention` of a plan, and the heads of one attention module: sharded by complete heads, and counted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import shown
-from .entry import Entry
+from torch import Tensor, nn
+
+from ..anatomy.kinds import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
+from ..errors import UnsupportedError, shown
+from ..ranks.group import GROUP
+from ..slices.layout import Split, packed
+from ..strategies import LocalConfig
 from .parse import names_of, rule_arguments
+from .rule import Entry, SplitHeads, set_own
 
 ROLES = (
     *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
@@ -68,3 +74,73 @@ class Attention(Entry):
         for role, strategy in (IMPLIED_GATHERED if self.gathered else IMPLIED).items():
             for child in self.children.get(role) or ():
                 yield rule_arguments(f"{self.pattern}.{child}", strategy, "optional", []) or {}
+
+
+@dataclass(frozen=True)
+class AttentionHeads(SplitHeads):
+    """Splits of the heads of one attention module."""
+
+    query: Split
+    kv: Split
+    is_fused: bool = False
+    """True if one projection makes queries, keys and values; the module separates them by head counts."""
+    is_latent: bool = False
+    """True if heads are projected from replicated latents (multi-head latent attention)."""
+    head_dim: int | None = None
+    """Features of a query head; None if unknown."""
+    repeats: int = 1
+    """Times that every query head attends, each with separate queries: once per expert of a token in JetMoE."""
+    holders: tuple[str, ...] = ()
+    """Submodules that hold its projections; their head counts and widths are set, too."""
+    hidden: tuple[str, ...] = ()
+    """Submodules and parameters that compute with hidden states, before or after the heads."""
+
+    @property
+    def attended(self) -> Split:
+        """Split of the heads in the attention weights that the module returns."""
+        return packed([self.query] * self.repeats)
+
+    def attributes(self, rank: int) -> dict[str, int]:
+        """Local head counts and widths on `rank`, by their attribute names in transformers."""
+        query, kv = self.query.widths[rank], self.kv.widths[rank]
+        counts = {**dict.fromkeys(QUERY_COUNTS, query), **dict.fromkeys(KV_COUNTS, kv)}
+        counts["num_key_value_groups"] = query // kv
+        if self.head_dim is not None:
+            # Widths of all query heads (GPT-2 and DBRX split queries from keys at this offset) and of all KV heads.
+            widths = ("split_size", "embed_dim", "inner_dim", "all_head_size", "q_dim", "hidden_size")
+            counts |= dict.fromkeys(widths, query * self.head_dim)
+            counts["kv_dim"] = kv * self.head_dim
+        return counts
+
+    def config_attributes(self, rank: int) -> dict[str, int]:
+        """Local head counts on `rank` that the module reads from its config."""
+        counts = self.attributes(rank)
+        return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
+
+    def count(self, model: nn.Module, name: str, rank: int) -> None:
+        module: Any = model.get_submodule(name)
+        for holder in (name, *self.holders):
+            set_own(model.get_submodule(holder), self.attributes(rank))
+        if hasattr(module, "config") and (self.is_fused or reads_counts_of_config(module)):
+            module.config = LocalConfig(module.config, **self.config_attributes(rank))
+
+
+def check_cache(model: Any, cache: Any) -> None:
+    """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank.
+
+    A model within `model` has other names than the splits; the error is then that of the outer one.
+    """
+    layers, resolution = getattr(cache, "layers", ()), getattr(model, "tp_resolution", None)
+    modules = dict(model.named_modules())
+    for name, heads in resolution.attention.items() if layers and resolution is not None else ():
+        index = getattr(modules.get(name), "layer_idx", None)
+        keys = getattr(layers[index], "keys", None) if isinstance(index, int) and index < len(layers) else None
+        own = heads.kv.widths[GROUP.of(model).rank]
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[1] != own and not heads.is_latent:
+            raise UnsupportedError(
+                "past_key_values",
+                got=f"{keys.shape[1]} KV heads in layer {index} of a {type(cache).__name__}",
+                expected=f"{own}, the heads of this rank",
+                fix="Let the cache take its shape from its first input, or give early_initialization num_heads="
+                "[kv for _, kv in tp_transformers.debug.head_counts(model).values()].",
+            )

@@ -26,13 +26,10 @@ from ..strategies import (
     strategy_hint,
 )
 from ..strategies.signature import FEATURES
-from .attention import Attention
-from .attention_heads import AttentionHeads
-from .checks.sums import BoundPlan, scalars_between, sum_faults, unsummed_experts
-from .checks.widths import misfits
-from .entry import Matches, SplitHeads
+from .attention import Attention, AttentionHeads
+from .checks import BoundPlan, misfits, scalars_between, sum_faults, unsummed_experts
 from .heads import split_attention
-from .rule import UNRULED, Rule
+from .rule import UNRULED, Matches, Rule, SplitHeads
 from .rules import Plan, sections
 
 if TYPE_CHECKING:

@@ -22,10 +22,8 @@ from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, count_of, heads, interleaved, packed
 from ..strategies.signature import FEATURES
-from .attention import Attention
-from .attention_heads import AttentionHeads
-from .entry import Matches
-from .rule import UNRULED, Rule
+from .attention import Attention, AttentionHeads
+from .rule import UNRULED, Matches, Rule
 
 if TYPE_CHECKING:
     pass

@@ -15,8 +15,6 @@ from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..seams import features
 from ..slices.layout import Ranks, ranks_of
 from .attention import Attention
-from .catalogue import available_plans
-from .entry import Entry
 from .parse import (
     DECLARED,
     IN_BASE_MODEL,
@@ -27,8 +25,8 @@ from .parse import (
     names_of,
     rule_arguments,
 )
-from .rule import Rule
-from .yaml_file import read_plan_file
+from .rule import Entry, Rule
+from .yaml_file import available_plans, read_plan_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

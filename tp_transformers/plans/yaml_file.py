@@ -1,10 +1,13 @@
-"""Reader of a plan's YAML file, with bounds on size, depth and aliases. The file is untrusted input."""
+"""Plan files: those of this package, and a reader of YAML with bounds on size, depth and aliases (untrusted input)."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -132,3 +135,19 @@ class _PlanLoader(_SafeLoader):
                         )
                     keys.add(name)
         return dict(super().construct_mapping(node, deep))
+
+
+@cache
+def available_plans() -> Mapping[str, Path]:
+    """The plans that ship with the package: {model_type: YAML file}."""
+    package = Path(__file__).parents[1]
+    wheel, checkout = package / "model_plans", package.parent / "model_plans"
+    plans: dict[str, Path] = {}
+    for path in sorted((wheel if wheel.is_dir() else checkout).glob("*.yaml")):
+        plans.update(dict.fromkeys(model_types_of(path), path))
+    return MappingProxyType(plans)
+
+
+def plan_names() -> Mapping[str, Path]:
+    """Plans by model type, as in `available_plans`, and by file name."""
+    return {**{path.stem: path for path in available_plans().values()}, **available_plans()}

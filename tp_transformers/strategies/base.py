@@ -22,8 +22,7 @@ from ..slices.layout import Layout, Ranks, Split, apportion, chunked, count_of, 
 from .forward.attach import attach
 from .forward.communication import Communication
 from .shards.shard import ParamShard, shard_of
-from .shards.slicing import split_of, take
-from .shards.trace import traced_layout
+from .shards.slicing import split_of, take, traced_layout
 from .signature import BATCH, PARTIAL, Placements, only
 
 EXPERT_UNIT = 8

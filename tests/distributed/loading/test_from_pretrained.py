@@ -125,7 +125,7 @@ def test_a_mesh_of_one_axis(pool: Any, cases: Any) -> None:
 
 def ways_in(folder: str, reference: str, plan_file: str) -> dict[str, float]:
     from tp_transformers.plans import Plan
-    from tp_transformers.plans.catalogue import available_plans
+    from tp_transformers.plans.yaml_file import available_plans
 
     errors = {}
     for name, auto, arguments in (

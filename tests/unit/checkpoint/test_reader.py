@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.support.reading import columns
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.reading import costs, jobs, memory, reader
+from tp_transformers.checkpoint.reading import jobs, memory, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -142,17 +142,17 @@ def test_a_file_system_that_does_not_tell(big, monkeypatch) -> None:
 
 
 def test_the_cost_model_gives_what_was_measured() -> None:
-    rows = re.findall(r"^ +([\d,]+) of +([\d,]+)((?: +[\d.]+){3})$", costs.__doc__ or "", re.MULTILINE)
+    rows = re.findall(r"^ +([\d,]+) of +([\d,]+)((?: +[\d.]+){3})$", jobs.__doc__ or "", re.MULTILINE)
     assert len(rows) == 7
     for run, stride, rates in rows:
         block = made_of(int(run.replace(",", "")), int(stride.replace(",", "")))
         measured = dict(zip(("reads", "blocks", "map"), map(float, rates.split()), strict=True))
-        estimates = {way: block.nbytes / 1e9 / seconds for way, seconds in costs.costs(block, may_map=True).items()}
+        estimates = {way: block.nbytes / 1e9 / seconds for way, seconds in jobs.costs(block, may_map=True).items()}
         for way, rate in measured.items():
             assert rate / 1.45 < estimates[way] < rate * 1.45, (run, stride, way)
         assert max(estimates, key=estimates.__getitem__) == max(measured, key=measured.__getitem__) == "map"
         # Of two ways that take about as long, either will do.
-        cold = costs.cheapest(block, may_map=False)
+        cold = jobs.cheapest(block, may_map=False)
         assert measured[cold] > 0.85 * max(measured["reads"], measured["blocks"])
 
 
@@ -162,7 +162,7 @@ def made_of(run: int, stride: int) -> Stored:
 
 
 def test_few_bytes_of_long_rows_are_read_alone() -> None:
-    assert costs.cheapest(made_of(8192, 1 << 20), may_map=False) == "reads"
+    assert jobs.cheapest(made_of(8192, 1 << 20), may_map=False) == "reads"
 
 
 @pytest.mark.parametrize("slow", [0.0, 1.0])

@@ -14,7 +14,7 @@ import tp_transformers
 from tests.support.models import PROMPTS
 from tp_transformers.loading import forgotten, from_pretrained
 from tp_transformers.loading.choose_plan import NamedPlan, read_plan
-from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.yaml_file import available_plans
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 

@@ -21,8 +21,8 @@ from tp_transformers import PlanError
 from tp_transformers.anatomy.names import fold_layers
 from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import Resolution, resolve
-from tp_transformers.plans.catalogue import available_plans
 from tp_transformers.plans.rule import Pattern
+from tp_transformers.plans.yaml_file import available_plans
 from tp_transformers.strategies import STRATEGIES, TensorParallelLayer
 
 LAYER = "model.layers.*."

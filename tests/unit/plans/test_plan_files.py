@@ -15,8 +15,7 @@ from tests.support.needs import needs
 from tp_transformers import PlanError
 from tp_transformers.loading.choose_plan import read_plan
 from tp_transformers.plans import Plan
-from tp_transformers.plans.catalogue import available_plans
-from tp_transformers.plans.yaml_file import MAX_BYTES
+from tp_transformers.plans.yaml_file import MAX_BYTES, available_plans
 
 LONGEST = 700
 """Characters of a message about one fault, with a path of 100."""

@@ -17,7 +17,7 @@ from tests.support.models import llama_config
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.yaml_file import available_plans
 
 SAFE_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # YAML allows tabs at the end of a line; libyaml too
 COUNT = 100

@@ -17,8 +17,7 @@ from time import perf_counter
 import torch
 
 from ...ranks.group import bind_thread
-from .costs import BLOCK_BYTES
-from .jobs import Context, Job, Request, Statistics, order, split
+from .jobs import BLOCK_BYTES, Context, Job, Request, Statistics, order, split
 from .local_file import LocalFile
 from .memory import Staging
 

@@ -34,8 +34,7 @@ from ...strategies import local_tensor, shard_of, unsharded_like
 from ...torch_api import memory_of
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
-from .copies import on_all_copies
-from .folder import SaveFolder
+from .folder import SaveFolder, on_all_copies
 from .writer import Writer, named, write_text
 
 if TYPE_CHECKING:

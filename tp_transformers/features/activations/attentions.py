@@ -12,7 +12,7 @@ from transformers.utils import ModelOutput
 
 from ...anatomy.kinds import HEADS, is_cross_attention
 from ...errors import UnsupportedError
-from ...plans.attention_heads import AttentionHeads
+from ...plans.attention import AttentionHeads
 from ...ranks.collectives import Group, gather_from_region
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Split

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ...anatomy.names import check_values
-from ...checkpoint.saving.copies import on_all_copies
+from ...checkpoint.saving.folder import on_all_copies
 from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.writer import make_folder, named
 from ...errors import UnsupportedError

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy.kinds import features
 from ...marks import untyped
-from ...model.state_dict import keep_state
+from ...model.tensor_parallel_model import keep_state
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...seams import collective
 from ...strategies import STRATEGY, full_tensor, shard_module, unsharded_like

@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the plan and print a report; returns 1 if it shards nothing, or verification fails."""
     from transformers.utils import logging
 
-    from ...plans.catalogue import available_plans
     from ...plans.rules import Plan
+    from ...plans.yaml_file import available_plans
     from ..command_line.models import own_class, read_config
     from .prove import prove
     from .suggestion import suggest

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...anatomy.names import base_prefix, fold_layers, inner
 from ...errors import PlanError
 from ...logs import get_logger
-from ...plans.attention_heads import AttentionHeads
+from ...plans.attention import AttentionHeads
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import shares
 from ...plans.rules import Plan

@@ -23,7 +23,7 @@ from torch import nn
 
 from ...anatomy.kinds import features, holds_experts
 from ...anatomy.names import fold_layers, is_inside
-from ...plans.attention_heads import AttentionHeads
+from ...plans.attention import AttentionHeads
 from ...plans.bind import bind
 from ...plans.rule import Rule
 from ...plans.rules import Plan

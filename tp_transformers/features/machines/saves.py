@@ -7,7 +7,7 @@ from pathlib import Path
 from stat import S_ISDIR
 from typing import NamedTuple
 
-from ...checkpoint.saving.copies import of_copies
+from ...checkpoint.saving.folder import of_copies
 from ...logs import get_logger
 from ...ranks.environment import host_of, node_name
 from ...ranks.group import TensorParallelGroup

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...seams import Feature
 
 if TYPE_CHECKING:
-    from ...plans.entry import Entry
+    from ...plans.rule import Entry
     from ...strategies import TensorParallelLayer
 
 

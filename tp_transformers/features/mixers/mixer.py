@@ -20,8 +20,8 @@ from torch import nn
 
 from ...anatomy.names import fold_layers, inner, is_inside
 from ...errors import hint_for, shown
-from ...plans.entry import Entry, Matches, SplitHeads, set_own
 from ...plans.parse import is_name, names_of, rule_arguments
+from ...plans.rule import Entry, Matches, SplitHeads, set_own
 from ...slices.layout import Range, Ranks, Split, count_of, heads, packed
 from ...strategies import LocalConfig, ParamShard
 from .counts import (

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from ...anatomy.names import tied_parameters
 from ...errors import UnsupportedError, in_one_line
-from ...loading.encoding import Encoding, Tensors
+from ...loading.storage import Encoding, Tensors
 from ..quantized.format import refuse_other
 from .weight import DECODED
 

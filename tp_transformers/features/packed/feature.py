@@ -9,8 +9,8 @@ from ...errors import PlanError
 from ...seams import RAISES, Feature, Option
 
 if TYPE_CHECKING:
-    from ...loading.encoding import Encoding
-    from ...loading.holding import Holding
+    from ...loading.memory import Holding
+    from ...loading.storage import Encoding
 
 
 class Dequantize(Option):

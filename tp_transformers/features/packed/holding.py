@@ -11,9 +11,9 @@ from ...anatomy.names import owner_of, tied_parameters
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.saving.save import STORED_FORM
 from ...errors import UnsupportedError
-from ...loading.encoding import Tensors
-from ...loading.holding import Holding
+from ...loading.memory import Holding
 from ...loading.request import LoadRequest, Reads, split_reads
+from ...loading.storage import Tensors
 from ...loading.targets import Targets
 from ..quantized.find import Quantization
 from .arriving import Arriving

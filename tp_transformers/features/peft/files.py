@@ -16,8 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.saving.copies import on_all_copies
-from ...checkpoint.saving.folder import SaveFolder
+from ...checkpoint.saving.folder import SaveFolder, on_all_copies
 from ...checkpoint.saving.save import gather, given_state
 from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError

@@ -28,7 +28,7 @@ from ...errors import MeshError
 from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
 from ...model.dropout import random_state
-from ...model.state_dict import keep_shards
+from ...model.tensor_parallel_model import keep_shards
 from ...patches import Patch
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...strategies import SHARD, STRATEGY, batch_sharded

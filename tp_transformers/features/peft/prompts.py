@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...marks import untyped
 from ...model.parallelize import WRAPPED
-from ...plans.attention_heads import AttentionHeads
+from ...plans.attention import AttentionHeads
 from ...ranks import direct
 from ...ranks.collectives import copy_to_region
 from ...ranks.group import GROUP, TensorParallelGroup

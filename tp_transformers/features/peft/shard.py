@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import UnsupportedError
 from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
-from ...model.state_dict import keep_state
+from ...model.tensor_parallel_model import keep_state
 from ...ranks import direct
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split

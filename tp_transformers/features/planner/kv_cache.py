@@ -19,7 +19,7 @@ from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 from ...anatomy.kinds import HEAD_SIZES, features, first_of, head_counts, is_attention, is_cross_attention
 from ...anatomy.names import CACHES
 from ...errors import PlanError
-from ...plans.attention_heads import AttentionHeads
+from ...plans.attention import AttentionHeads
 
 _CACHES = {*CACHES, "layer_past", "layer_state"}
 """Names of the cache argument of attention modules."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import PlanError
-from ...plans.catalogue import available_plans
 from ...plans.rules import Plan
+from ...plans.yaml_file import available_plans
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...anatomy.names import folded, layer_number
-from ...plans.catalogue import available_plans
+from ...plans.yaml_file import available_plans
 from ...text import size, spans
 from .fit import MOST_RANKS
 from .memory import MemoryPlan, Parameter, draft_bytes

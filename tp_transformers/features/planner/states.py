@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ...anatomy.names import CACHES, layer_number
 from ...errors import error_text, shorten
-from ...plans.entry import SplitHeads
+from ...plans.rule import SplitHeads
 from ..mixers.mixer import MixerHeads
 
 TOKENS = 8

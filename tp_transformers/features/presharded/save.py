@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...checkpoint.conversion.convert import identity
-from ...checkpoint.saving.copies import on_all_copies
-from ...checkpoint.saving.folder import SaveFolder
+from ...checkpoint.saving.folder import SaveFolder, on_all_copies
 from ...checkpoint.saving.save import config_last, names_in, saved_state, values_of, write_configs
 from ...checkpoint.saving.writer import STAGING, make_folder, named
 from ...errors import CheckpointError, UnsupportedError

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...seams import Feature
 
 if TYPE_CHECKING:
-    from ...loading.encoding import Encoding
+    from ...loading.storage import Encoding
 
 
 class Quantized(Feature):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ...checkpoint.conversion.convert import Conversion, convert, renamer
-from ...loading.encoding import Encoding, Tensors
 from ...loading.request import LoadRequest
+from ...loading.storage import Encoding, Tensors
 from ...logs import get_logger
 from ...marks import untyped
 from ...slices.lazy import LazyTensor

@@ -43,7 +43,7 @@ def set_shares(text: str | None) -> int | None:
 
     Raises PlanError if it is malformed.
     """
-    from ...loading.shares import SHARES  # imports torch
+    from ...loading.choose_plan import SHARES  # imports torch
     from ...plans.parse import shares_of
 
     if text is None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ...anatomy.kinds import KV_COUNTS, QUERY_COUNTS
 from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
-from ...plans.checks.sums import summing_blocks
+from ...plans.checks import summing_blocks
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split, apportion
 from ...strategies import TensorParallelLayer, take

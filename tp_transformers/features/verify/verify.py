@@ -25,9 +25,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError
 from ...loading.choose_plan import NamedPlan, auto_plan, planners, read_plan
 from ...plans.bind import Resolution, resolve
-from ...plans.catalogue import available_plans
 from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
+from ...plans.yaml_file import available_plans
 from ...strategies import STRATEGIES
 from ...strategies.registry import built_in
 from ..command_line.models import model_class, own_class, read_config

@@ -1,4 +1,7 @@
-"""Inputs and parameters of a block's layers, which share one autograd node per block instead of one per layer."""
+"""Local tensors of parameters in a forward, and the conversion of their gradients in the backward.
+
+The layers of a block share their input, and one autograd node per block instead of one per layer.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from ...ranks.collectives import Group, copy_to_region
-from ...torch_api import as_torch
-from ..shards.tensors import HAS_LOCAL
-from .views import enter, local_view
+from ...ranks.collectives import Group, apply_directly, copy_to_region, reduce_from_region
+from ...torch_api import as_torch, is_any_true, tree_map_only
+from ..shards.tensors import HAS_LOCAL, ShardDTensor, ShardTensor, as_shard, traced_values
 
 
 class Guard(Protocol):
@@ -126,3 +130,110 @@ class Block:
             layers = [(layer, layer.__dict__["tp_strategy"]) for layer in inside if "tp_strategy" in layer.__dict__]
             self.layers = [layer for layer, strategy in layers if strategy.block is self and strategy.asks_block]
             self.children = children
+
+
+_DETACH, _ADD = torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor
+_IS_NAN = torch.ops.aten.isnan.default
+
+
+def local_view(param: Tensor) -> Tensor:
+    """The local tensor of a parameter; the backward turns the gradient of a DTensor into a DTensor."""
+    if not isinstance(param, HAS_LOCAL):
+        return param
+    if torch.compiler.is_compiling():
+        if isinstance(param, ShardTensor):
+            return traced_values(param)
+        if torch.is_grad_enabled():
+            return param.to_local()
+    return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
+
+
+def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """Copy `x` and make the `local_view` of sharded parameters that require gradients, in one autograd node.
+
+    Its backward sums the gradient of `x` over the ranks of `group`, like that of `copy_to_region`.
+    """
+    copied, *views = apply_directly(_Enter)(x, group, *params)
+    return copied, views
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: Any) -> tuple[Any, ...]:
+        ctx.group, ctx.kinds = (
+            group,
+            [(getattr(param, "_spec", None), getattr(param, "tp_shard", None)) for param in params],
+        )
+        ctx.set_materialize_grads(False)  # some may not be used
+        return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *of_params = grads
+        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
+        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(of_params, ctx.kinds, strict=True)]
+        return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
+
+
+class _Arriving(DTensor):
+    """A gradient on its way to a DTensor parameter; the parameter's `.grad` becomes a DTensor.
+
+    Autograd's last node detaches it or adds it to the existing gradient, here as operations on this rank's values. As
+    DTensor operations, they would take most of the time that a backward spends outside of arithmetic.
+    """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """See `torch.Tensor`; all other operations are DTensor's."""
+        first, *rest = args
+        if func is _DETACH:
+            return _wrap(first._local_tensor, first._spec)
+        if func is _ADD and not kwargs and isinstance(first, DTensor) and first.placements == rest[0].placements:
+            first._local_tensor.add_(rest[0]._local_tensor)
+            return first
+        if func is is_any_true:
+            return func(first._local_tensor)
+        args, kwargs = tree_map_only(_Arriving, _arrived, (args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        # `torch.autograd.detect_anomaly` then calls an operator for "is any true" that DTensor does not support.
+        return _wrap(result._local_tensor, result._spec, _Arriving) if func is _IS_NAN else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(_arrived(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a DTensor: users get gradients of this class from `torch.autograd.grad` and in parameter hooks."""
+        return _arrived(self).__reduce_ex__(protocol)
+
+
+class _ArrivingShard(_Arriving, ShardDTensor):
+    """Such a gradient of a `ShardDTensor`; hooks compute on it as on the full gradient."""
+
+
+def _arrived(grad: DTensor) -> Tensor:
+    return _wrap(grad._local_tensor, grad._spec)
+
+
+def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
+    return DTensor.__new__(cls, grad, spec, requires_grad=False)  # not __init__, which is slow and does nothing
+
+
+def _wrap_arriving(grad: Tensor, spec: Any, shard: Any) -> Tensor:
+    """The gradient as hooks of the parameter and `torch.autograd.grad` get it."""
+    if spec is None:
+        return as_shard(grad.detach(), ShardTensor, shard)  # type: ignore[no-any-return]
+    if shard is None:
+        return _wrap(grad, spec, _Arriving)
+    arriving: Any = _wrap(grad, spec, _ArrivingShard)
+    arriving.tp_shard = shard
+    return arriving  # type: ignore[no-any-return]
+
+
+def _wrap_recorded(grad: Tensor, spec: Any, shard: Any) -> Tensor:
+    if spec is None:
+        return as_shard(grad.view_as(grad), ShardTensor, shard)  # type: ignore[no-any-return]
+    layout: Any = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+    recorded = DTensor.from_local(grad, spec.mesh, spec.placements, **layout)
+    return recorded if shard is None else as_shard(recorded, ShardDTensor, shard)

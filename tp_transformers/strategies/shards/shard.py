@@ -18,7 +18,7 @@ from ...ranks.collectives import copy_shared, copy_to_region
 from ...ranks.group import TP_AXIS, TensorParallelGroup
 from ...seams import together
 from ...slices.layout import Layout, Range, Shared, chunked
-from ..forward.views import local_view
+from ..forward.block import local_view
 from .gather import on_all, on_first
 from .slicing import take
 from .tensors import HAS_LOCAL, ShardDTensor, own_values, plain_parameter

@@ -1,17 +1,24 @@
-"""Slices of a parameter: the shard of one rank."""
+"""Slices of a parameter: the shard of one rank, and the layout that a call of a custom `partition_tensor` shows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
 from operator import or_
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from ...slices.layout import Layout, Ranks, Split, apportion, chunked, packed
+from ...errors import error_text
+from ...ranks.group import TP_AXIS
+from ...slices.layout import Layout, Range, Ranks, Split, apportion, chunked, packed
 from ...slices.lazy import LazyTensor, Resident
+from ...slices.stored import Stored
+from ...torch_api import make_wrapper_subclass, to_copy, tree_map_only
 
 T = TypeVar("T", Tensor, LazyTensor)
 
@@ -89,3 +96,128 @@ def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
     sides = [(ids >= low) & (ids < high) for low, high in ((0, start), (stop, split.length)) if low < high]
     outside = reduce(or_, sides) if sides else torch.zeros_like(ids, dtype=torch.bool)
     return (ids - start).masked_fill(outside, 0), outside
+
+
+def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequence[int], size: int) -> Layout | None:
+    """Trace the indices that a `partition_tensor` takes on every rank, with a tensor without data.
+
+    Raises ValueError if it returns anything but a slice along one dim, or if the ranks' slices are not a valid `Split`:
+    every index held, and any two ranges disjoint or equal.
+    """
+    empty = torch.empty(tuple(shape), device="meta")
+    slices: list[tuple[int | None, tuple[Range, ...]]] = []
+    for rank in range(size):
+        param = _Traced(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
+        try:
+            shard = partition(param, empty, param_type, empty.dtype, True, rank, meta_mesh(rank, size))
+        except Exception as error:
+            raise ValueError(f"its partition_tensor fails without data: {error_text(error)}") from error
+        shard = shard._local_tensor if isinstance(shard, DTensor) else shard
+        if not isinstance(shard, _Traced):
+            raise ValueError(
+                "its partition_tensor has to return a slice of `param` (param[a:b], param[..., a:b], get_tensor_shard, "
+                "get_packed_weights), plain or in a DTensor or a parameter, not values computed from it"
+            )
+        selection = shard.stored.selection
+        dims = [dim for dim, ranges in enumerate(selection) if ranges != ((0, shape[dim]),)]
+        if len(dims) > 1:
+            raise ValueError(f"its partition_tensor splits dims {dims}; a parameter is split along one")
+        slices.append((dims[0], selection[dims[0]]) if dims else (None, ()))
+    shard_dims = {dim for dim, _ in slices if dim is not None}
+    if not shard_dims:
+        return None
+    if len(shard_dims) > 1:
+        first, last = min(shard_dims), max(shard_dims)
+        raise ValueError(f"its partition_tensor splits dim {first} on one rank, dim {last} on another")
+    (dim,) = shard_dims
+    full: tuple[Range, ...] = ((0, shape[dim]),)
+    split = Split(shape[dim], tuple(full if sliced is None else ranges for sliced, ranges in slices))
+    if not split.is_complete:
+        raise ValueError(
+            f"its partition_tensor leaves out indices of dim {dim}, or splits it into ranges that overlap: "
+            f"{split.ranges}"
+        )
+    return Layout(dim, split)
+
+
+@cache
+def meta_mesh(rank: int, size: int) -> Any:
+    """The mesh of `rank`, without process groups; under older torch an object with `size` alone."""
+    try:
+        return DeviceMesh("meta", torch.arange(size), mesh_dim_names=(TP_AXIS,), _init_backend=False, _rank=rank)
+    except TypeError:
+        return SimpleNamespace(size=lambda dim=None: size)
+
+
+class _Traced(Tensor):
+    """A tensor without data that records slices of itself."""
+
+    stored: Stored
+
+    @staticmethod
+    def __new__(cls, stored: Stored) -> _Traced:
+        meta = torch.device("meta")
+        traced: _Traced = make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=meta)
+        traced.stored = stored
+        return traced
+
+    def __init__(self, stored: Stored) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        select = _SELECTIONS.get(func.overloadpacket)
+        if select is not None:
+            return select(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(
+            cls, lambda traced: torch.empty(traced.shape, dtype=traced.dtype, device="meta"), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _slice(x: _Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    if step != 1:
+        return torch.empty(x.shape, device="meta")[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
+    first, last, _ = slice(start, end).indices(x.shape[dim])
+    return _Traced(x.stored.select(dim % x.ndim, [(first, max(first, last))]))
+
+
+def _split(x: _Traced, lengths: int | Sequence[int], dim: int = 0) -> list[Tensor]:
+    length = x.shape[dim]
+    if isinstance(lengths, int):
+        lengths = [min(lengths, length - start) for start in range(0, length, lengths)] if length else [0]
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    return [_slice(x, dim, end - width, end) for width, end in zip(lengths, ends, strict=True)]
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenate selections of one tensor; a plain tensor for anything else."""
+    joined = tensors[0].stored if isinstance(tensors[0], _Traced) else None
+    for tensor in tensors[1:]:
+        stored = tensor.stored if isinstance(tensor, _Traced) else None
+        joined = joined.extended(stored, dim % tensor.ndim) if joined is not None and stored is not None else None
+    if joined is not None:
+        return _Traced(joined)
+    return torch.cat([torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors], dim)
+
+
+def _same(x: _Traced, *args: Any, **kwargs: Any) -> _Traced:
+    """The same indices; the load determines dtype, device and strides."""
+    return _Traced(x.stored)
+
+
+def _view(x: _Traced, shape: Sequence[int]) -> Tensor:
+    """A view of the same shape, which DTensor makes; a plain tensor for another shape, where dims may differ."""
+    return _same(x) if tuple(shape) == x.shape else torch.empty(x.shape, device="meta").view(shape)
+
+
+_ATEN = torch.ops.aten
+_SELECTIONS: dict[Any, Callable[..., Any]] = {
+    _ATEN.slice: _slice,
+    _ATEN.split: _split,
+    _ATEN.split_with_sizes: _split,
+    _ATEN.cat: _cat,
+    _ATEN.view: _view,
+    **dict.fromkeys((_ATEN.detach, _ATEN.alias, _ATEN.clone, to_copy), _same),
+}
+"""Operations that return one or several selections."""

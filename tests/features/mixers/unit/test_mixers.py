@@ -10,7 +10,7 @@ from torch import nn
 from tp_transformers import PlanError
 from tp_transformers.features.mixers.mixer import Mixer, split_mixers
 from tp_transformers.plans import Plan, Rule
-from tp_transformers.plans.entry import Matches
+from tp_transformers.plans.rule import Matches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from tp_transformers.features.planner.memory import plan_memory
 from tp_transformers.features.planner.plans import PROVEN_WITH
 from tp_transformers.features.planner.report import by_rank
 from tp_transformers.plans import Plan
-from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.yaml_file import available_plans
 from tp_transformers.text import size, spans
 
 ROOT = Path(__file__).parents[4]

@@ -19,7 +19,7 @@ from tp_transformers.features.verify.small_models.config import LIMIT, shrink, s
 from tp_transformers.features.verify.small_models.widths import of_kernels
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.catalogue import available_plans
+from tp_transformers.plans.yaml_file import available_plans
 
 COUNTS = {
     *("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_heads", "n_head", "encoder_attention_heads"),

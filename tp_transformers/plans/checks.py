@@ -1,19 +1,19 @@
-"""Partial outputs and gradients: checks that a plan sums each of them over the ranks exactly once."""
+"""Checks of a bound plan: ranks sum each partial output and gradient once, and linears that feed each other fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
-from ...anatomy.kinds import features, holds_experts, is_attention
-from ...anatomy.names import fold_layers, names_around
-from ...slices.layout import Layout, Split, packed
-from ...strategies import TensorParallelLayer
-from ...strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, Signature
-from ..attention_heads import AttentionHeads
-from ..rule import UNRULED
+from ..anatomy.kinds import features, holds_experts, input_width, is_attention, is_transposed, output_width
+from ..anatomy.names import fold_layers, names_around
+from ..slices.layout import Layout, Ranks, Split, apportion, count_of, packed
+from ..strategies import TensorParallelLayer
+from ..strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, Signature
+from .attention import AttentionHeads
+from .rule import UNRULED
 
 SUMMED = "replicated_with_grad_allreduce"
 """Strategy of a parameter that every rank applies to its own shard of the activations."""
@@ -297,3 +297,85 @@ def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
 
 def _join(owner: str, name: str) -> str:
     return f"{owner}.{name}" if owner else name
+
+
+def misfits(plan: BoundPlan, attention: Collection[str], ranks: Ranks) -> Iterator[str]:
+    """Faults: a linear leaves its features sharded and the next linear of the block expects all, or the reverse.
+
+    Widths decide which linear feeds which: within a block, a linear feeds every later linear that takes as many
+    features as it makes (or as one part of a fused linear). If there is none, it feeds earlier linears with rules that
+    take shards.
+
+    Args:
+        attention: projections of attention, which `heads.py` checks.
+    """
+    for block in (name for name, module in plan.modules.items() if not is_attention(module)):
+        children = plan.children(block)
+        linears = {
+            name: input_width(child)
+            for name, child in children.items()
+            if not isinstance(child, nn.Embedding) and features(child) and name not in attention
+        }
+        takes = {name for name in linears if plan.signature(name).takes is FEATURES}
+        for position, linear in enumerate(linears):
+            strategy, maker = plan.strategy(linear), fold_layers(linear)
+            leaves = strategy.signature.leaves is FEATURES
+            makes = _makes(children[linear], strategy, ranks)
+            consumers = [peer for peer in list(linears)[position + 1 :] if linears[peer] in makes]
+            if not consumers and leaves:  # Idefics declares down_proj before up_proj
+                consumers = [peer for peer in list(linears)[:position] if linears[peer] in makes and peer in takes]
+            takers = [peer for peer in consumers if peer in takes]
+            if leaves and not consumers:
+                ends = linear == list(linears)[-1] and isinstance(plan.modules[block], nn.Sequential)
+                if len(linears) > 1 and not ends:  # a single linear may feed siblings of the module
+                    yield (
+                        f"{maker}: it leaves its features sharded, and nothing after it in "
+                        f"{fold_layers(block) or 'the model'} takes as many; make it colwise_rep"
+                    )
+            elif leaves and not takers:
+                taker = fold_layers(consumers[0])
+                yield (
+                    f"{maker}: it leaves its features sharded, but {taker}, which takes as many, expects "
+                    f"all of them; make {taker} rowwise, or {maker} colwise_rep"
+                )
+            for peer in takers:
+                taker, width = fold_layers(peer), linears[peer]
+                if not leaves:
+                    yield (
+                        f"{taker}: it expects its features sharded, but {maker}, which makes as many, leaves "
+                        f"them replicated; make {maker} colwise, or {taker} rowwise_rep"
+                    )
+                elif not strategy.use_local_output:
+                    pass  # a DTensor has its placement
+                elif plan.strategy(peer).shards_as_torch and width % plan.size:
+                    yield (
+                        f"{maker} and {taker}: {width} features do not divide by {plan.size} ranks, "
+                        "and torch takes every rank's shard to be as wide as its own; make what comes before it "
+                        "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
+                    )
+                elif makes[linears[takers[0]]] != _split(children[peer], plan.strategy(peer), width, 1, plan.size):
+                    yield (
+                        f"{maker} and {taker}: the same features are split differently; fused parts are "
+                        "packed_colwise, everything else colwise, and what follows rowwise; torch's styles and "
+                        "get_tensor_shard split by torch.chunk, strategies by name evenly"
+                    )
+
+
+def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> dict[int, Split]:
+    """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
+    width = output_width(module)
+    parts = {
+        length: apportion(length, ranks, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
+        for length in strategy.part_lengths(width)
+    }
+    return {width: _split(module, strategy, width, 0, count_of(ranks)), **parts}
+
+
+def _split(module: nn.Module, strategy: TensorParallelLayer, width: int, dim: int, size: int) -> Split:
+    """The split of `width` features, along `dim` of the weight (out, in) of a linear."""
+    weight = getattr(module, "weight", None)
+    if strategy.slices_itself and isinstance(weight, Tensor) and weight.ndim == 2:
+        layout = strategy.layout("weight", weight.shape, size)
+        if layout is not None and layout.dim == (1 - dim if is_transposed(module) else dim):
+            return layout.split
+    return strategy.split_length(width, size)
