@@ -8,12 +8,12 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from tests.support.modules import randn, randomized
 from tests.support.strategy_cases import FLOAT32, Case, Cases
-from tp_transformers.slices.layout import apportion, heads
+from tp_transformers.slices.layout import Ranks, heads
 
 
 def gated_norm(groups: int, kv_heads: int, size: int) -> Case:
     """A norm over `groups` of 24 features, which 8 heads make; the gate is left out."""
-    split = heads(8, kv_heads, size)[0]
+    split = heads(8, kv_heads, Ranks(size))[0]
     norm, cut = Zamba2RMSNormGated(24, group_size=24 // groups), (-1, split.scaled(3))
     rules = {"": ("gated_norm", {"split": split})}
     return Case(randomized(norm), rules, (randn(2, 5, 24),), takes=cut, leaves=cut, tolerance=FLOAT32)
@@ -73,8 +73,8 @@ MIXER_CASES: dict[str, Cases] = {
             nn.Conv1d(10, 10, 3, groups=10),
             {"": "channelwise"},
             (randn(2, 10, 5),),
-            takes=(1, apportion(10, size)),
-            leaves=(1, apportion(10, size)),
+            takes=(1, Ranks(size).split(10)),
+            leaves=(1, Ranks(size).split(10)),
         ),
     },
     "replicate_inner": {
@@ -82,7 +82,7 @@ MIXER_CASES: dict[str, Cases] = {
             nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
             {"0": "replicate_inner", "1": "channelwise"},
             (randn(2, 5, 10),),
-            leaves=(-1, apportion(14, size)),
+            leaves=(-1, Ranks(size).split(14)),
         ),
     },
     "rowwise_inner": {
@@ -90,8 +90,8 @@ MIXER_CASES: dict[str, Cases] = {
             nn.Sequential(nn.Linear(10, 6), nn.Linear(6, 14)),
             {"0": "rowwise_inner", "1": "channelwise"},
             (randn(2, 5, 10),),
-            takes=(-1, apportion(10, size)),
-            leaves=(-1, apportion(14, size)),
+            takes=(-1, Ranks(size).split(10)),
+            leaves=(-1, Ranks(size).split(14)),
         ),
     },
 }

@@ -37,7 +37,7 @@ from tests.support.modules import (
     routed_inputs,
 )
 from tp_transformers.seams import features
-from tp_transformers.slices.layout import Split, apportion, heads, packed
+from tp_transformers.slices.layout import Ranks, Split, heads, packed
 
 TOLERANCE = 1e-12  # float64: only the order of the sums differs
 FLOAT32 = 1e-5  # float32: only the order of the sums differs
@@ -70,7 +70,7 @@ Cases = dict[str, Callable[[int], Case]]
 
 def last(length: int, size: int) -> tuple[int, Split]:
     """The last dim, of `length`, split evenly."""
-    return -1, apportion(length, size)
+    return -1, Ranks(size).split(length)
 
 
 Cut = Callable[[int], tuple[int, Split]]
@@ -129,25 +129,25 @@ def on_a_wide_norm(make: Callable[[], nn.Module]) -> Iterator[tuple[str, Callabl
     def case(split: Callable[[int], Split] | None) -> Callable[[int], Case]:
         def made(size: int) -> Case:
             own = split(size) if split is not None else None
-            cut = (-1, own.scaled(24 // own.length) if own is not None else apportion(24, size))
+            cut = (-1, own.scaled(24 // own.length) if own is not None else Ranks(size).split(24))
             rules = {"": ("sharded_norm", {"split": own})}
             return Case(randomized(make()), rules, (randn(2, 5, 24),), takes=cut, leaves=cut, tolerance=tolerance)
 
         return made
 
     yield "features", case(None)
-    yield "query heads", case(lambda size: heads(6, 6, size)[0])
-    yield "query heads that do not divide", case(lambda size: heads(8, 8, size)[0])
-    yield "query heads of KV heads that are shared", case(lambda size: heads(8, 2, size)[0])
-    yield "KV heads, some of them shared", case(lambda size: heads(8, 2, size)[1])
-    yield "a KV head that all share", case(lambda size: heads(8, 1, size)[1])
+    yield "query heads", case(lambda size: heads(6, 6, Ranks(size))[0])
+    yield "query heads that do not divide", case(lambda size: heads(8, 8, Ranks(size))[0])
+    yield "query heads of KV heads that are shared", case(lambda size: heads(8, 2, Ranks(size))[0])
+    yield "KV heads, some of them shared", case(lambda size: heads(8, 2, Ranks(size))[1])
+    yield "a KV head that all share", case(lambda size: heads(8, 1, Ranks(size))[1])
 
 
 def sequence_case(make: Callable[[], nn.Module], length: int) -> Callable[[int], Case]:
     """A norm of sequences that are cut."""
 
     def made(size: int) -> Case:
-        cut = (1, apportion(length, size))
+        cut = (1, Ranks(size).split(length))
         return Case(randomized(make()), {"": "sequence_parallel"}, (randn(2, length, 6),), takes=cut, leaves=cut)
 
     return made
@@ -157,8 +157,8 @@ def sinks_case(name: str) -> Callable[[int], Case]:
     """A parameter of heads under a strategy of its own."""
 
     def made(size: int) -> Case:
-        rules = {"": "local_params", "sinks": (name, {"split": heads(7, 7, size)[0]})}
-        cut = (1, apportion(7, size))
+        rules = {"": "local_params", "sinks": (name, {"split": heads(7, 7, Ranks(size))[0]})}
+        cut = (1, Ranks(size).split(7))
         return Case(Sinks(7), rules, (randn(2, 7, 4),), takes=cut, leaves=cut)
 
     return made
@@ -166,7 +166,7 @@ def sinks_case(name: str) -> Callable[[int], Case]:
 
 def alibi_case(alibi: tuple[int, ...] | None, mask: tuple[int, ...] | None) -> Callable[[int], Case]:
     def made(size: int) -> Case:
-        split = heads(7, 7, size)[0]
+        split = heads(7, 7, Ranks(size))[0]
         keywords = {
             name: randn(*shape) for name, shape in (("alibi", alibi), ("attention_mask", mask)) if shape is not None
         }
@@ -181,7 +181,7 @@ def on_a_norm_of_heads(name: str) -> Cases:
 
     def case(norm: Callable[[], nn.Module]) -> Callable[[int], Case]:
         def made(size: int) -> Case:
-            split = {"split": heads(5, 5, size)[0]}
+            split = {"split": heads(5, 5, Ranks(size))[0]}
             block = nn.Sequential(nn.Linear(6, 20), ByHead(randomized(norm()), 4), nn.Linear(20, 6))
             return Case(block, {"0": ("colwise", split), "1.norm": name, "2": ("rowwise", split)}, (randn(2, 6),))
 
@@ -269,14 +269,14 @@ CASES: dict[str, Cases] = {
         **on_each(
             LINEARS,
             lambda module, size: Case(
-                module, {"": "packed_colwise"}, (randn(3, 10),), leaves=(-1, packed([apportion(7, size)] * 2))
+                module, {"": "packed_colwise"}, (randn(3, 10),), leaves=(-1, packed([Ranks(size).split(7)] * 2))
             ),
         ),
         "parts of different lengths": lambda size: Case(
             nn.Linear(10, 14),
             {"": ("packed_colwise", {"parts": (5, 9)})},
             (randn(3, 10),),
-            leaves=(-1, packed([apportion(5, size), apportion(9, size)])),
+            leaves=(-1, packed([Ranks(size).split(5), Ranks(size).split(9)])),
         ),
         "a block": lambda size: Case(
             Block(nn.Linear(6, 22), nn.Linear(11, 6), is_packed=True),
@@ -287,7 +287,7 @@ CASES: dict[str, Cases] = {
     "packed_rowwise": on_each(
         LINEARS,
         lambda module, size: Case(
-            module, {"": "packed_rowwise"}, (randn(3, 10),), takes=(-1, packed([apportion(5, size)] * 2))
+            module, {"": "packed_rowwise"}, (randn(3, 10),), takes=(-1, packed([Ranks(size).split(5)] * 2))
         ),
     ),
     "local_colwise": {

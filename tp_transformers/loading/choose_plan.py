@@ -18,7 +18,7 @@ from ..plans.rules import Plan
 from ..plans.yaml_file import available_plans, plan_names
 from ..ranks.group import TP_AXIS, TensorParallelGroup
 from ..seams import Planner, features
-from ..slices.layout import ranks_of
+from ..slices.layout import Ranks
 from .request import LoadRequest
 
 logger = get_logger(__name__)
@@ -148,5 +148,4 @@ def resolve_shares(
             found = TensorParallelGroup.of_mesh(axis, group.device).gather(found)[0]
     if group.rank == 0:
         logger.info("tp_shares=%s, by %s: %s", list(found), asked, measured)
-    is_even = isinstance(ranks_of(found), int)
-    return replace(plan, shares=None if is_even else found), f"by {asked}: {measured}"
+    return replace(plan, shares=None if Ranks.of(found).shares is None else found), f"by {asked}: {measured}"

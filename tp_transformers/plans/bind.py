@@ -248,7 +248,7 @@ class _Resolver(Matches):
             # Its heads are replicated, but the sequence or the batch may be sharded.
             around = strategy.around_replicated if strategy is not None else None
             return (around or ReplicateParallel()).bind(module, self.size, name=name, ranks=self.ranks)
-        if isinstance(strategy.ranks, tuple) and strategy.ranks != self.ranks:
+        if strategy.ranks.shares is not None and strategy.ranks != self.ranks:
             self.faults.append(f"{name}: with_shares is for parallelize_module; a plan has one tp_shares for all rules")
         if rule.parts is not None and strategy.parts is None:
             self.faults.append(f"{name}: {rule.strategy_name} takes no parts; use packed_colwise or packed_rowwise")

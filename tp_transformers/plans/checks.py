@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..anatomy.kinds import features, holds_experts, input_width, is_attention, is_transposed, output_width
 from ..anatomy.names import fold_layers, names_around
-from ..slices.layout import Layout, Ranks, Split, apportion, count_of, packed
+from ..slices.layout import Layout, Ranks, Split, packed
 from ..strategies import TensorParallelLayer
 from ..strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, Signature
 from .attention import AttentionHeads
@@ -365,10 +365,10 @@ def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> di
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
     width = output_width(module)
     parts = {
-        length: apportion(length, ranks, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
+        length: ranks.split(length, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
         for length in strategy.part_lengths(width)
     }
-    return {width: _split(module, strategy, width, 0, count_of(ranks)), **parts}
+    return {width: _split(module, strategy, width, 0, ranks.size), **parts}
 
 
 def _split(module: nn.Module, strategy: TensorParallelLayer, width: int, dim: int, size: int) -> Split:

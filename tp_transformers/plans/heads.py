@@ -20,7 +20,7 @@ from ..anatomy.kinds import (
 )
 from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
-from ..slices.layout import Split, count_of, heads, interleaved, packed
+from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies.signature import FEATURES
 from .attention import Attention, AttentionHeads
 from .rule import UNRULED, Matches, Rule
@@ -54,7 +54,7 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
     a declared plan lacks are added.
     """
     faults = matches.faults
-    fault_count, size = len(faults), count_of(matches.ranks)
+    fault_count, size = len(faults), matches.ranks.size
     heads_by_module: dict[str, AttentionHeads] = {}
     for name, (around, children, blocks) in _groups(matches).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
@@ -162,16 +162,16 @@ def _role_split(role: str, block_splits: tuple[Split, Split], rule: Rule) -> Spl
 
 def _unrecognised(matches: Matches) -> Iterator[str]:
     """Faults: attention that is sharded without a description of its heads, unless evenly and into complete heads."""
-    modules, ranks, size = matches.modules, matches.ranks, count_of(matches.ranks)
+    modules, size, is_even = matches.modules, matches.ranks.size, matches.ranks.shares is None
     known = matches.splits.keys() | matches.replicated.keys()
     for child, rule in matches.module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
             continue
         common = math.gcd(*head_counts(modules[name], attention_config(modules[name], matches.model)))
-        if common % size or ranks != size:
+        if common % size or not is_even:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
-            wanted = f"for {size}" if ranks == size else f"by shares of {size}"
+            wanted = f"for {size}" if is_even else f"by shares of {size}"
             yield (
                 f"attention {fold_layers(name)}: the plan does not say where the heads of {child.rpartition('.')[2]} "
                 f"are, so they can be split for {' or '.join(valid)} ranks, not {wanted}; name its projections in a "

@@ -13,7 +13,7 @@ from ..anatomy.kinds import inner_models
 from ..anatomy.names import base_prefix, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..seams import features
-from ..slices.layout import Ranks, ranks_of
+from ..slices.layout import Ranks
 from .attention import Attention
 from .parse import (
     DECLARED,
@@ -219,13 +219,13 @@ class Plan:
     def ranks(self, size: int) -> Ranks:
         """`size` ranks with the plan's shares. Raises PlanError if these are not `size` numbers."""
         if self.shares is None:
-            return size
+            return Ranks(size)
         if isinstance(self.shares, str) or len(self.shares) != size:
             got, fix = f"{len(self.shares)} shares", "Give as many numbers as there are ranks: tp_shares or --shares."
             if isinstance(self.shares, str):
                 got, fix = repr(self.shares), "Give numbers: --shares, since no rank measures anything here."
             raise PlanError("tp_shares", got=got, expected=f"{size}, one for each of {size} ranks", fix=fix)
-        return ranks_of(self.shares)
+        return Ranks.of(self.shares)
 
     def as_dict(self, base_model_prefix: str = "") -> dict[str, str]:
         """{name in the full model: strategy name}, in the order of the plan."""

@@ -1,13 +1,13 @@
 """Slice arithmetic on plain integers: the indices of a dim that each rank holds.
 
-This module does not import torch.distributed: a rank is an index, a group its size. A `Split` divides one length over
-the ranks; a `Layout` pairs a dim of a tensor with its split.
+This module does not import torch.distributed: a rank is an index, `Ranks` are a number, perhaps with shares. A `Split`
+divides one length over the ranks; a `Layout` pairs a dim of a tensor with its split.
 
-    apportion(10, 4)          [0 1 2 | 3 4 5 | 6 7 | 8 9]
-    apportion(8, (2, 1, 1))   [0 1 2 3 | 4 5 | 6 7]              by the ranks' shares
-    chunked(10, 4)     [0 1 2 | 3 4 5 | 6 7 8 | 9]                    as DTensor shards
-    heads(9, 3, 2)     query [0-5 | 6-8], key/value [0 1 | 2]         complete KV groups
-    heads(8, 2, 4)     query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
+    Ranks(4).split(10)              [0 1 2 | 3 4 5 | 6 7 | 8 9]
+    Ranks(3, (2, 1, 1)).split(8)    [0 1 2 3 | 4 5 | 6 7]              by the ranks' shares
+    chunked(10, 4)                  [0 1 2 | 3 4 5 | 6 7 8 | 9]        as DTensor shards
+    heads(9, 3, Ranks(2))           query [0-5 | 6-8], key/value [0 1 | 2]         complete KV groups
+    heads(8, 2, Ranks(4))           query [0 1 | 2 3 | 4 5 | 6 7], key/value [0 | 0 | 1 | 1]     replicated KV heads
     packed([A, B])     AABB -> [AB | AB]                              each part with its own split
     interleaved(q, kv) qqkvqqkv -> [qqkv | qqkv]                      fused projections stored group after group
 """
@@ -24,9 +24,6 @@ from itertools import accumulate, chain, pairwise
 
 Range = tuple[int, int]
 """A half-open index range, (start, stop)."""
-
-Ranks = int | tuple[int, ...]
-"""The ranks that divide a length: their number, for even splits, or the share of each; see `ranks_of`."""
 
 
 @dataclass(frozen=True)
@@ -197,65 +194,95 @@ def union(ranges: Iterable[Range]) -> list[Range]:
     return result
 
 
-def ranks_of(shares: Sequence[float]) -> Ranks:
-    """Bring the shares of ranks to lowest terms, as integers; their number if all are equal.
-
-    `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`, `(1, 1)` becomes 2. See LARGEST_DENOMINATOR.
-    Raises ValueError unless all are positive and finite.
-    """
-    if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
-        raise ValueError(f"shares {list(shares)} are not positive numbers")
-    largest, least = max(map(Fraction, shares)), Fraction(1, LARGEST_DENOMINATOR)
-    fractions = [max((Fraction(share) / largest).limit_denominator(LARGEST_DENOMINATOR), least) for share in shares]
-    common = math.lcm(*(fraction.denominator for fraction in fractions))
-    counts = [int(fraction * common) for fraction in fractions]
-    divisor = math.gcd(*counts)
-    return len(shares) if len(set(counts)) == 1 else tuple(count // divisor for count in counts)
-
-
 LARGEST_DENOMINATOR = 10**6
 """Shares are multiples of the largest one, divided by up to this number."""
 
 
-def count_of(ranks: Ranks) -> int:
-    """Number of the ranks."""
-    return ranks if isinstance(ranks, int) else len(ranks)
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that divide lengths: `size` ranks, evenly, or by the `shares` of the ranks in lowest terms."""
 
+    size: int
+    shares: tuple[int, ...] | None = None
 
-@cache
-def apportion(length: int, ranks: Ranks, *, unit: int = 1, joins: bool = False) -> Split:
-    """Split `length` evenly, or by the shares of the ranks, in multiples of `unit`; see `apportioned`.
+    @classmethod
+    def of(cls, shares: Sequence[float]) -> Ranks:
+        """Bring the shares of ranks to lowest terms, as integers; no shares if all are equal.
 
-    A remainder shorter than `unit` counts as one; with `joins` it belongs to the last unit, if every rank has one.
-    Raises ValueError for `length < 0`, no ranks or `unit < 1`.
-    """
-    if length < 0 or count_of(ranks) < 1 or unit < 1:
-        raise ValueError(f"apportion({length}, {ranks}, unit={unit}): need length >= 0, ranks >= 1, unit >= 1")
-    blocks = length // unit if joins and length // unit >= count_of(ranks) else -(-length // unit)
-    ranges = ([length if block == blocks else block * unit for block in ends] for ends in _ranges(blocks, ranks))
-    return Split(length, tuple(((start, stop),) for start, stop in ranges))
+        `(0.5, 0.25, 0.25)` and `(48, 24, 24)` become `(2, 1, 1)`. See LARGEST_DENOMINATOR.
+        Raises ValueError unless all are positive and finite.
+        """
+        if not shares or not all(math.isfinite(share) and share > 0 for share in shares):
+            raise ValueError(f"shares {list(shares)} are not positive numbers")
+        largest, least = max(map(Fraction, shares)), Fraction(1, LARGEST_DENOMINATOR)
+        fractions = [max((Fraction(share) / largest).limit_denominator(LARGEST_DENOMINATOR), least) for share in shares]
+        common = math.lcm(*(fraction.denominator for fraction in fractions))
+        counts = [int(fraction * common) for fraction in fractions]
+        divisor = math.gcd(*counts)
+        return cls(len(shares), None if len(set(counts)) == 1 else tuple(count // divisor for count in counts))
 
+    @cache  # noqa: B019 - of a few values
+    def split(self, length: int, *, unit: int = 1, joins: bool = False) -> Split:
+        """Split `length` evenly, or by the shares of the ranks, in multiples of `unit`; see `counts`.
 
-def apportioned(count: int, ranks: Ranks) -> tuple[int, ...]:
-    """Number of each rank's units of `count`; torch.compile can trace this function.
+        A remainder shorter than `unit` counts as one; with `joins` it belongs to the last unit, if every rank has one.
+        Raises ValueError for `length < 0`, no ranks or `unit < 1`.
+        """
+        if length < 0 or self.size < 1 or unit < 1:
+            raise ValueError(f"split of {length} over {self}, unit={unit}: need length >= 0, ranks >= 1, unit >= 1")
+        blocks = length // unit if joins and length // unit >= self.size else -(-length // unit)
+        ends = [*(min(block * unit, length) for block in range(blocks)), length]
+        return Split(length, tuple(((ends[start], ends[stop]),) for start, stop in self.ranges(blocks)))
 
-    Without shares, the first `count % ranks` hold one more. Shares are met by the largest remainder (Hamilton's
-    method), within one unit of each. But if there are as many units as ranks, every rank has one: the ranks most above
-    their share give theirs.
-    """
-    if isinstance(ranks, int):
-        return tuple(count // ranks + (rank < count % ranks) for rank in range(ranks))
-    total, everyone = sum(ranks), range(len(ranks))
-    units = [count * share // total for share in ranks]
-    left, remainders = count - sum(units), [count * share % total for share in ranks]
-    for rank, own in enumerate(remainders):  # no sort: the count may be symbolic
-        before = sum(other > own or (other == own and peer < rank) for peer, other in enumerate(remainders))
-        units[rank] += before < left
-    while count >= len(ranks) and 0 in units:
-        giving = max(everyone, key=lambda rank: (units[rank] > 1, units[rank] * total - count * ranks[rank]))
-        units[giving] -= 1
-        units[units.index(0)] = 1
-    return tuple(units)
+    def counts(self, count: int) -> tuple[int, ...]:
+        """Number of each rank's units of `count`; torch.compile can trace this method.
+
+        Without shares, the first `count % size` ranks hold one more. Shares are met by the largest remainder
+        (Hamilton's method), within one unit of each. But if there are as many units as ranks, every rank has one: the
+        ranks most above their share give theirs.
+        """
+        shares = self.shares
+        if shares is None:
+            return tuple(count // self.size + (rank < count % self.size) for rank in range(self.size))
+        total, everyone = sum(shares), range(self.size)
+        units = [count * share // total for share in shares]
+        left, remainders = count - sum(units), [count * share % total for share in shares]
+        for rank, own in enumerate(remainders):  # no sort: the count may be symbolic
+            before = sum(other > own or (other == own and peer < rank) for peer, other in enumerate(remainders))
+            units[rank] += before < left
+        while count >= self.size and 0 in units:
+            giving = max(everyone, key=lambda rank: (units[rank] > 1, units[rank] * total - count * shares[rank]))
+            units[giving] -= 1
+            units[units.index(0)] = 1
+        return tuple(units)
+
+    def ranges(self, count: int) -> Iterator[Range]:
+        """Divide `count` units into consecutive ranges, one of each rank."""
+        return pairwise(accumulate(self.counts(count), initial=0))
+
+    def among(self, first: int, last: int) -> Ranks:
+        """The ranks from `first` to before `last`."""
+        return Ranks(last - first, None if self.shares is None else self.shares[first:last])
+
+    def groups(self, count: int, longest: int) -> Iterator[Range]:
+        """Divide the ranks into `count` ranges of 1 to `longest`, with shares as equal as possible (least squares)."""
+        if self.shares is None:
+            return Ranks(count).ranges(self.size)
+        bounds = list(accumulate(self.shares, initial=0))
+
+        @cache
+        def best(first: int, number: int) -> tuple[float, tuple[int, ...]]:
+            """(squared error, stops) of the best `number` ranges from the rank `first` on."""
+            if not number:
+                return (0, ()) if first == self.size else (math.inf, ())
+            found = []
+            for stop in range(first + 1, min(first + longest, self.size) + 1):
+                error, stops = best(stop, number - 1)
+                excess = (bounds[stop] - bounds[first]) * count - bounds[-1]  # in integers: no rounding decides a tie
+                found.append((error + excess**2, (stop, *stops)))
+            return min(found, default=(math.inf, ()))
+
+        return pairwise((0, *best(0, count)[1]))
 
 
 @cache
@@ -276,19 +303,19 @@ def heads(query: int, kv: int, ranks: Ranks) -> tuple[Split, Split]:
     Raises ValueError if `kv` does not divide `query`, or if there are more ranks than query heads (replicate such
     attention).
     """
-    size = count_of(ranks)
+    size = ranks.size
     if kv < 1 or query % kv:
         raise ValueError(f"{query} query heads are not a multiple of {kv} key/value heads")
     if size > query:
         raise ValueError(f"{size} ranks are more than {query} query heads")
     group = query // kv
     if kv >= size:
-        kv_split = apportion(kv, ranks)
+        kv_split = ranks.split(kv)
         return kv_split.scaled(group), kv_split
     query_ranges: list[tuple[Range, ...]] = []
     kv_ranges: list[tuple[Range, ...]] = []
-    for head, (first, last) in enumerate(_rank_ranges(ranks, kv, group)):
-        for start, stop in _ranges(group, last - first if isinstance(ranks, int) else ranks[first:last]):
+    for head, (first, last) in enumerate(ranks.groups(kv, group)):
+        for start, stop in ranks.among(first, last).ranges(group):
             query_ranges.append(((head * group + start, head * group + stop),))
             kv_ranges.append(((head, head + 1),))
     return Split(query, tuple(query_ranges)), Split(kv, tuple(kv_ranges))

@@ -18,7 +18,7 @@ from ..marks import Mark
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
-from ..slices.layout import Layout, Ranks, Split, apportion, chunked, count_of, ranks_of
+from ..slices.layout import Layout, Ranks, Split, chunked
 from .forward.attach import attach
 from .forward.communication import Communication
 from .shards.shard import ParamShard, shard_of
@@ -134,7 +134,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         bound.signature = self.signature.completed(self.input_layouts, self.output_layouts)
         bound.name = name
         bound.split = split
-        bound.size, bound.ranks = size, size if ranks is None else ranks
+        bound.ranks = ranks or Ranks(size)
         bound.config = config
         bound.widths = {key: vars(module)[key] for key in widths if key in vars(module)}
         bound._splits = {}
@@ -152,8 +152,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         Raises ValueError unless they are positive and finite.
         """
         style = copy.copy(self)
-        style.ranks = ranks_of(shares)
-        style.size = count_of(style.ranks)
+        style.ranks = Ranks.of(shares)
         return style
 
     def check(self, module: nn.Module) -> None:
@@ -224,9 +223,9 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def _bound_ranks(self, size: int) -> Ranks:
         """The bound ranks, if they are `size`; else `size`. Raises ValueError if shares would get lost."""
-        if self.size != size and isinstance(self.ranks, tuple):
+        if self.size != size and self.ranks.shares is not None:
             raise ValueError(f"its shares are for {self.size} ranks, not for {size}")
-        return self.ranks if self.size == size else size
+        return self.ranks if self.size == size else Ranks(size)
 
     def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
         lengths = self.part_lengths(length) if self.split is None else []
@@ -237,7 +236,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def evenly(self, length: int, ranks: Ranks) -> Split:
         """Split of `length` features that are no heads and no parts."""
-        return chunked(length, ranks) if self.applied_by_torch and isinstance(ranks, int) else apportion(length, ranks)
+        is_chunked = self.applied_by_torch and ranks.shares is None
+        return chunked(length, ranks.size) if is_chunked else ranks.split(length)
 
     def part_lengths(self, length: int) -> list[int]:
         """Lengths of the parts of a fused projection of `length`; equal ones once, none without parts."""

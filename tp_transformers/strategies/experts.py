@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
-from ..slices.layout import Ranks, Split, count_of
+from ..slices.layout import Ranks, Split
 from .base import TensorParallelLayer
 from .forward.attach import LocalConfig, forward_of, read_locally
 from .local import to_local
@@ -54,11 +54,10 @@ class IsolatedParallel(TensorParallelLayer):
         return 0 if self.holds_experts else None
 
     def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
-        size = count_of(ranks)
-        if self.holds_experts and length < size:
+        if self.holds_experts and length < ranks.size:
             raise ValueError(
-                f"{length} experts cannot be spread over {size} ranks, since each rank needs one; shard every expert "
-                f"(packed_colwise, rowwise), or use at most {length} ranks"
+                f"{length} experts cannot be spread over {ranks.size} ranks, since each rank needs one; shard every "
+                f"expert (packed_colwise, rowwise), or use at most {length} ranks"
             )
         return super()._split_length(length, ranks, unit)
 

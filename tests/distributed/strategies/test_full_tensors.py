@@ -14,7 +14,7 @@ from tests.support.groups import join
 from tests.support.memory import Memory
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tp_transformers.slices.layout import Layout, Split, apportion, chunked, packed
+from tp_transformers.slices.layout import Layout, Ranks, Split, chunked, packed
 from tp_transformers.strategies import ParamShard, take
 from tp_transformers.strategies.shards import gather
 
@@ -25,12 +25,12 @@ SHAPE = (6, 50, 96)
 
 
 def layouts(size: int) -> dict[str, Layout | None]:
-    swapped = Split(50, tuple(reversed(apportion(50, size).ranges)))
+    swapped = Split(50, tuple(reversed(Ranks(size).split(50).ranges)))
     return {
-        "rows": Layout(0, apportion(6, size)),
+        "rows": Layout(0, Ranks(size).split(6)),
         "columns": Layout(2, chunked(96, size)),
-        "halves": Layout(1, packed([apportion(25, size)] * 2)),
-        "held twice": Layout(1, Split(50, (*apportion(50, size - 1).ranges, apportion(50, size - 1).ranges[0]))),
+        "halves": Layout(1, packed([Ranks(size).split(25)] * 2)),
+        "held twice": Layout(1, Split(50, (*Ranks(size - 1).split(50).ranges, Ranks(size - 1).split(50).ranges[0]))),
         "the other way": Layout(1, swapped),
         "on one rank": Layout(1, Split(50, (*[((0, 0),)] * (size - 1), ((0, 50),)))),
         "whole": None,

@@ -67,7 +67,7 @@ class Case:
     def faults(self, style: Any, takes: Any, leaves: Any, arrives: Any = None) -> list[str]:
         """Differences from one process; `arrives`: the placement of a DTensor as the input, if it is one."""
         local, mesh = style.use_local_output, self.mesh
-        shares = style.ranks if isinstance(getattr(style, "ranks", None), tuple) else None
+        shares = style.ranks.shares if hasattr(style, "ranks") else None
         module = parallelize_module(copy.deepcopy(self.module), mesh, style)
         module.zero_grad()
         if arrives is None:

@@ -16,7 +16,7 @@ import tp_transformers
 from tests.support.comparisons import gradient_differences, gradients, relative
 from tests.support.groups import join
 from tests.support.models import MASK, PROMPTS, load
-from tp_transformers.slices.layout import Layout, heads, packed
+from tp_transformers.slices.layout import Layout, Ranks, heads, packed
 from tp_transformers.strategies import ParamShard, take
 
 pytestmark = pytest.mark.distributed
@@ -140,7 +140,7 @@ def test_a_load_after_one_that_failed_on_one_rank(pool: Any, cases: Any) -> None
 def run_shared_heads() -> list[float]:
     """A packed query-key-value weight whose KV heads are replicated: every rank ends with the whole gradient."""
     group = join()
-    query, kv = heads(8, 2, group.size)
+    query, kv = heads(8, 2, Ranks(group.size))
     layout = Layout(0, packed([query, kv, kv]))
     weight = torch.arange(12.0, dtype=torch.float64).reshape(12, 1)
     shard = ParamShard(weight.shape, layout, group)
@@ -162,7 +162,7 @@ def run_groups_of_different_ranks() -> list[list[float]]:
     group = join()
     results = []
     for kv in (2, 1, 2):
-        shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, group.size)[1]), group)
+        shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, Ranks(group.size))[1]), group)
         local = shard.wrap(torch.ones(1), requires_grad=True)
         (shard.view(local) * (group.rank + 1)).sum().backward()
         results.append(tp_transformers.full_tensor(local, local.grad).tolist())

@@ -18,7 +18,7 @@ from tp_transformers.checkpoint.reading.header import Checkpoint, check_files, r
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.slices.layout import apportion
+from tp_transformers.slices.layout import Ranks
 
 
 def write(path: Path, header: Any, data: bytes = b"", *, length: int | None = None) -> Path:
@@ -149,7 +149,7 @@ def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dt
         for name in reference.keys():  # noqa: SIM118 - not a dict
             whole = reference.get_tensor(name)
             for dim in range(whole.ndim):
-                split = apportion(whole.shape[dim], 3)
+                split = Ranks(3).split(whole.shape[dim])
                 for rank in range(3):
                     shard = checkpoint.tensors[name].select(dim, split.ranges[rank])
                     requests.append(Request(shard, torch.empty(shard.shape, dtype=cast or shard.dtype)))

@@ -187,7 +187,7 @@ def test_slices_of_what_transformers_loads(checkpoints: Any, model_type: str, se
 
 
 def halves(length: int) -> Iterator[list[tuple[int, int]]]:
-    for held in apportion(length, 2).ranges:
+    for held in Ranks(2).split(length).ranges:
         yield list(held)
 
 
@@ -202,11 +202,11 @@ def test_a_rank_reads_its_rows_and_columns_of_every_expert(checkpoints: Any) -> 
         assert checkpoint.bytes_read == headers, "expressing reads nothing"
         gate_up = expressions["model.layers.0.mlp.experts.gate_up_proj"]  # (3, 24 + 24, 16)
         down = expressions["model.layers.0.mlp.experts.down_proj"]  # (3, 16, 24)
-        rows = packed([apportion(24, 2), apportion(24, 2)])
+        rows = packed([Ranks(2).split(24), Ranks(2).split(24)])
         for rank in range(2):
             for name, shard, dim, held in (
                 ("gate_up_proj", gate_up.select(1, rows.ranges[rank]), 1, rows.ranges[rank]),
-                ("down_proj", down.select(2, apportion(24, 2).ranges[rank]), 2, apportion(24, 2).ranges[rank]),
+                ("down_proj", down.select(2, Ranks(2).split(24).ranges[rank]), 2, Ranks(2).split(24).ranges[rank]),
             ):
                 before = checkpoint.bytes_read
                 value = fill(shard)

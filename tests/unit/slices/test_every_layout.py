@@ -13,7 +13,7 @@ from itertools import accumulate, combinations, pairwise
 
 import pytest
 
-from tp_transformers.slices.layout import Ranks, Split, apportion, heads, interleaved, packed, ranks_of
+from tp_transformers.slices.layout import Ranks, Split, heads, interleaved, packed
 
 UNITS = (1, 8, 64)
 
@@ -24,7 +24,7 @@ def shares_of(size: int) -> list[Ranks]:
     known = [shares for shares in ([2, 1], [3, 1], [2, 1, 1], [5, 3, 1]) if len(shares) == size]
     steep = ([*range(1, size + 1)], [2**rank for rank in range(size)], [99] + [1] * (size - 1), [1] * (size - 1) + [5])
     drawn = [[draw.randint(1, 9) for _ in range(size)] for _ in range(15 - len(known))]
-    return list(dict.fromkeys(map(ranks_of, ([1] * size, *steep, *known, *drawn))))
+    return list(dict.fromkeys(map(Ranks.of, ([1] * size, *steep, *known, *drawn))))
 
 
 @cache
@@ -128,9 +128,9 @@ def attentions(size: int) -> Iterator[tuple[int, int, Ranks, tuple[int, ...]]]:
     """(query heads, KV heads, ranks, their weights) of every attention that has a head for each rank."""
     for kv in range(1, 17):
         for query in range(kv, max(12, 8 * kv) + 1, kv):
-            for ranks in shares_of(size) if query <= 12 and size <= 8 else [size]:
+            for ranks in shares_of(size) if query <= 12 and size <= 8 else [Ranks(size)]:
                 if query >= size:
-                    yield query, kv, ranks, (1,) * ranks if isinstance(ranks, int) else ranks
+                    yield query, kv, ranks, ranks.shares or (1,) * ranks.size
 
 
 @pytest.mark.parametrize("size", range(1, 17))
@@ -166,7 +166,7 @@ def test_every_head_lies_where_it_should(size: int) -> None:
 @pytest.mark.parametrize("size", range(1, 9))
 def test_every_length_is_dealt_out_in_units(size: int) -> None:
     for ranks in shares_of(size):
-        weights = (1,) * ranks if isinstance(ranks, int) else ranks
+        weights = ranks.shares or (1,) * ranks.size
         for unit in UNITS:
             for length in (full * unit + rest for full in range(18) for rest in sorted({0, 1 % unit, unit - 1})):
                 for joins in (False, True):
@@ -180,7 +180,7 @@ def test_every_length_is_dealt_out_in_units(size: int) -> None:
                     expected = [
                         [i for number in own for i in blocks[number]] for own in hands(range(len(blocks)), weights)
                     ]
-                    split = apportion(length, ranks, unit=unit, joins=joins)
+                    split = ranks.split(length, unit=unit, joins=joins)
                     check(split, expected)
                     if unit < 64:
                         check_owners(split)

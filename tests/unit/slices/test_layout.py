@@ -9,26 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_transformers.slices.layout import (
-    Layout,
-    Ranks,
-    Split,
-    apportion,
-    apportioned,
-    count_of,
-    heads,
-    interleaved,
-    packed,
-    ranks_of,
-)
+from tp_transformers.slices.layout import Layout, Ranks, Split, heads, interleaved, packed
 
 sizes = st.integers(1, 16)
 
 
 def shares(size: int) -> st.SearchStrategy[Ranks]:
     """That many ranks, even or with shares of their own."""
-    own = st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=size, max_size=size).map(ranks_of)
-    return st.just(size) | own
+    own = st.lists(st.integers(1, 9) | st.floats(0.1, 9), min_size=size, max_size=size).map(Ranks.of)
+    return st.just(Ranks(size)) | own
 
 
 @st.composite
@@ -45,11 +34,9 @@ def splits(draw: st.DrawFn) -> Split:
     ranks = draw(sizes.flatmap(shares))
     kind = draw(st.sampled_from(["even", "heads", "packed", "qkv", "interleaved"]))
     if kind == "even":
-        return apportion(draw(st.integers(0, 200)), ranks, unit=draw(st.integers(1, 9)))
+        return ranks.split(draw(st.integers(0, 200)), unit=draw(st.integers(1, 9)))
     if kind == "packed":
-        return packed(
-            [apportion(length, ranks) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))]
-        )
+        return packed([ranks.split(length) for length in draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))])
     query, kv, size = draw(attention())
     width, ranks = draw(st.integers(1, 8)), draw(shares(size))
     if kind == "interleaved":
@@ -155,7 +142,7 @@ def test_is_chunked_means_what_torch_chunk_gives(split: Split) -> None:
 
 @given(st.integers(0, 500), sizes, st.integers(1, 32))
 def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int, unit: int) -> None:
-    split = apportion(length, size, unit=unit)
+    split = Ranks(size).split(length, unit=unit)
     for rank, ((start, stop),) in enumerate(split.ranges):
         assert start % unit == 0 or start == length
         assert stop % unit == 0 or stop == length
@@ -166,8 +153,8 @@ def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int
 
 @given(sizes.flatmap(shares), st.integers(0, 500))
 def test_no_rank_is_left_out_and_none_has_more_than_its_share_rounded_up(ranks: Ranks, count: int) -> None:
-    weights = (1,) * ranks if isinstance(ranks, int) else ranks
-    units = apportioned(count, ranks)
+    weights = ranks.shares or (1,) * ranks.size
+    units = ranks.counts(count)
     assert sum(units) == count
     for own, weight in zip(units, weights, strict=True):
         assert own <= max(1, -(-count * weight // sum(weights)))
@@ -183,12 +170,12 @@ def test_shares_are_apportioned_by_hamiltons_method(weights: list[int], count: i
     for rank in ordered[: count - sum(units)]:
         units[rank] += 1
     if all(units):
-        assert apportioned(count, ranks_of(weights)) == tuple(units)
+        assert Ranks.of(weights).counts(count) == tuple(units)
 
 
 def test_shares_are_traced_with_a_symbolic_length() -> None:
     def first(x: torch.Tensor) -> torch.Tensor:
-        return x[: apportioned(x.shape[0], (3, 1, 2))[0]].sum()
+        return x[: Ranks(3, (3, 1, 2)).counts(x.shape[0])[0]].sum()
 
     compiled = torch.compile(first, backend="eager", dynamic=True, fullgraph=True)
     for length in (96, 97, 101, 40):
@@ -197,26 +184,25 @@ def test_shares_are_traced_with_a_symbolic_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "ranks"),
+    ("weights", "shares"),
     [
         ([2, 1, 1], (2, 1, 1)),
         ([48e9, 24e9, 24e9], (2, 1, 1)),
         ([0.5, 0.25, 0.25], (2, 1, 1)),
         ([0.1, 0.7], (1, 7)),
-        ([3, 3, 3], 3),
-        ([1e-9, 1e-9], 2),
+        ([3, 3, 3], None),
+        ([1e-9, 1e-9], None),
         ([1, 1e-9], (10**6, 1)),
     ],
 )
-def test_shares_in_lowest_terms(weights: list[float], ranks: Ranks) -> None:
-    assert ranks_of(weights) == ranks
-    assert count_of(ranks) == len(weights)
+def test_shares_in_lowest_terms(weights: list[float], shares: tuple[int, ...] | None) -> None:
+    assert Ranks.of(weights) == Ranks(len(weights), shares)
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
 def test_shares_are_positive_and_finite(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="positive"):
-        ranks_of(weights)
+        Ranks.of(weights)
 
 
 @given(attention(), st.data())
@@ -241,14 +227,14 @@ def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: heads(8, 3, 2),
-        lambda: heads(4, 2, 5),
-        lambda: heads(8, 0, 2),
-        lambda: apportion(-1, 2),
-        lambda: apportion(4, 0),
-        lambda: apportion(4, 2, unit=0),
+        lambda: heads(8, 3, Ranks(2)),
+        lambda: heads(4, 2, Ranks(5)),
+        lambda: heads(8, 0, Ranks(2)),
+        lambda: Ranks(2).split(-1),
+        lambda: Ranks(0).split(4),
+        lambda: Ranks(2).split(4, unit=0),
         lambda: packed([]),
-        lambda: packed([apportion(4, 2), apportion(4, 3)]),
+        lambda: packed([Ranks(2).split(4), Ranks(3).split(4)]),
     ],
 )
 def test_impossible_requests_raise(call) -> None:

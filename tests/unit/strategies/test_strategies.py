@@ -234,7 +234,7 @@ def test_what_rank_1_of_2_holds_of_packed_parts() -> None:
 
 
 def test_heads_stand_for_as_many_indices_as_the_length_has_for_one() -> None:
-    query, kv = heads(6, 2, 4)  # queries [0 1 | 2 | 3 4 | 5], KV heads [0 | 0 | 1 | 1]
+    query, kv = heads(6, 2, Ranks(4))  # queries [0 1 | 2 | 3 4 | 5], KV heads [0 | 0 | 1 | 1]
     layer = STRATEGIES["colwise"].bind(nn.Linear(5, 12), 4, split=query)
     assert layer.layout("weight", (12, 5), 4).split.ranges == (((0, 4),), ((4, 6),), ((6, 10),), ((10, 12),))
     layer = STRATEGIES["colwise"].bind(nn.Linear(5, 12), 4, split=kv)

@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from ...ranks.collectives import Group, copy_to_region, reduce_from_region
-from ...slices.layout import apportioned
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import wrap_forward
 from ...strategies.forward.communication import Forwarder
@@ -39,7 +38,7 @@ class ShardedMomentsParallel(TensorParallelLayer):
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
         """Compute moments over all ranks in the forward."""
         (width,) = self.widths.values()
-        counts, group = apportioned(width, self.ranks), mesh.get_group()
+        counts, group = self.ranks.counts(width), mesh.get_group()
 
         def around(call: Forwarder) -> Forwarder:
             def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +54,7 @@ class _Moments(TorchFunctionMode):
     """Computes torch.mean and torch.std over the last dim over the features of all ranks.
 
     Args:
-        counts: number of features of every rank, from `apportioned`.
+        counts: number of features of every rank, from `Ranks.counts`.
     """
 
     def __init__(self, counts: Sequence[int], rank: int, group: Group) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import gather_from_region, scatter_to_region
-from ...slices.layout import apportion
+from ...slices.layout import Ranks
 from .exchange import combine, dispatch
 
 
@@ -32,7 +32,7 @@ class ExpertExchange:
             tp_mesh: the ranks that have the same tokens.
         """
         self.forward = experts.forward
-        self.experts = apportion(int(experts.num_experts) * ep_mesh.size(), ep_mesh.size())  # type: ignore[arg-type]
+        self.experts = Ranks(ep_mesh.size()).split(int(experts.num_experts) * ep_mesh.size())  # type: ignore[arg-type]
         self.ep_mesh, self.tp_mesh = ep_mesh, tp_mesh
 
     def __call__(self, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class ExpertExchange:
         Returns:
             The weighted sums (tokens, hidden).
         """
-        widths, group = apportion(len(states), self.tp_mesh.size()).widths, self.ep_mesh.get_group()
+        widths, group = Ranks(self.tp_mesh.size()).split(len(states)).widths, self.ep_mesh.get_group()
         if len(widths) > 1:
             tp_group: Any = self.tp_mesh.get_group()
             states, ids, weights = (scatter_to_region(x, widths, tp_group, dim=0) for x in (states, ids, weights))

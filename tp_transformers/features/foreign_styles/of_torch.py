@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from ...anatomy.kinds import embeds_states
 from ...ranks.group import TensorParallelGroup
-from ...slices.layout import Ranks, Split, chunked, count_of
+from ...slices.layout import Ranks, Split, chunked
 from ...strategies.base import TensorParallelLayer
 from ...strategies.shards.shard import ParamShard
 from ...strategies.signature import ANY, BATCH, FEATURES, PARTIAL, SEQUENCE, Signature, only, state_of
@@ -120,12 +120,12 @@ class TorchStyleParallel(TensorParallelLayer):
         return replace(super().shard(param_type, shape, group), use_dtensor=self.use_dtensor)
 
     def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
-        size = count_of(ranks)
-        if ranks != size:
+        size = ranks.size
+        if ranks.shares is not None:
             raise ValueError(f"{self.shown} splits evenly, not by shares; use strategies by name, such as colwise")
         split = chunked(length, size)
         if self.split is not None:
-            heads = super()._split_length(length, size, unit)
+            heads = super()._split_length(length, ranks, unit)
             if length % size or not heads.is_chunked:
                 raise ValueError(
                     f"{self.shown} does not know of its {self.split.length} heads, and cannot split them for {size} "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...slices.layout import Layout, Split, apportion
+from ...slices.layout import Layout, Ranks, Split
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
 from ...strategies.forward.communication import ShortForward
@@ -23,7 +23,7 @@ from .products import InBlocks, gather_features, in_blocks, with_input_gradient
 class _InvariantLinear(InBlocks, _WeightParallel):
     """Base of linears: the gradient of the input is computed by columns."""
 
-    input_blocks = output_blocks = apportion(0, 1)
+    input_blocks = output_blocks = Ranks(1).split(0)
     """Splits of the input and output features in blocks of columns."""
 
     def bind(self, module: nn.Module, size: int, **options: Any) -> TensorParallelLayer:

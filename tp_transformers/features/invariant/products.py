@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...ranks.collectives import Group, all_gather_uneven, apply_function, exchange_regions, gather_from_region
-from ...slices.layout import Ranks, Split, apportion, count_of
+from ...slices.layout import Ranks, Split
 from ...strategies.base import TensorParallelLayer
 
 BLOCK = 64
@@ -50,14 +50,14 @@ class InBlocks(TensorParallelLayer):
 def block_of(length: int, ranks: Ranks) -> int:
     """The largest block, a power of 2 of at most BLOCK, such that every rank gets one."""
     block = BLOCK
-    while block > 1 and length < block * count_of(ranks):
+    while block > 1 and length < block * ranks.size:
         block //= 2
     return block
 
 
 def in_blocks(length: int, ranks: Ranks) -> Split:
     """Split `length` features over the ranks in blocks of columns."""
-    return apportion(length, ranks, unit=block_of(length, ranks), joins=True)
+    return ranks.split(length, unit=block_of(length, ranks), joins=True)
 
 
 def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -> Tensor:

@@ -22,7 +22,7 @@ from ...anatomy.names import fold_layers, inner, is_inside
 from ...errors import hint_for, shown
 from ...plans.parse import is_name, names_of, rule_arguments
 from ...plans.rule import Entry, Matches, SplitHeads, set_own
-from ...slices.layout import Range, Ranks, Split, count_of, heads, packed
+from ...slices.layout import Range, Ranks, Split, heads, packed
 from ...strategies import LocalConfig, ParamShard
 from .counts import (
     CONVOLVED_WIDTH,
@@ -229,7 +229,7 @@ def _split_mixer(
     if width % head_count or totals["key"] % group_count or totals["key"] < 0:
         raise ValueError(f"{width} and {totals['key']} features are not {head_count} heads and {group_count} groups")
     widths = {"value": width // head_count, "key": totals["key"] // group_count, "head": 1}
-    size = count_of(ranks)
+    size = ranks.size
     if size > head_count:
         every_head, every_group = (Split(count, (((0, count),),) * size) for count in (head_count, group_count))
         return MixerHeads(every_head, every_group, widths, local=tuple(present.get("local", ())))

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, gather_from_region, scatter_to_region
 from ...ranks.group import agreed
-from ...slices.layout import apportioned, chunked
+from ...slices.layout import chunked
 from ...strategies.base import STRATEGY, TensorParallelLayer
 from ...strategies.forward.attach import Forward, forward_of
 from ...strategies.forward.communication import as_sharded
@@ -192,7 +192,7 @@ class SequenceScatterParallel(_SequenceMember):
         length = x.shape[SEQUENCE_DIM]
         # Re-entrant checkpointing runs training forwards without recording gradients.
         trains = torch.is_grad_enabled() or x.requires_grad
-        widths = apportioned(length, self.ranks) if trains or length >= mesh.size() else None
+        widths = self.ranks.counts(length) if trains or length >= mesh.size() else None
         _current[mesh.get_group().group_name] = _Sharding(widths, in_backward(), f"{self.name}.", x)
         return (x if widths is None else scatter_to_region(x, widths, mesh.get_group(), dim=SEQUENCE_DIM), *others)
 
@@ -221,7 +221,7 @@ class SequenceBlock(RegionBlock, _SequenceMember):
         length, backward = _full_length(forward.given), in_backward()
         if length is None or backward < 0 or not torch.is_grad_enabled():
             return widths_of(self.name, x, mesh)
-        widths = apportioned(length, self.ranks)
+        widths = self.ranks.counts(length)
         _current[mesh.get_group().group_name] = _Sharding(widths, backward, f"{self.name.rpartition('.')[0]}.")
         return widths
 

@@ -18,7 +18,7 @@ from ...anatomy.names import base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.checks import summing_blocks
 from ...plans.rule import UNRULED, Rule
-from ...slices.layout import Layout, Split, apportion
+from ...slices.layout import Layout, Split
 from ...strategies import TensorParallelLayer, take
 from ...strategies.signature import FEATURES, PARTIAL, REPLICATED
 from .small_models.trace import Call, Trace
@@ -265,7 +265,7 @@ class Differences:
         if len(dims) != 1:
             return 0.0
         length, errors = expected.shape[dims[0]], []
-        of_sequence = apportion(length, self.resolution.plan.ranks(self.size))
+        of_sequence = self.resolution.plan.ranks(self.size).split(length)
         for split in {*self._splits(), of_sequence}:
             if length and length % split.length == 0:
                 scaled = split.scaled(length // split.length)

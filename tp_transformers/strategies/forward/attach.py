@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
 
 from ...marks import untyped
-from ...slices.layout import apportioned
 from ..shards.shard import ParamShard
 from .block import Block
 from .communication import Communication, Forwarder
@@ -294,7 +293,7 @@ def _enter_local_view(
         hidden = name in strategy.hidden
         local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
         parameters[name] = local  # type: ignore[assignment]
-    widths = {name: apportioned(width, strategy.ranks)[strategy.rank] for name, width in strategy.widths.items()}
+    widths = {name: strategy.ranks.counts(width)[strategy.rank] for name, width in strategy.widths.items()}
     attributes = {**widths, **strategy.local_attributes(module, strategy.rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     for name, value in attributes.items():

@@ -53,10 +53,8 @@ class Communication:
     use_local_output = True
     widths: Mapping[str, int] = _NONE
     """Attributes of the module that are split over the ranks in its forward, with their unsharded values."""
-    size = 1
-    """Number of ranks."""
-    ranks: Ranks = 1
-    """Their number, or the share of each."""
+    ranks: Ranks = Ranks(1)
+    """The ranks over which the module is split; bound to a module, those of the model."""
     _splits: Mapping[tuple[int, int, int], Split] = _NONE
     """Cache of `split_length`, by length, ranks and unit."""
     rank: int
@@ -101,6 +99,11 @@ class Communication:
         if self.group_name is None:
             return super().__reduce_ex__(protocol)
         return copied_only(self, "pickle of a tensor-parallel module", f"{self.name}, as one rank holds it")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ranks.size
 
     @property
     def sharded_input(self) -> Split | None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import error_text
 from ...ranks.group import TP_AXIS
-from ...slices.layout import Layout, Range, Ranks, Split, apportion, chunked, packed
+from ...slices.layout import Layout, Range, Ranks, Split, chunked, packed
 from ...slices.lazy import LazyTensor, Resident
 from ...slices.stored import Stored
 from ...torch_api import make_wrapper_subclass, to_copy, tree_map_only
@@ -53,7 +53,7 @@ def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: in
     The other arguments are those of `get_tensor_shard`. Raises ValueError if the length is not `parts` equal parts.
     """
     dim %= empty_param.ndim
-    return take(param, Layout(dim, split_of(empty_param.shape[dim], device_mesh.size(), 1, None, parts)), rank)
+    return take(param, Layout(dim, split_of(empty_param.shape[dim], Ranks(device_mesh.size()), 1, None, parts)), rank)
 
 
 def split_of(
@@ -65,7 +65,7 @@ def split_of(
     *,
     joins: bool = False,
 ) -> Split:
-    """Split `length` over `ranks` by the heads of `split`, else each of `parts` in blocks of `unit`; see `apportion`.
+    """Split `length` over `ranks` by the heads of `split`, else each of `parts` in blocks of `unit`; see `Ranks.split`.
 
     Raises ValueError if it is not a number of complete heads or the sum of the parts.
     """
@@ -74,17 +74,17 @@ def split_of(
             raise ValueError(f"its {length} features are not {split.length} complete heads")
         return split.scaled(length // split.length)
     if parts is None:
-        return apportion(length, ranks, unit=unit, joins=joins)
+        return ranks.split(length, unit=unit, joins=joins)
     if isinstance(parts, int):
         if parts < 1 or length % parts:
             raise ValueError(f"{length} features are not {parts} equal parts")
-        return packed([apportion(length // parts, ranks, unit=unit, joins=joins)] * parts)
+        return packed([ranks.split(length // parts, unit=unit, joins=joins)] * parts)
     lengths = [part for part in parts if isinstance(part, int) and part > 0]
     if not lengths or len(lengths) < len(parts):
         raise ValueError(f"parts {list(parts)} are not lengths, and no attention gives their heads")
     if sum(lengths) != length:
         raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
-    return packed([apportion(part, ranks, unit=unit, joins=joins) for part in lengths])
+    return packed([ranks.split(part, unit=unit, joins=joins) for part in lengths])
 
 
 def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.features.hub_streaming import fetch_plan as shares
 from tp_transformers.features.hub_streaming.fetch import _copy, _places
 from tp_transformers.features.hub_streaming.fetch_plan import Need, divide, split_request
-from tp_transformers.slices.layout import apportion
+from tp_transformers.slices.layout import Ranks
 from tp_transformers.slices.stored import Source, Stored
 
 
@@ -47,7 +47,7 @@ def needs_of_ranks(draw: st.DrawFn) -> tuple[int, list[Need]]:
             how = draw(st.sampled_from(["cut", "whole", "one", "twice", "nobody"]))
             dim = draw(st.integers(0, len(shape) - 1))
             for rank in range(size):
-                own = apportion(shape[dim], size).ranges[rank]
+                own = Ranks(size).split(shape[dim]).ranges[rank]
                 fetch = stored.select(dim, own) if how in ("cut", "twice") else stored
                 if how != "nobody" and (how != "one" or rank == dim % size) and fetch.nbytes:
                     needs += [Need(rank, file, fetch)] * (2 if how == "twice" else 1)

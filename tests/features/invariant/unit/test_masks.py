@@ -7,9 +7,9 @@ import torch
 
 from tp_transformers import UnsupportedError
 from tp_transformers.features.invariant.masks import FullDraws
-from tp_transformers.slices.layout import apportion
+from tp_transformers.slices.layout import Ranks
 
-HEADS, FEATURES = apportion(3, 2), apportion(24, 2)
+HEADS, FEATURES = Ranks(2).split(3), Ranks(2).split(24)
 
 
 def drop(shape: tuple[int, ...], *, of_heads: bool) -> torch.Tensor:

@@ -21,7 +21,7 @@ from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.features.presharded.checkpoint import ShardedCheckpoint
 from tp_transformers.features.presharded.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
 from tp_transformers.features.presharded.summed import SummedWriter
-from tp_transformers.slices.layout import Layout, Split, apportion, packed
+from tp_transformers.slices.layout import Layout, Ranks, Split, packed
 from tp_transformers.slices.stored import Stored
 from tp_transformers.strategies import take
 
@@ -61,7 +61,7 @@ def test_any_cut_is_read_back_by_any_other(saved: Split, dim: int, data: st.Data
             assert torch.equal(opened.tensors["whole"].materialize(), tensors["whole"][0])
             to, size, parts = (data.draw(st.integers(*bounds)) for bounds in ((0, 1), (1, 5), (1, 3)))
             length, rest = divmod(shape[to], parts)
-            cut = Layout(to, packed([apportion(length, size)] * parts + [apportion(rest, size)]))
+            cut = Layout(to, packed([Ranks(size).split(length)] * parts + [Ranks(size).split(rest)]))
             for rank in range(size):
                 part = take(opened.tensors["cut"], cut, rank)
                 assert torch.equal(part.materialize(), take(whole, cut, rank))

@@ -22,7 +22,7 @@ from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.pool import Pool
-from tp_transformers.slices.layout import Split, apportion
+from tp_transformers.slices.layout import Ranks, Split
 from tp_transformers.strategies import STRATEGIES, Signature, State, TensorParallelLayer
 from tp_transformers.verify import verify
 
@@ -35,7 +35,7 @@ class _Reversed(TensorParallelLayer):
     """Features in reversed order of the ranks."""
 
     def _split_length(self, length: int, size: int, unit: int) -> Split:
-        return Split(length, tuple(reversed(apportion(length, size, unit=unit).ranges)))
+        return Split(length, tuple(reversed(Ranks(size).split(length, unit=unit).ranges)))
 
 
 class Sum(torch.autograd.Function):
