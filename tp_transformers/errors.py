@@ -1,4 +1,4 @@
-"""Errors that a user can fix, and the format of their messages.
+"""Errors that a user can fix, and the text of messages: sizes, ranges of integers, the nearest names.
 
 A message names its subject, the actual value, the expected value, and the remedy.
 """
@@ -9,6 +9,7 @@ import difflib
 import reprlib
 import sys
 from collections.abc import Iterable, Sized
+from itertools import groupby
 
 MOST_FAULTS = 20
 """Most faults that one message lists."""
@@ -119,3 +120,25 @@ class _Repr(reprlib.Repr):
 
 
 _REPR = _Repr()
+
+
+def is_path(name: str) -> bool:
+    """True if `name` cannot be the name of a model on the Hub."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def size(nbytes: int) -> str:
+    """Format a number of bytes, in units of 1000."""
+    for unit, scale, digits in (("GB", 10**9, 2), ("MB", 10**6, 1)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes / 1000:.1f} kB" if nbytes else "0"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Format integers, with consecutive ones as a range: 0-3, 7."""
+    groups = [
+        [number for _, number in group]
+        for _, group in groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    ]
+    return ", ".join(f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups)

@@ -97,7 +97,7 @@ PRIVATE: dict[str, Private] = {
     "torch.nn.Module._modules": Private("the module's own", "features strategies"),
     "torch.nn.Module._parameters": Private(
         "the module's own, exchanged in a forward",
-        "anatomy features loading model strategies",
+        "anatomy.py features loading model strategies",
     ),
     "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),
     "torch.nn.utils.parametrize._cache": Private("shards in `parametrize.cached`", "strategies"),

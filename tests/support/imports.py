@@ -20,7 +20,6 @@ ORDER = (
     "errors",
     "seams",
     "logs",
-    "text",
     "namespaces",
     "marks",
     "copies",

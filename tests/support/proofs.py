@@ -40,8 +40,7 @@ from transformers.models.auto import modeling_auto
 
 from tests.support.pool import Pool, WorkerError
 from tp_transformers import TensorParallelError
-from tp_transformers.anatomy.kinds import inner_models
-from tp_transformers.anatomy.names import fold_layers
+from tp_transformers.anatomy import fold_layers, inner_models
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
-from tp_transformers.anatomy import kinds, names
+from tp_transformers import anatomy
 from tp_transformers.features.data_parallel import fsdp
 from tp_transformers.features.infer import seen
 from tp_transformers.features.mixers import channelwise
@@ -48,34 +48,34 @@ def outline(name: str) -> Any:
     ],
 )
 def test_the_base_model_and_what_is_tied(name: str, prefix: str, tied: dict[str, str]) -> None:
-    assert names.base_prefix(outline(name)) == prefix
-    assert names.tied_parameters(outline(name)) == tied
-    assert names.tied_parameters(nn.Linear(1, 1)) == {}
+    assert anatomy.base_prefix(outline(name)) == prefix
+    assert anatomy.tied_parameters(outline(name)) == tied
+    assert anatomy.tied_parameters(nn.Linear(1, 1)) == {}
 
 
 def test_untied_parameters_are_tied_no_more() -> None:
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(outline("gpt2").config)
-    names.untie(model, "lm_head.weight")
-    assert names.tied_parameters(model) == {}
+    anatomy.untie(model, "lm_head.weight")
+    assert anatomy.tied_parameters(model) == {}
 
 
 def test_layer_numbers_are_folded_by_name_and_by_list() -> None:
     model = outline("qwen2_5_vl")
     step = "model.visual.merger.mlp.2.weight"
-    assert names.fold_layers(step) == "model.visual.merger.mlp.*.weight"
+    assert anatomy.fold_layers(step) == "model.visual.merger.mlp.*.weight"
     assert seen.fold_lists(model, step) == step, "the members of an nn.Sequential differ"
     for name in outline("qwen3_moe").state_dict():
-        assert seen.fold_lists(outline("qwen3_moe"), name) == names.fold_layers(name)
+        assert seen.fold_lists(outline("qwen3_moe"), name) == anatomy.fold_layers(name)
 
 
 def test_names_of_layers() -> None:
     name = "model.layers.10.experts.3.w1"
-    assert names.layer_number(name) == 10
-    assert names.layer_number("lm_head") is None
-    assert list(names.names_around("model.norm")) == ["model.norm", "model"]
+    assert anatomy.layer_number(name) == 10
+    assert anatomy.layer_number("lm_head") is None
+    assert list(anatomy.names_around("model.norm")) == ["model.norm", "model"]
     values = [("layers.0.mlp", True), ("layers.1.mlp", False), ("norm", True), ("layers.2.mlp", True)]
-    assert names.folded(values) == {
+    assert anatomy.folded(values) == {
         "layers.*.mlp": {True: ["layers.0.mlp", "layers.2.mlp"], False: ["layers.1.mlp"]},
         "norm": {True: ["norm"]},
     }
@@ -86,12 +86,12 @@ def test_names_of_layers() -> None:
 
 def answers(name: str, question: Any) -> dict[str, Any]:
     """{folded name: the answer} of the modules of a model that have one."""
-    found = ((names.fold_layers(path), question(module)) for path, module in outline(name).named_modules())
+    found = ((anatomy.fold_layers(path), question(module)) for path, module in outline(name).named_modules())
     return {path: answer for path, answer in found if answer}
 
 
 def test_features_of_linears_and_embeddings() -> None:
-    found = answers("gpt2", kinds.features)
+    found = answers("gpt2", anatomy.features)
     assert found == {
         "transformer.wte": (199, 64),
         "transformer.wpe": (16, 64),
@@ -101,13 +101,13 @@ def test_features_of_linears_and_embeddings() -> None:
         "transformer.h.*.mlp.c_proj": (96, 64),
         "lm_head": (64, 199),
     }
-    assert answers("gpt2", kinds.is_transposed).keys() == {name for name in found if ".h." in name}
+    assert answers("gpt2", anatomy.is_transposed).keys() == {name for name in found if ".h." in name}
     assert answers("gpt2", channelwise.has_inputs_first).keys() == found.keys() - {"lm_head"}
     norm = outline("gpt2").transformer.ln_f
-    assert kinds.features(norm) is None
-    assert (kinds.input_width(norm), kinds.output_width(norm)) == (0, 0)
+    assert anatomy.features(norm) is None
+    assert (anatomy.input_width(norm), anatomy.output_width(norm)) == (0, 0)
     projection = outline("gpt2").transformer.h[0].attn.c_attn
-    assert (kinds.input_width(projection), kinds.output_width(projection)) == (64, 192)
+    assert (anatomy.input_width(projection), anatomy.output_width(projection)) == (64, 192)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_features_of_linears_and_embeddings() -> None:
     ],
 )
 def test_experts(name: str, experts: set[str]) -> None:
-    found = answers(name, kinds.holds_experts)
+    found = answers(name, anatomy.holds_experts)
     assert {path.rpartition(".")[2] for path in found} == experts
     assert answers(name, seen.stacked_experts) == {}
     transposed = answers(name, channelwise.has_inputs_first).keys() & found.keys()
@@ -134,7 +134,7 @@ def test_experts_that_stand_one_below_the_other() -> None:
     )
     with torch.device("meta"):
         model = transformers.DbrxModel(config)
-    found = {names.fold_layers(name): seen.stacked_experts(module) for name, module in model.named_modules()}
+    found = {anatomy.fold_layers(name): seen.stacked_experts(module) for name, module in model.named_modules()}
     assert {name: count for name, count in found.items() if count} == {"blocks.*.ffn.experts": 4}
 
 
@@ -184,16 +184,16 @@ def test_experts_that_stand_one_below_the_other() -> None:
 )
 def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], cross: set[str]) -> None:
     model = outline(name)
-    found = {path: module for path, module in model.named_modules() if kinds.is_attention(module)}
+    found = {path: module for path, module in model.named_modules() if anatomy.is_attention(module)}
     around = {path for path, module in found.items() if kv_cache.is_around_attention(module)}
     assert bool(around) == (name == "t5"), "T5's layers are called attention too"
     counts = {
-        names.fold_layers(path): kinds.head_counts(module, kinds.attention_config(module, model))
+        anatomy.fold_layers(path): anatomy.head_counts(module, anatomy.attention_config(module, model))
         for path, module in found.items()
         if path not in around
     }
     assert counts == heads
-    assert {path for path in heads if kinds.is_cross_attention(path)} == cross
+    assert {path for path in heads if anatomy.is_cross_attention(path)} == cross
 
 
 CROSS = ["crossattention", "cross_attn", "EncDecAttention", "encoder_attn", "text_cross_attn"]
@@ -202,7 +202,7 @@ CROSS += ["crossattention.self", "crossattention.attention", "encoder_decoder_at
 
 @pytest.mark.parametrize("own", CROSS)
 def test_names_of_cross_attention(own: str) -> None:
-    assert kinds.is_cross_attention(f"encoder.layers.0.{own}")
+    assert anatomy.is_cross_attention(f"encoder.layers.0.{own}")
 
 
 OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention.self", "attention.attention"]
@@ -210,15 +210,15 @@ OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention
 
 @pytest.mark.parametrize("own", OTHERS)
 def test_names_of_other_attention(own: str) -> None:
-    assert not kinds.is_cross_attention(f"encoder.layers.0.{own}")
+    assert not anatomy.is_cross_attention(f"encoder.layers.0.{own}")
 
 
 def test_the_config_around_a_module() -> None:
     modules = dict(outline("gemma3").named_modules())
     config = outline("gemma3").config
-    assert kinds.config_around(modules, "model.language_model.layers.0.self_attn.q_proj") is config.text_config
-    assert kinds.config_around(modules, "model.vision_tower.encoder.layers.0.mlp.fc1") is config.vision_config
-    assert kinds.config_around(modules, "lm_head") is config
+    assert anatomy.config_around(modules, "model.language_model.layers.0.self_attn.q_proj") is config.text_config
+    assert anatomy.config_around(modules, "model.vision_tower.encoder.layers.0.mlp.fc1") is config.vision_config
+    assert anatomy.config_around(modules, "lm_head") is config
 
 
 @pytest.mark.parametrize(
@@ -227,8 +227,8 @@ def test_the_config_around_a_module() -> None:
 )
 def test_widths_of_what_is_cached(name: str, widths: tuple[int, int, int]) -> None:
     model = outline(name)
-    found = [module for module in model.modules() if kinds.is_attention(module)]
-    assert {kv_cache.cached_widths(module, kinds.attention_config(module, model)) for module in found} == {widths}
+    found = [module for module in model.modules() if anatomy.is_attention(module)]
+    assert {kv_cache.cached_widths(module, anatomy.attention_config(module, model)) for module in found} == {widths}
 
 
 # -- norms
@@ -239,26 +239,26 @@ LAYER = ["transformer.h.*.ln_1", "transformer.h.*.ln_2", "transformer.ln_f"]
 
 @pytest.mark.parametrize(("name", "found", "are_rms"), [("llama", RMS, True), ("gpt2", LAYER, False)])
 def test_norms(name: str, found: list[str], are_rms: bool) -> None:
-    assert list(answers(name, kinds.is_norm)) == found
+    assert list(answers(name, anatomy.is_norm)) == found
     assert list(answers(name, rewrite.is_norm_of_tokens)) == found
     assert list(answers(name, seen.is_norm_of_one_tensor)) == found
-    assert list(answers(name, lambda module: kinds.is_norm(module) and kinds.is_rms_norm(module, (8,)))) == (
+    assert list(answers(name, lambda module: anatomy.is_norm(module) and anatomy.is_rms_norm(module, (8,)))) == (
         found if are_rms else []
     )
-    epsilons = {kinds.epsilon(module) for module in outline(name).modules() if kinds.is_norm(module)}
+    epsilons = {anatomy.epsilon(module) for module in outline(name).modules() if anatomy.is_norm(module)}
     assert epsilons == {1e-6 if are_rms else 1e-5}
-    assert kinds.epsilon(nn.Linear(1, 1)) is None
+    assert anatomy.epsilon(nn.Linear(1, 1)) is None
 
 
 def test_norms_that_not_every_question_is_about() -> None:
     """Cohere's norm of heads has a number for every feature of every head, OLMo's has none."""
     heads = {"model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"}
-    known = answers("cohere with q/k norms", kinds.is_norm).keys()
+    known = answers("cohere with q/k norms", anatomy.is_norm).keys()
     assert known - answers("cohere with q/k norms", rewrite.is_norm_of_tokens).keys() == heads
     assert answers("cohere with q/k norms", seen.is_norm_of_one_tensor).keys() == known
     assert list(answers("olmo", rewrite.is_norm_of_tokens)) == RMS
     assert answers("olmo", seen.is_norm_of_one_tensor) == {}
-    assert not kinds.is_rms_norm(outline("olmo").model.norm, ())
+    assert not anatomy.is_rms_norm(outline("olmo").model.norm, ())
 
 
 # -- layers
@@ -276,14 +276,14 @@ def test_norms_that_not_every_question_is_about() -> None:
 )
 def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
     model = outline(name)
-    found = dict(kinds.stacks(model))
+    found = dict(anatomy.stacks(model))
     assert list(found) == stacks
     members = [layer for stack in found.values() for layer in stack]
     assert set(fsdp.layers_of(model)) >= set(members)  # a tower's embedding is not split either
     for path, _ in model.named_parameters():
         inside = [f"{stack}.{step}" for stack in found for step, _ in found[stack].named_children()]
         around = [layer for layer in inside if path.startswith(f"{layer}.")]
-        assert [layer for layer in [kinds.layer_around(model, path)] if layer] == around
+        assert [layer for layer in [anatomy.layer_around(model, path)] if layer] == around
 
 
 @pytest.mark.parametrize(
@@ -296,5 +296,5 @@ def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
 )
 def test_layers_that_are_alike(name: str, stack: str, firsts: list[int]) -> None:
     found = outline(name).get_submodule(stack)
-    kinds = [small_config.kind(layer) for layer in found]
-    assert [kinds.index(each) for each in kinds] == firsts
+    anatomy = [small_config.kind(layer) for layer in found]
+    assert [anatomy.index(each) for each in anatomy] == firsts

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from ..anatomy.names import owner_of, tied_parameters, untie
+from ..anatomy import owner_of, tied_parameters, untie
 from ..checkpoint.reading.report import LoadReport
 from ..logs import get_logger
 from ..marks import untyped

@@ -9,11 +9,10 @@ from typing import Any, cast
 
 import torch
 
-from ..errors import CheckpointError, PlanError, UnsupportedError, nearest
+from ..errors import CheckpointError, PlanError, UnsupportedError, is_path, nearest
 from ..plans.parse import is_shares
 from ..plans.rules import Plan
 from ..seams import Option, options, plan_options
-from ..text import is_path
 
 
 class _Replicated(Option):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..anatomy.kinds import DROPOUTS
+from ..anatomy import DROPOUTS
 from ..marks import untyped
 from ..ranks.collectives import Group
 from ..strategies import TensorParallelLayer, block_of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ..anatomy.names import base_prefix, fold_layers, owner_of
+from ..anatomy import base_prefix, fold_layers, owner_of
 from ..logs import get_logger
 from ..marks import Mark
 from ..plans.bind import Resolution, resolve

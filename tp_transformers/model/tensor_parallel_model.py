@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..anatomy.names import check_values
+from ..anatomy import check_values
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only

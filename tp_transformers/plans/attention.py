@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..anatomy.kinds import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
+from ..anatomy import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
 from ..errors import UnsupportedError, shown
 from ..ranks.group import GROUP
 from ..slices.layout import Split, packed

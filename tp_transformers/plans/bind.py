@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..anatomy.kinds import config_around
-from ..anatomy.names import base_prefix, fold_layers, tied_parameters
+from ..anatomy import base_prefix, config_around, fold_layers, tied_parameters
 from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
 from ..seams import plan_options

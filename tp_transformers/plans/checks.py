@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ..anatomy.kinds import features, holds_experts, input_width, is_attention, is_transposed, output_width
-from ..anatomy.names import fold_layers, names_around
+from ..anatomy import (
+    features,
+    fold_layers,
+    holds_experts,
+    input_width,
+    is_attention,
+    is_transposed,
+    names_around,
+    output_width,
+)
 from ..slices.layout import Layout, Ranks, Split, packed
 from ..strategies import TensorParallelLayer
 from ..strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, Signature

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..anatomy.kinds import layer_around
-from ..anatomy.names import fold_layers
+from ..anatomy import fold_layers, layer_around
 from ..errors import PlanError
 from ..slices.layout import Layout
 from .bind import Resolution

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..anatomy.kinds import (
+from ..anatomy import (
     HEAD_SIZES,
     attention_config,
     features,
     first_of,
+    fold_layers,
     head_counts,
+    inner,
     input_width,
     is_attention,
+    is_inside,
     output_width,
 )
-from ..anatomy.names import fold_layers, inner, is_inside
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies.signature import FEATURES

@@ -9,8 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..anatomy.kinds import inner_models
-from ..anatomy.names import base_prefix, is_inside
+from ..anatomy import base_prefix, inner_models, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..seams import features
 from ..slices.layout import Ranks

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..anatomy.kinds import holds_experts
+from ..anatomy import holds_experts
 from ..errors import PlanError
 from ..marks import Mark
 from ..ranks import direct

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.functional import pad
 
-from ..anatomy.kinds import embeds_states, features, is_transposed
+from ..anatomy import embeds_states, features, is_transposed
 from ..errors import PlanError
 from ..ranks.collectives import (
     copy_to_region,

@@ -18,7 +18,7 @@ from transformers import (
 
 from tests.support.models import llama_config
 from tp_transformers import PlanError
-from tp_transformers.anatomy.names import fold_layers
+from tp_transformers.anatomy import fold_layers
 from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import Resolution, resolve
 from tp_transformers.plans.rule import Pattern

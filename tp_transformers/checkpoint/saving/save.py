@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ...anatomy.names import check_values, tied_parameters, without_values
+from ...anatomy import check_values, tied_parameters, without_values
 from ...errors import UnsupportedError
 from ...logs import get_logger
 from ...marks import Mark

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...anatomy.kinds import HEADS, is_cross_attention
+from ...anatomy import HEADS, is_cross_attention
 from ...errors import UnsupportedError
 from ...plans.attention import AttentionHeads
 from ...ranks.collectives import Group, gather_from_region

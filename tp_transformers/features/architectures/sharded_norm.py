@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...anatomy.kinds import epsilon, is_norm, is_rms_norm
+from ...anatomy import epsilon, is_norm, is_rms_norm
 from ...ranks.collectives import copy_to_region, reduce_from_region
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of, parameter_of

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import ModelOutput
 
-from ...anatomy.names import CACHES
+from ...anatomy import CACHES
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, apply_pair, same, scatter_to_region
 from ...ranks.group import agreed

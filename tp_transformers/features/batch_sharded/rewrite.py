@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.kinds import holds_experts
-from ...anatomy.names import fold_layers, is_inside
+from ...anatomy import fold_layers, holds_experts, is_inside
 from ...errors import hint_for
 from ...plans.rule import Pattern, Rule
 from ...plans.rules import Plan

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...anatomy.names import check_values
+from ...anatomy import check_values
 from ...checkpoint.saving.save import gather
 from ...marks import untyped
 from ...patches import Patch, Undo, nothing, replace_all

@@ -11,8 +11,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...errors import UnsupportedError, UsageError, in_one_line
-from ...text import is_path
+from ...errors import UnsupportedError, UsageError, in_one_line, is_path
 from ...transformers_api import get_class_from_dynamic_module
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ...anatomy.names import check_values
+from ...anatomy import check_values
 from ...errors import MeshError, UnsupportedError, describe
 from ...marks import untyped
 from ...model.parallelize import WRAPPED

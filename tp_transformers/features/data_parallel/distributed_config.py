@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
-from ...anatomy.names import base_prefix
+from ...anatomy import base_prefix
 from ...errors import MeshError, PlanError, UnsupportedError, shown
 from ...loading.choose_plan import ModelPlan, auto_plan
 from ...logs import PACKAGE, get_logger

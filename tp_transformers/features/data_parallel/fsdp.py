@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ...anatomy.kinds import stacks
+from ...anatomy import stacks
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...ranks.mesh import both_axes

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ...anatomy.names import check_values
+from ...anatomy import check_values
 from ...checkpoint.saving.folder import on_all_copies
 from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.writer import make_folder, named

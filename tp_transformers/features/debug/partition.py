@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from ...anatomy.names import folded, layer_number
-from ...errors import UnsupportedError
+from ...anatomy import folded, layer_number
+from ...errors import UnsupportedError, spans
 from ...plans.bind import Resolution
 from ...ranks.group import GROUP
 from ...ranks.mesh import ranks_of_copies
 from ...strategies.signature import BATCH
-from ...text import spans
 
 
 @dataclass(frozen=True)

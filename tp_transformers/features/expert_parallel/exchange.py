@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...anatomy.kinds import holds_experts
+from ...anatomy import holds_experts
 from ...ranks import direct
 from ...ranks.collectives import Group, apply_directly
 from ...slices.layout import Split

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ...anatomy.kinds import holds_experts
-from ...anatomy.names import fold_layers, is_inside
+from ...anatomy import fold_layers, holds_experts, is_inside
 from ...plans.rules import Plan
 from ..rewriting.rewriter import Rewriter
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     PrepareModuleOutput,
 )
 
-from ...anatomy.kinds import embeds_states
+from ...anatomy import embeds_states
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Ranks, Split, chunked
 from ...strategies.base import TensorParallelLayer

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.kinds import features
+from ...anatomy import features
 from ...marks import untyped
 from ...model.tensor_parallel_model import keep_state
 from ...ranks.group import GROUP, TensorParallelGroup

@@ -30,9 +30,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import HfFileMetadata
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, size
 from ...logs import get_logger
-from ...text import size
 from .urls import BAD_URL, HTTPError, followed, printable, shown
 
 logger = get_logger(__name__)

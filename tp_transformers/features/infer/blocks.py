@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.kinds import features, input_width, output_width
+from ...anatomy import features, input_width, output_width
 from ...strategies import STRATEGIES
 from ...strategies.base import EXPERT_UNIT
 from .attention import Roles, attention_roles, feature_order

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...anatomy.kinds import CONVOLUTIONS, features, input_width, is_norm
+from ...anatomy import CONVOLUTIONS, features, input_width, is_norm
 from .block import Block, Refused
 from .reach import Flow, Mixed
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...anatomy.kinds import features, is_norm
+from ...anatomy import features, is_norm
 from ...errors import error_text, shorten
 from ...plans.bind import Resolution
 from ...slices.layout import Layout

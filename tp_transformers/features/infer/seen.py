@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ...anatomy.kinds import CONVOLUTIONS, features, holds_experts, is_norm
+from ...anatomy import CONVOLUTIONS, features, holds_experts, is_norm
 from ...torch_api import tree_map_only
 
 TINY = 1e-6

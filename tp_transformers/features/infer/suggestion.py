@@ -15,7 +15,7 @@ import transformers
 import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.names import base_prefix, fold_layers, inner
+from ...anatomy import base_prefix, fold_layers, inner
 from ...errors import PlanError
 from ...logs import get_logger
 from ...plans.attention import AttentionHeads

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...anatomy.kinds import HEADS
-from ...anatomy.names import is_inside
+from ...anatomy import HEADS, is_inside
 from ...errors import UnsupportedError
 from ...model.dropout import OwnRandomness, layer_strategy
 from ...ranks.group import TensorParallelGroup

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.kinds import features, holds_experts
-from ...anatomy.names import fold_layers, is_inside
+from ...anatomy import features, fold_layers, holds_experts, is_inside
 from ...plans.attention import AttentionHeads
 from ...plans.bind import bind
 from ...plans.rule import Rule

@@ -12,7 +12,7 @@ from dataclasses import replace
 from inspect import unwrap
 from typing import TYPE_CHECKING
 
-from ...anatomy.names import base_prefix
+from ...anatomy import base_prefix
 from ...errors import PlanError
 from ...plans.rule import Rule
 from ...plans.rules import Plan

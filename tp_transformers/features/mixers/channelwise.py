@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import Conv1D
 
-from ...anatomy.kinds import CONVOLUTIONS, features
+from ...anatomy import CONVOLUTIONS, features
 from ...slices.layout import Layout
 from ...strategies.base import TensorParallelLayer
 from ...strategies.shards.shard import ParamShard

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ...anatomy.kinds import features, first_of
+from ...anatomy import features, first_of
 
 HEAD_COUNTS = ("num_heads", "num_v_heads", "num_attention_heads", "n_mamba_heads")
 GROUP_COUNTS = ("n_groups", "num_k_heads")

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ...anatomy.names import fold_layers, inner, is_inside
+from ...anatomy import fold_layers, inner, is_inside
 from ...errors import hint_for, shown
 from ...plans.parse import is_name, names_of, rule_arguments
 from ...plans.rule import Entry, Matches, SplitHeads, set_own

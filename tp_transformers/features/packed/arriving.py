@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ...anatomy.names import tied_parameters
+from ...anatomy import tied_parameters
 from ...errors import UnsupportedError, in_one_line
 from ...loading.storage import Encoding, Tensors
 from ..quantized.format import refuse_other

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...anatomy.names import owner_of, tied_parameters
+from ...anatomy import owner_of, tied_parameters
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.saving.save import STORED_FORM
 from ...errors import UnsupportedError

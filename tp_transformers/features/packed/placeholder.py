@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...anatomy.names import check_values
+from ...anatomy import check_values
 from ...errors import UnsupportedError
 from ...features.full_parameters.functions import READS, SHAPES, name_of
 from ...marks import untyped

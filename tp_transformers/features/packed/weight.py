@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from ...anatomy.names import check_values
+from ...anatomy import check_values
 from ...errors import UnsupportedError
 from ...marks import Mark
 from ...slices.lazy import LazyTensor

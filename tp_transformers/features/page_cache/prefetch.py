@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.reading.local_file import LocalFile
+from ...errors import size
 from ...logs import get_logger
 from ...ranks.environment import available_memory, node_name
 from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.layout import Range, union
 from ...slices.stored import Source
-from ...text import size
 
 logger = get_logger(__name__)
 

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.kinds import features
-from ...anatomy.names import check_values
+from ...anatomy import check_values, features
 from ...errors import MeshError
 from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
-from ...anatomy.kinds import is_transposed
-from ...anatomy.names import check_values
+from ...anatomy import check_values, is_transposed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...anatomy.kinds import features, holds_experts, inner_models
-from ...anatomy.names import fold_layers, tied_parameters
+from ...anatomy import features, fold_layers, holds_experts, inner_models, tied_parameters
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe
 from ...slices.lazy import LazyTensor

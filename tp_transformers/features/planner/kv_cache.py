@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, DynamicLayer, PreTrainedModel
 
-from ...anatomy.kinds import HEAD_SIZES, features, first_of, head_counts, is_attention, is_cross_attention
-from ...anatomy.names import CACHES
+from ...anatomy import CACHES, HEAD_SIZES, features, first_of, head_counts, is_attention, is_cross_attention
 from ...errors import PlanError
 from ...plans.attention import AttentionHeads
 

@@ -12,7 +12,7 @@ from functools import cache, cached_property, partial
 import torch
 from transformers import PreTrainedModel
 
-from ...anatomy.names import tied_parameters
+from ...anatomy import tied_parameters
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout

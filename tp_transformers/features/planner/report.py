@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...anatomy.names import folded, layer_number
+from ...anatomy import folded, layer_number
+from ...errors import size, spans
 from ...plans.yaml_file import available_plans
-from ...text import size, spans
 from .fit import MOST_RANKS
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .room import Room

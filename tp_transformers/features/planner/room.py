@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ...text import size
+from ...errors import size
 from .fit import fullest, longest_context, more_ranks, refit, smallest_size
 from .memory import MemoryPlan
 from .survey import Survey

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ...anatomy.names import CACHES, layer_number
+from ...anatomy import CACHES, layer_number
 from ...errors import error_text, shorten
 from ...plans.rule import SplitHeads
 from ..mixers.mixer import MixerHeads

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from transformers import PreTrainedModel
 
-from ...anatomy.names import tied_parameters
+from ...anatomy import tied_parameters
 from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.reading.header import Checkpoint
 from ...loading.request import LoadRequest, open_checkpoint

@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files and print their names."""
-    from ...text import size
+    from ...errors import size
     from .offline import shard_checkpoint
 
     shares = parse_shares(arguments.shares)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from ...anatomy.names import tied_parameters
+from ...anatomy import tied_parameters
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from ...checkpoint.conversion.convert import Conversion, convert, renamer
+from ...errors import size
 from ...loading.request import LoadRequest
 from ...loading.storage import Encoding, Tensors
 from ...logs import get_logger
 from ...marks import untyped
 from ...slices.lazy import LazyTensor
-from ...text import size
 from .awq import Awq
 from .bitnet import BitNet
 from .bitsandbytes import BitsAndBytes

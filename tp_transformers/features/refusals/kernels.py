@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...anatomy.names import fold_layers
+from ...anatomy import fold_layers
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...ranks.group import GROUP

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.names import base_prefix, folded
+from ...anatomy import base_prefix, folded
 from ...errors import PlanError, list_faults
 from ...plans.rule import Pattern, Rule
 from ...plans.rules import Plan

@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from ...commands import REFUSED
-from ...errors import RemoteRankError, error_text
-from ...text import spans
+from ...errors import RemoteRankError, error_text, spans
 
 FOLDER = "TP_TRANSFORMERS_ERRORS"
 """Environment variable with the folder of errors; without it, each rank prints its own error."""

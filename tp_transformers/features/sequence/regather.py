@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...anatomy.kinds import is_norm
+from ...anatomy import is_norm
 from ...marks import untyped
 from ...ranks.collectives import Group, all_gather_uneven
 from ...torch_api import top_saved_tensors_hooks, version_of

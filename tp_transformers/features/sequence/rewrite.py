@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from ...anatomy.kinds import DROPOUTS, is_norm
-from ...anatomy.names import fold_layers, is_inside
+from ...anatomy import DROPOUTS, fold_layers, is_inside, is_norm
 from ...plans.rules import Plan
 from .stack import StackRewriter
 

@@ -9,8 +9,7 @@ from inspect import signature
 
 from torch import nn
 
-from ...anatomy.kinds import features, stacks
-from ...anatomy.names import fold_layers, is_inside
+from ...anatomy import features, fold_layers, is_inside, stacks
 from ...plans.rule import Rule
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES

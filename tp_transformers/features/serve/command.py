@@ -8,8 +8,7 @@ import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from ...errors import UsageError
-from ...text import is_path
+from ...errors import UsageError, is_path
 from ..command_line.arguments import add_dtype, add_plan, add_shares, count_ranks, passed_on
 from ..run.start import set_shares, start
 from .ports import bound

@@ -7,12 +7,12 @@ import statistics
 
 from transformers import PreTrainedModel
 
+from ...errors import size
 from ...loading.request import LoadRequest
 from ...logs import get_logger
 from ...plans.rules import Plan
 from ...ranks.environment import local_size, node_name
 from ...ranks.group import TensorParallelGroup
-from ...text import size
 from ..planner.fit import fit_shares, fullest
 from ..planner.memory import default_context
 from ..planner.survey import take_survey

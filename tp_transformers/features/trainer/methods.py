@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...anatomy.names import check_values, without_values
+from ...anatomy import check_values, without_values
 from ...errors import MeshError, UnsupportedError
 from ...model.clip import clip_grad_norm_
 from ...model.parallelize import is_tensor_parallel

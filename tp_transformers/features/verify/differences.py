@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...anatomy.kinds import KV_COUNTS, QUERY_COUNTS
-from ...anatomy.names import base_prefix, fold_layers, names_around
+from ...anatomy import KV_COUNTS, QUERY_COUNTS, base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
 from ...plans.checks import summing_blocks
 from ...plans.rule import UNRULED, Rule

@@ -18,8 +18,7 @@ from torch.nn.utils import parametrize
 from ...marks import untyped
 from ..shards.shard import ParamShard
 from .block import Block
-from .communication import Communication, Forwarder
-from .short_forwards import forward_of_linear
+from .communication import Communication, Forwarder, forward_of_linear
 
 
 def attach(

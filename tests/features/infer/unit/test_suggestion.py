@@ -15,7 +15,7 @@ from tests.support.tiers import sampled, wide
 from tests.support.tiny_mixers import MIXERS
 from tests.support.unplanned import DBRX_RUNS, unplanned
 from tp_transformers import PlanError
-from tp_transformers.anatomy.names import is_inside
+from tp_transformers.anatomy import is_inside
 from tp_transformers.features.command_line.models import own_class
 from tp_transformers.features.infer.suggestion import suggest
 from tp_transformers.plans import Plan
