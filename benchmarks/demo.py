@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tp_transformers
-from tp_transformers.ranks.environment import visible_cores
+from tp_transformers.ranks.limits import visible_cores
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."

@@ -96,8 +96,7 @@ PRIVATE: dict[str, Private] = {
     "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "features"),
     "torch.nn.Module._modules": Private("the module's own", "features strategies"),
     "torch.nn.Module._parameters": Private(
-        "the module's own, exchanged in a forward",
-        "anatomy.py features loading model strategies",
+        "the module's own, exchanged in a forward", "anatomy.py features loading model strategies"
     ),
     "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),
     "torch.nn.utils.parametrize._cache": Private("shards in `parametrize.cached`", "strategies"),

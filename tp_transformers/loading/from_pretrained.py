@@ -127,7 +127,7 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
             raise UnsupportedError("tp_plan", got=got, expected="a device that holds values", fix=fix)
         check_size(group, tp_size)
         options.check(asked.name, kwargs)
-        group = dataclasses.replace(group, reduce_dtype=options.tp_reduce_dtype)
+        group = dataclasses.replace(group, reduce_dtype=options.get("tp_reduce_dtype"))
         for argument in INSTEAD:
             kwargs.pop(argument, None)
         storage = find_storage(asked)
@@ -221,7 +221,7 @@ def load_pretrained_model(
         current.resolution, result = current.instead(model, plan, request)
     else:
         plan, reason = resolve_shares(plan, model, current.group, request)
-        replicated = current.options.allow_replicated
+        replicated = bool(current.options.get("allow_replicated"))
         current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
         request = dataclasses.replace(request, shares_because=reason)
         result = load(model, current.resolution, current.group, request)

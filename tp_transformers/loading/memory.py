@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,23 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Held(Protocol):
-    """A rank's shard of a parameter in another form than a tensor."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-
-    @property
-    def product(self) -> str:
-        """Name of the way in which a forward multiplies it, for the report."""
-
-
 class Holding:
     """Parameters of one rank that are held in another form; this class: none."""
 
-    weights: Mapping[str, Held] = {}
-    """Those that are held already, by name; `reads` fill them."""
+    weights: Mapping[str, Any] = {}
+    """Those that are held already, by name; `reads` fill them. Each has its bytes in memory, `nbytes`, and the name of
+    the way in which a forward multiplies it, `product`, for the report."""
     reads: Reads = []  # noqa: RUF012
     arriving: Collection[str] = ()
     """Names of those that `put` takes, each after its values have been read."""
@@ -139,7 +128,7 @@ class Memory:
         """Expressions of all parameters but those that are held in another form."""
         self.values: dict[str, torch.Tensor] = {}
         """Memory of the shards; one that is held in another form once it is read gets its own in its round."""
-        may_map, mapped = request.options.may_map and group.device.type == "cpu", {}
+        may_map, mapped = request.options.get("tp_map") is not False and group.device.type == "cpu", {}
         for name, shard in self.shards.items():
             if name in self.holding.arriving:
                 continue

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -16,16 +16,22 @@ from ..seams import Option, options, plan_options
 
 
 class _Replicated(Option):
+    """Whether a plan that a transformers class declares may leave layers replicated."""
+
     @property
     def argument(self) -> str:
         return "allow_replicated"
 
 
 class _Map(Option):
+    """Whether, on a CPU, shards that are one contiguous range of a local file are mapped; so unless False is given."""
+
     name = "map"
 
 
 class _Shares(Option):
+    """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set."""
+
     name = "shares"
     expected, example = 'a positive number for each rank, "memory" or "speed"', "[2, 1, 1] on three ranks"
 
@@ -34,6 +40,8 @@ class _Shares(Option):
 
 
 class _ReduceDtype(Option):
+    """Dtype of sums of gradients over replicas and over copies of the model. None: the dtype of the gradients."""
+
     name = "reduce_dtype"
     expected, example = "a floating-point dtype of torch or None", "torch.float32"
 
@@ -65,33 +73,13 @@ class Options:
         return self.given.get(argument)
 
     @property
-    def allow_replicated(self) -> bool:
-        """True if a plan that a transformers class declares may leave layers replicated."""
-        return bool(self.get("allow_replicated"))
-
-    @property
-    def may_map(self) -> bool:
-        """True if, on a CPU, shards that are one contiguous range of a local file are mapped."""
-        return self.get("tp_map") is not False
-
-    @property
-    def tp_shares(self) -> Sequence[float] | str | None:
-        """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set."""
-        return cast("Sequence[float] | str | None", self.get("tp_shares"))
-
-    @property
-    def tp_reduce_dtype(self) -> torch.dtype | None:
-        """Dtype of sums of gradients over replicas and over copies of the model. None: their own."""
-        return cast("torch.dtype | None", self.get("tp_reduce_dtype"))
-
-    @property
     def agreed(self) -> Mapping[str, object]:
         """What of the options has to be equal on all ranks, by argument."""
         return {argument: option.agreed(self.get(argument)) for argument, option in OPTIONS.items()}
 
     def change(self, plan: Plan) -> Plan:
         """The plan with the caller's options and shares."""
-        shares = self.tp_shares
+        shares = self.get("tp_shares")
         numbers = plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares)
         of_plan = {
             option.name: self.given[option.argument] for option in plan_options() if option.argument in self.given

@@ -17,12 +17,7 @@ from ..plans.bind import Resolution, resolve
 from ..plans.fractions import check_layers_are_sharded
 from ..plans.rules import Plan
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..strategies import (
-    ParamShard,
-    TensorParallelLayer,
-    attach,
-    join_layers,
-)
+from ..strategies import ParamShard, TensorParallelLayer, attach, join_layers
 from ..strategies.signature import FEATURES
 from .dropout import OwnRandomness
 from .tensor_parallel_model import become_tensor_parallel, hold_patches, keep_state

@@ -27,13 +27,7 @@ from ..plans.bind import Resolution
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..seams import collective, features, model_patches
-from ..strategies import (
-    SHARD,
-    ParamShard,
-    local_tensor,
-    shard_of,
-    unsharded_like,
-)
+from ..strategies import SHARD, ParamShard, local_tensor, shard_of, unsharded_like
 from ..strategies.shards.tensors import is_sharded, laid_out, local_values
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration

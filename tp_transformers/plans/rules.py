@@ -14,16 +14,7 @@ from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..seams import features
 from ..slices.layout import Ranks
 from .attention import Attention
-from .parse import (
-    DECLARED,
-    IN_BASE_MODEL,
-    RULES,
-    check_sections,
-    entries,
-    is_name,
-    names_of,
-    rule_arguments,
-)
+from .parse import DECLARED, IN_BASE_MODEL, RULES, check_sections, entries, is_name, names_of, rule_arguments
 from .rule import Entry, Rule
 from .yaml_file import available_plans, read_plan_file
 

@@ -96,13 +96,7 @@ def exchange_regions(
 
 
 def copy_shared(
-    x: Tensor,
-    shared: Sequence[Shared],
-    length: int,
-    group: Group,
-    reduce_dtype: torch.dtype | None = None,
-    *,
-    dim: int,
+    x: Tensor, shared: Sequence[Shared], length: int, group: Group, reduce_dtype: torch.dtype | None = None, *, dim: int
 ) -> Tensor:
     """Identity; backward sums the gradients of replicated indices over the ranks that hold them.
 

@@ -18,7 +18,8 @@ from ..errors import MeshError, RemoteRankError, TensorParallelError, describe, 
 from ..marks import Mark
 from ..torch_api import untraced
 from .direct import transport_of
-from .environment import firsts_of, local_size, node_name, visible_cores
+from .environment import firsts_of, local_size, node_name
+from .limits import visible_cores
 
 TP_AXIS = "tp"
 """Name of the DeviceMesh axis for tensor parallelism."""

@@ -60,9 +60,7 @@ class Signature:
         """The signature with the states of the layouts in place of ANY."""
         takes, leaves = state_of(only(input_layouts)), state_of(only(output_layouts))
         return replace(
-            self,
-            takes=takes if self.takes is ANY else self.takes,
-            leaves=leaves if self.leaves is ANY else self.leaves,
+            self, takes=takes if self.takes is ANY else self.takes, leaves=leaves if self.leaves is ANY else self.leaves
         )
 
     @property

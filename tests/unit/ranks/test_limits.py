@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_transformers.ranks import environment
+from tp_transformers.ranks import limits
 
 V1 = "5:memory:/old\n3:cpu,cpuacct:/old\n1:name=systemd:/\n"
 V2 = "0::/outer/inner\n"
@@ -18,7 +18,7 @@ V2 = "0::/outer/inner\n"
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of that of control groups; the groups of this process are in the file "cgroup"."""
     places = {"/proc/self/cgroup": tmp_path / "cgroup", "/sys/fs/cgroup": tmp_path}
-    monkeypatch.setattr(environment, "Path", lambda first, *rest: Path(places.get(first, first), *rest))
+    monkeypatch.setattr(limits, "Path", lambda first, *rest: Path(places.get(first, first), *rest))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     return tmp_path
 
@@ -47,11 +47,11 @@ QUOTAS = [
 @pytest.mark.parametrize(("of_process", "files", "cores"), QUOTAS)
 def test_cores_follow_quotas(groups: Path, of_process: str, files: dict[str, str], cores: int) -> None:
     write(groups, {"cgroup": of_process, **files})
-    assert environment.visible_cores() == cores
+    assert limits.visible_cores() == cores
 
 
 def test_memory_follows_the_least_of_all_groups(groups: Path) -> None:
-    assert environment.available_memory() > 10**6, "the system's: the process has no groups"
+    assert limits.available_memory() > 10**6, "the system's: the process has no groups"
     v1 = {"limit_in_bytes": "9000", "usage_in_bytes": "2000", "stat": "total_inactive_file 500"}
     v2 = {"max": "5000", "current": "1000", "stat": "anon 7\ninactive_file 300"}
     write(groups / "memory/old", {f"memory.{name}": text for name, text in v1.items()})
@@ -59,4 +59,4 @@ def test_memory_follows_the_least_of_all_groups(groups: Path) -> None:
     write(groups / "outer/inner", {f"memory.{name}": text for name, text in {**v2, "max": "max"}.items()})
     for of_process, left in ((V1, 7500), (V2, 4300), (V1 + V2, 4300)):
         write(groups, {"cgroup": of_process})
-        assert environment.available_memory() == left
+        assert limits.available_memory() == left

@@ -79,7 +79,7 @@ def _devices() -> Iterator[str]:
     """Lines about the accelerator, and about the processor."""
     import torch
 
-    from ...ranks.environment import visible_cores
+    from ...ranks.limits import visible_cores
     from ...torch_api import has_bfloat16
 
     kind = torch.accelerator.current_accelerator()

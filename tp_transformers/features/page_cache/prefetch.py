@@ -15,8 +15,9 @@ from ...checkpoint.reading.jobs import Request
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import size
 from ...logs import get_logger
-from ...ranks.environment import available_memory, node_name
+from ...ranks.environment import node_name
 from ...ranks.group import TensorParallelGroup, bind_thread
+from ...ranks.limits import available_memory
 from ...slices.layout import Range, union
 from ...slices.stored import Source
 

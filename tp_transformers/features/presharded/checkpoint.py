@@ -18,7 +18,7 @@ import torch
 from ...checkpoint.reading.header import Checkpoint, read_header
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError, list_faults
-from ...ranks.environment import visible_cores
+from ...ranks.limits import visible_cores
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Range, ShardRange
 from ...slices.lazy import LazyTensor, ReadStep

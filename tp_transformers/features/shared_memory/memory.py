@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ...errors import MeshError
 from ...ranks.direct import MAX, SUM, Transport
-from ...ranks.environment import visible_cores
 from ...ranks.group import agreed
+from ...ranks.limits import visible_cores
 from ...torch_api import current_backward
 from ..places.out_of_step import out_of_step, this_collective
 from . import operators

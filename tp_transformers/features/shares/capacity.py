@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from ...ranks.environment import available_memory
+from ...ranks.limits import available_memory
 
 SECONDS = 0.15
 """Time of each of the two measurements of `seconds_of_products`."""

@@ -34,7 +34,7 @@ def by_memory(
 
     def fit() -> tuple[tuple[float, ...], float]:
         survey = take_survey(str(model.config.name_or_path), copy.deepcopy(model), plan, request)
-        allowed = bool(request.options.allow_replicated)
+        allowed = bool(request.options.get("allow_replicated"))
         planned = fit_shares(survey, memory, context=default_context(model), allow_replicated=allowed)
         return planned.survey.plan.numbers or (), fullest(planned, memory)
 

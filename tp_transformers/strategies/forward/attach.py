@@ -314,10 +314,7 @@ def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[s
             saved[name], module.__dict__[name] = value, local
         else:
             saved.setdefault("parametrizations", _Computed())[name] = value
-            module.__dict__["parametrizations"] = {
-                **untyped(module).parametrizations,
-                name: lambda local=local: local,
-            }
+            module.__dict__["parametrizations"] = {**untyped(module).parametrizations, name: lambda local=local: local}
             _cache(module, {name: local})
     return saved
 

@@ -205,11 +205,7 @@ class Communication:
 
     @staticmethod
     def _prepare_output_fn(
-        output_layouts: Placements,
-        use_local_output: bool,
-        mod: nn.Module,
-        outputs: Any,
-        device_mesh: DeviceMesh,
+        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
         """`after` as a static method, for strategies of users. The bound strategy is `mod.tp_strategy`."""
         return outputs

@@ -34,8 +34,8 @@ TOLERANCE = 1e-4  # fp32 sums in another order
 class _Reversed(TensorParallelLayer):
     """Features in reversed order of the ranks."""
 
-    def _split_length(self, length: int, size: int, unit: int) -> Split:
-        return Split(length, tuple(reversed(Ranks(size).split(length, unit=unit).ranges)))
+    def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
+        return Split(length, tuple(reversed(ranks.split(length, unit=unit).ranges)))
 
 
 class Sum(torch.autograd.Function):
