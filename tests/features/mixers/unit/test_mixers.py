@@ -11,6 +11,7 @@ from tp_transformers import PlanError
 from tp_transformers.features.mixers.mixer import Mixer, split_mixers
 from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.rule import Matches
+from tp_transformers.slices.layout import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ class Mixing(nn.Module):
 
 def matches_of(module: nn.Module, size: int, faults: list[str], rules: dict[str, Rule]) -> Matches:
     model = cast("PreTrainedModel", module)
-    return Matches((), str, False, model, "", size, {"": nn.Identity(), "mixer": module}, {}, rules, {}, faults)
+    return Matches((), str, False, model, "", Ranks(size), {"": nn.Identity(), "mixer": module}, {}, rules, {}, faults)
 
 
 def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
