@@ -24,6 +24,7 @@ from tp_transformers.features.planner.memory import plan_memory
 from tp_transformers.features.shares import capacity
 from tp_transformers.loading.options import Options
 from tp_transformers.plans import Plan
+from tp_transformers.slices.layout import Ranks
 
 WIDE = LlamaConfig(
     hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
@@ -187,7 +188,7 @@ def test_malformed_shares_are_refused(shares: Any) -> None:
 
 def test_shares_of_a_plan_need_as_many_ranks() -> None:
     plan = Plan("mine", (), shares=(2, 1, 1))
-    assert plan.ranks(3) == (2, 1, 1)
+    assert plan.ranks(3) == Ranks(3, (2, 1, 1))
     with pytest.raises(PlanError, match="tp_shares: got 3 shares, expected 2, one for each of 2 ranks"):
         plan.ranks(2)
 
