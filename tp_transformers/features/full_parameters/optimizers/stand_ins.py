@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from ....errors import UnsupportedError
 from ....marks import Mark
-from ....ranks import direct
 from ....model.dropout import random_state, set_random_state
+from ....ranks import direct
 from ....strategies import ParamShard, finish_gradient, local_tensor, shard_of
 from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 
