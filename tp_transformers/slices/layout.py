@@ -265,21 +265,20 @@ class Ranks:
         return Ranks(last - first, None if self.shares is None else self.shares[first:last])
 
     def groups(self, count: int, longest: int) -> Iterator[Range]:
-        """Divide the ranks into `count` ranges of 1 to `longest`, with shares as equal as possible (least squares)."""
+        """Divide the ranks into `count` ranges of 1 to `longest`, with shares as equal as possible: least squares."""
         if self.shares is None:
             return Ranks(count).ranges(self.size)
         bounds = list(accumulate(self.shares, initial=0))
 
         @cache
         def best(first: int, number: int) -> tuple[float, tuple[int, ...]]:
-            """(squared error, stops) of the best `number` ranges from the rank `first` on."""
+            """(sum of squared shares, stops) of the best `number` ranges from the rank `first` on."""
             if not number:
                 return (0, ()) if first == self.size else (math.inf, ())
             found = []
             for stop in range(first + 1, min(first + longest, self.size) + 1):
-                error, stops = best(stop, number - 1)
-                excess = (bounds[stop] - bounds[first]) * count - bounds[-1]  # in integers: no rounding decides a tie
-                found.append((error + excess**2, (stop, *stops)))
+                squares, stops = best(stop, number - 1)
+                found.append((squares + (bounds[stop] - bounds[first]) ** 2, (stop, *stops)))  # exact: no rounding
             return min(found, default=(math.inf, ()))
 
         return pairwise((0, *best(0, count)[1]))
@@ -360,28 +359,3 @@ def interleaved(query: Split, kv: Split) -> Split:
     if kv.length >= kv.size:  # complete groups: no range is replicated, so adjacent ranges may be joined
         per_rank = [tuple(joined(ranges)) for ranges in per_rank]
     return Split(kv.length * stored, tuple(per_rank))
-
-
-def _ranges(count: int, ranks: Ranks) -> Iterator[Range]:
-    """Divide `count` units into consecutive ranges, one of each rank."""
-    return pairwise(accumulate(apportioned(count, ranks), initial=0))
-
-
-def _rank_ranges(ranks: Ranks, count: int, longest: int) -> Iterator[Range]:
-    """Divide the ranks into `count` ranges of 1 to `longest`, with shares as equal as possible: least squares."""
-    if isinstance(ranks, int):
-        return _ranges(ranks, count)
-    bounds = list(accumulate(ranks, initial=0))
-
-    @cache
-    def best(first: int, number: int) -> tuple[float, tuple[int, ...]]:
-        """(sum of squared shares, stops) of the best `number` ranges from the rank `first` on."""
-        if not number:
-            return (0, ()) if first == len(ranks) else (math.inf, ())
-        found = []
-        for stop in range(first + 1, min(first + longest, len(ranks)) + 1):
-            squares, stops = best(stop, number - 1)
-            found.append((squares + (bounds[stop] - bounds[first]) ** 2, (stop, *stops)))  # exact: no rounding
-        return min(found, default=(math.inf, ()))
-
-    return pairwise((0, *best(0, count)[1]))

@@ -26,7 +26,7 @@ from tp_transformers.checkpoint.conversion.convert import Conversion, convert, d
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.slices.layout import apportion, packed
+from tp_transformers.slices.layout import Ranks, packed
 from tp_transformers.slices.lazy import Deferred, LazyTensor, Resident
 from tp_transformers.slices.stored import Stored
 

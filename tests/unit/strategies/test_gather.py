@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tp_transformers import UnsupportedError
-from tp_transformers.ranks import messages
 from tp_transformers.slices.layout import Layout, chunked
 from tp_transformers.strategies import take
 from tp_transformers.strategies.shards import gather, tensors

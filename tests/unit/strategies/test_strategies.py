@@ -17,7 +17,7 @@ from tests.support.undo import undo_partition
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.slices.layout import apportion, chunked, heads
+from tp_transformers.slices.layout import Ranks, chunked, heads
 from tp_transformers.slices.lazy import LazyTensor, Resident
 from tp_transformers.strategies import STRATEGIES, LocalConfig, take
 from tp_transformers.strategies.base import EXPERT_UNIT
@@ -342,6 +342,6 @@ def test_a_local_config_has_what_it_does_not_set() -> None:
 def test_torch_gets_chunks_of_its_own_sizes_but_whole_units() -> None:
     ours, torchs = (STRATEGIES["colwise"].bind(nn.Linear(6, 10), 4) for _ in range(2))
     torchs.applied_by_torch = True
-    assert ours.split_length(10, 4) == apportion(10, 4) != chunked(10, 4)
+    assert ours.split_length(10, 4) == Ranks(4).split(10) != chunked(10, 4)
     assert torchs.split_length(10, 4) == chunked(10, 4)
-    assert torchs.split_length(10, 4, 2) == apportion(10, 4, unit=2)
+    assert torchs.split_length(10, 4, 2) == Ranks(4).split(10, unit=2)

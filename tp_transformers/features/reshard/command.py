@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the bytes of each new rank by their source, and seconds."""
     from dataclasses import replace
 
-    from ...anatomy.names import tied_parameters
+    from ...anatomy import tied_parameters
+    from ...errors import size
     from ...plans.bind import resolve
-    from ...text import size
     from ..planner.dry_load import survey
     from .pieces import CHECKPOINT
     from .table import Entry, describe_sources

@@ -15,9 +15,9 @@ from ...checkpoint.conversion.convert import identity
 from ...checkpoint.saving.save import STORED_FORM
 from ...errors import UnsupportedError
 from ...marks import untyped
+from ...model.dropout import random_states
 from ...plans.rules import Plan
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...ranks.random_state import random_states
 from .loaded import OPTIONS
 
 _OF_RANKS = ("tp_shares", "tp_stream", "tp_map")

@@ -19,8 +19,7 @@ from ...errors import RemoteRankError, UnsupportedError
 from ...ranks.group import TensorParallelGroup, agreed
 from ...slices.layout import Range
 from ...slices.lazy import Resident
-from ...slices.source import Source
-from ...slices.stored import Selection, Stored
+from ...slices.stored import Selection, Source, Stored
 from .pieces import CHECKPOINT, Piece
 from .table import Table
 

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...checkpoint.saving.save import STORED_FORM
 from ...errors import CheckpointError, MeshError, UnsupportedError, shown
+from ...errors import size as in_bytes
 from ...loading.hook import enable
 from ...logs import get_logger
 from ...marks import Mark
+from ...model.dropout import set_random_states
 from ...ranks.group import GROUP, TP_AXIS, TensorParallelGroup
 from ...ranks.mesh import join
-from ...ranks.random_state import set_random_states
-from ...text import size as in_bytes
 from .described import Described, Moved, check_supported
 from .loaded import forget, is_changed
 from .lost import LostWeights

@@ -12,7 +12,7 @@ from ...checkpoint.reading.jobs import Request
 from ...errors import UnsupportedError
 from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
-from ...slices.source import Source
+from ...slices.stored import Source
 from ...transformers_api import LoadStateDictConfig
 from .moves import Moves
 

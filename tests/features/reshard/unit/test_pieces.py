@@ -10,23 +10,23 @@ import torch
 
 from tp_transformers.features.reshard.pieces import CHECKPOINT, assign
 from tp_transformers.features.reshard.table import Entry, describe_sources
-from tp_transformers.slices.layout import Layout, Split, apportion, chunked, heads, interleaved, packed
+from tp_transformers.slices.layout import Layout, Ranks, Split, chunked, heads, interleaved, packed
 
 SIZES = [1, 2, 3, 4, 5]
 
 
 def splits(size: int) -> dict[str, Split]:
     """Splits of 24 indices of every kind: even, in units, by shares, replicated, packed, interleaved."""
-    query, pair = heads(12, 3, size)
+    query, pair = heads(12, 3, Ranks(size))
     return {
-        "apportion": apportion(24, size),
-        "units": apportion(24, size, unit=5),
-        "shares": apportion(24, tuple(range(1, size + 1))),
+        "apportion": Ranks(size).split(24),
+        "units": Ranks(size).split(24, unit=5),
+        "shares": Ranks(tuple(range(1, size + 1))).split(24),
         "chunked": chunked(24, size),
         "query heads": query.scaled(2),
         "replicated": pair.scaled(8),
-        "packed": packed([apportion(10, size), apportion(14, size)]),
-        "interleaved": interleaved(*heads(16, 4, size)),
+        "packed": packed([Ranks(size).split(10), Ranks(size).split(14)]),
+        "interleaved": interleaved(*heads(16, 4, Ranks(size))),
         "everywhere": Split(24, (((0, 24),),) * size),
     }
 
@@ -81,12 +81,17 @@ def test_ranks_that_hold_the_same_send_the_same_amounts() -> None:
 
 def test_bytes_by_source_add_up_to_the_new_shards() -> None:
     table = {
-        "rows": Entry((24, 5), torch.float32, Layout(0, apportion(24, 3))),
+        "rows": Entry((24, 5), torch.float32, Layout(0, Ranks(3).split(24))),
         "columns": Entry((7, 24), torch.bfloat16, Layout(1, chunked(24, 3))),
         "norm": Entry((24,), torch.float32, None),
         "scale": Entry((), torch.float32, None),
     }
-    layouts = {"rows": Layout(0, apportion(24, 2)), "columns": Layout(0, apportion(7, 2)), "norm": None, "scale": None}
+    layouts = {
+        "rows": Layout(0, Ranks(2).split(24)),
+        "columns": Layout(0, Ranks(2).split(7)),
+        "norm": None,
+        "scale": None,
+    }
     plan = describe_sources(table, layouts, {0: 0, 1: 1, 2: 2}, range(2))
     for name, entry in table.items():
         layout = layouts[name]
