@@ -21,7 +21,7 @@ def splits(size: int) -> dict[str, Split]:
     return {
         "apportion": Ranks(size).split(24),
         "units": Ranks(size).split(24, unit=5),
-        "shares": Ranks(tuple(range(1, size + 1))).split(24),
+        "shares": Ranks(size, tuple(range(1, size + 1))).split(24),
         "chunked": chunked(24, size),
         "query heads": query.scaled(2),
         "replicated": pair.scaled(8),
