@@ -231,8 +231,8 @@ class Ranks:
         if length < 0 or self.size < 1 or unit < 1:
             raise ValueError(f"split of {length} over {self}, unit={unit}: need length >= 0, ranks >= 1, unit >= 1")
         blocks = length // unit if joins and length // unit >= self.size else -(-length // unit)
-        ends = [*(min(block * unit, length) for block in range(blocks)), length]
-        return Split(length, tuple(((ends[start], ends[stop]),) for start, stop in self.ranges(blocks)))
+        ranges = ([length if block == blocks else block * unit for block in ends] for ends in self.ranges(blocks))
+        return Split(length, tuple(((start, stop),) for start, stop in ranges))
 
     def counts(self, count: int) -> tuple[int, ...]:
         """Number of each rank's units of `count`; torch.compile can trace this method.

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from ...anatomy.names import base_prefix
+from ...anatomy import base_prefix
 from ...plans.attention import Attention
-from ...plans.entry import Entry
-from ...plans.rule import Rule
+from ...plans.rule import Entry, Rule
 from ...plans.rules import Plan
 
 P = TypeVar("P", Rule, Attention, Entry)
