@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 class DistributedCheckpoints(Feature):
     """Chunks of tensors, in one file a rank; states of models and optimizers that torch saves as such."""
 
-    requires = ("full_parameters",)
     public: ClassVar[Mapping[str, str]] = {
         "checkpoint.load_distributed_checkpoint": ".load",
         "training.load_optimizer_state_dict": ".optimizer_state",

@@ -18,7 +18,6 @@ from ...marks import untyped
 from ...model.dropout import random_states
 from ...plans.rules import Plan
 from ...ranks.group import GROUP, TensorParallelGroup
-from .loaded import OPTIONS
 
 _OF_RANKS = ("tp_shares", "tp_stream", "tp_map")
 """Options that belong to the old ranks, or to the files of the load."""
@@ -33,8 +32,8 @@ class Described:
     plan: Plan
     options: Mapping[str, Any]
     """Arguments of the load that stay."""
-    loaded_with: Any
-    """The `Options` of the load."""
+    loaded_with: Mapping[str, Any]
+    """All options of the load."""
     dtype: torch.dtype
     frozen: frozenset[str]
     """Parameters without `requires_grad`."""
@@ -50,8 +49,8 @@ class Described:
         form = STORED_FORM.find(model)
         if form is not None:
             form.put_into(config)
-        loaded = OPTIONS.of(model)
-        options = {name: value for name, value in loaded.given.items() if name not in _OF_RANKS}
+        loaded = untyped(model).tp_options
+        options = {name: value for name, value in loaded.items() if name not in _OF_RANKS}
         options["attn_implementation"] = copy.deepcopy(model.config._attn_implementation)
         if getattr(model, "generation_config", None) is not None:
             options["generation_config"] = copy.deepcopy(model.generation_config)
@@ -72,7 +71,7 @@ class Described:
 
     def put_into(self, model: PreTrainedModel) -> None:
         """Complete a model that has the weights."""
-        OPTIONS.put(model, self.loaded_with)
+        untyped(model).tp_options = self.loaded_with
         model.config.name_or_path = untyped(model).name_or_path = self.config.name_or_path
         for name, param in model.named_parameters():
             if name in self.frozen:
@@ -87,7 +86,7 @@ def check_supported(model: Any) -> None:
     params = [*model.parameters()] if isinstance(model, nn.Module) else []
     fix = "Save it, and load it on the other ranks."
     got = ""
-    if group is None or not isinstance(model, PreTrainedModel) or OPTIONS.find(model) is None:
+    if group is None or not isinstance(model, PreTrainedModel) or not hasattr(model, "tp_options"):
         got, fix = f"a {type(model).__name__}", 'Load it with tp_plan="auto".'
     elif group.copies is not None or (group.mesh is not None and group.mesh.ndim > 1):
         got = "one of several copies of a model"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -35,7 +34,7 @@ class Reshard(Feature):
     def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
         from .loaded import remember
 
-        return nullcontext(partial(remember, options))
+        return nullcontext(remember)
 
 
 FEATURE = Reshard()

@@ -53,7 +53,7 @@ class LostWeights:
         """
         source = described.source if checkpoint is None else {"name": checkpoint}
         where = {"revision": source["commit_hash"]} if source.get("commit_hash") else {}
-        given: dict[str, Any] = {**described.options, **described.loaded_with.given, **where, "dtype": described.dtype}
+        given: dict[str, Any] = {**described.options, **described.loaded_with, **where, "dtype": described.dtype}
         given.pop("tp_shares", None)
         self.name = source.get("name")
         if self.name is None:

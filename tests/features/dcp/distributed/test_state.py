@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import MASK, PROMPTS, load
+from tests.support.needs import needs
 
 pytestmark = pytest.mark.distributed
 
@@ -52,6 +53,7 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
     return weights, moments, model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss.item()
 
 
+@needs("full_parameters")
 @pytest.mark.parametrize("tied", [False, True])
 def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path, tied: bool) -> None:
     for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2)))[tied:]:
