@@ -138,7 +138,7 @@ def check_cache(model: Any, cache: Any) -> None:
         own = heads.kv.widths[GROUP.of(model).rank]
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[1] != own and not heads.is_latent:
             raise UnsupportedError(
-                "past_key_values",
+                "cache, or past_key_values",
                 got=f"{keys.shape[1]} KV heads in layer {index} of a {type(cache).__name__}",
                 expected=f"{own}, the heads of this rank",
                 fix="Let the cache take its shape from its first input, or give early_initialization num_heads="

@@ -40,7 +40,7 @@ _NOTHING, _POSITIONS, _MASK, _CACHE, _ATTENTIONS, _PACKED, _PACKED_ROW, _FLEX, _
 """Kinds of a rank's arguments, in `Batch.agree`. _MASK is a mask of more than 2 dims; its dtype is sent too."""
 
 _PROBLEMS = {
-    _CACHE: ("past_key_values", "none, or generate, for which all ranks have the same prompts"),
+    _CACHE: ("cache, or past_key_values", "none, or generate, for which all ranks have the same prompts"),
     _ATTENTIONS: ("output_attentions=True", "no attentions, whose heads and samples are on different ranks"),
     _PACKED: ("cu_seq_lens_q, which counts a rank's own tokens", "padded samples, or position_ids and sdpa"),
     _PACKED_ROW: (
