@@ -31,10 +31,9 @@ def to_local(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 class _LocalMixin(TensorParallelLayer):
     """The sharding of another strategy without its communication; parameters are plain tensors."""
 
-    def __init__(self, *, use_dtensor: bool = True, parts: int | None = None) -> None:
-        """`use_dtensor`: whether shards become DTensors where a placement describes them. `parts`: see the class."""
+    def __init__(self, *, use_dtensor: bool = True) -> None:
+        """`use_dtensor`: whether shards become DTensors where a placement describes them."""
         super().__init__(use_dtensor=use_dtensor)
-        self.parts = parts
 
     def check(self, module: nn.Module) -> None:
         """Accept any module with parameters along the sharded features, such as a norm over heads."""
@@ -80,6 +79,18 @@ class LocalRowwiseParallel(_LocalMixin, RowwiseParallel):
         of_b = ReplicateSumGradParallel()
         of_b.added_once = ("bias",)
         return LocalRowwiseParallel(), of_b
+
+
+class LocalPackedColwiseParallel(LocalColwiseParallel):
+    """Shard each part of the output features, without communication."""
+
+    parts = 2
+
+
+class LocalPackedRowwiseParallel(LocalRowwiseParallel):
+    """Shard each part of the input features; the output is a partial sum."""
+
+    parts = 2
 
 
 class AllReduceParallel(TensorParallelLayer):

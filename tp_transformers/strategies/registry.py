@@ -13,7 +13,14 @@ from ..seams import features, first
 from .base import TensorParallelLayer
 from .experts import IsolatedParallel, MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
-from .local import AllReduceParallel, GatherParallel, LocalColwiseParallel, LocalRowwiseParallel
+from .local import (
+    AllReduceParallel,
+    GatherParallel,
+    LocalColwiseParallel,
+    LocalPackedColwiseParallel,
+    LocalPackedRowwiseParallel,
+    LocalRowwiseParallel,
+)
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 
 CORE: dict[str, TensorParallelLayer] = {
@@ -28,8 +35,8 @@ CORE: dict[str, TensorParallelLayer] = {
     "local": IsolatedParallel(),
     "local_colwise": LocalColwiseParallel(use_dtensor=False),
     "local_rowwise": LocalRowwiseParallel(use_dtensor=False),
-    "local_packed_colwise": LocalColwiseParallel(use_dtensor=False, parts=2),
-    "local_packed_rowwise": LocalRowwiseParallel(use_dtensor=False, parts=2),
+    "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
+    "local_packed_rowwise": LocalPackedRowwiseParallel(use_dtensor=False),
     "gather": GatherParallel(),
     "replicate": ReplicateParallel(),
     # Names in the plans that classes of transformers 5 declare.

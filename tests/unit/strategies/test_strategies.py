@@ -21,6 +21,7 @@ from tp_transformers.slices.layout import Ranks, chunked, heads
 from tp_transformers.slices.lazy import LazyTensor, Resident
 from tp_transformers.strategies import STRATEGIES, LocalConfig, take
 from tp_transformers.strategies.base import EXPERT_UNIT
+from tp_transformers.strategies.registry import CORE
 
 SIZES = [1, 2, 3, 5]
 
@@ -330,6 +331,12 @@ def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(n
     assert strategy.is_built_in
     assert STRATEGIES[name].short_forward() is not None
     assert short is None or short[("before", "after").index(method)] == method
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_class_that_inherits_from_that_of_a_strategy_splits_alike(name: str) -> None:
+    own: Any = type("Own", (type(STRATEGIES[name]),), {})()
+    assert own.split_length(12, 2) == STRATEGIES[name].split_length(12, 2)
 
 
 def test_a_local_config_has_what_it_does_not_set() -> None:
