@@ -10,10 +10,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
-from transformers import Conv1D, PreTrainedModel
+from transformers import Conv1D
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 V = TypeVar("V", bound=Hashable)
 
@@ -183,6 +186,8 @@ def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
 
     They are the submodels with a different model type; a base model has the type of its model.
     """
+    from transformers import PreTrainedModel  # a second of imports, which strategies alone do not need
+
     own = getattr(getattr(model, "config", None), "model_type", None)
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel) and module.config.model_type != own:

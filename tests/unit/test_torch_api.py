@@ -244,9 +244,12 @@ def test_a_name_that_torch_lacks_refuses_a_load_and_nothing_else(monkeypatch: py
     torch_api._lacking.cache_clear()
 
 
-def test_the_compiler_is_not_imported() -> None:
+def test_neither_the_compiler_nor_models_are_imported() -> None:
+    """Strategies alone, as a script with torch's `parallelize_module` uses them, need no models of transformers."""
     program = (
         "import sys, tp_transformers.torch_api\n"
-        "assert not sys.modules.keys() & {'torch._dynamo', 'torch._inductor', 'transformers'}, 'imported'"
+        "assert not sys.modules.keys() & {'torch._dynamo', 'torch._inductor', 'transformers'}, 'imported'\n"
+        "import tp_transformers.strategies\n"
+        "assert 'transformers.modeling_utils' not in sys.modules, 'imported'"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
