@@ -296,5 +296,5 @@ def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
 )
 def test_layers_that_are_alike(name: str, stack: str, firsts: list[int]) -> None:
     found = outline(name).get_submodule(stack)
-    anatomy = [small_config.kind(layer) for layer in found]
-    assert [anatomy.index(each) for each in anatomy] == firsts
+    kinds = [small_config.kind(layer) for layer in found]
+    assert [kinds.index(each) for each in kinds] == firsts

@@ -113,8 +113,6 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ModelPlan | str, group: Ten
     return Plan.parse(group.gather(made)[0], source=f'tp_plan="{tp_plan}" for {type(model).__name__}')
 
 
-logger = get_logger(__name__)
-
 SHARES = "TP_TRANSFORMERS_SHARES"
 """Environment variable with shares for loads that ask for none: `2,1,1`, or the name of a measure."""
 

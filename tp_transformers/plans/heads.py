@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -26,9 +26,6 @@ from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies.signature import FEATURES
 from .attention import Attention, AttentionHeads
 from .rule import UNRULED, Matches, Rule
-
-if TYPE_CHECKING:
-    pass
 
 PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "query": ("q_proj",),
