@@ -21,6 +21,7 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import compare_seen, gradient_errors, gradients, relative, worst
 from tests.support.groups import counts, join
 from tests.support.models import MASK, PROMPTS, VOCAB, load
+from tests.support.needs import needs
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers.strategies import ColwiseParallel, vocab_parallel_cross_entropy
@@ -125,6 +126,7 @@ def compare_with_losses(name: str, folder: str, reference_file: str, sequence: b
     }
 
 
+@needs("sequence")
 @pytest.mark.parametrize(
     ("name", "size", "changes", "sequence"),
     wide(
@@ -225,6 +227,7 @@ def adapt_and_resize(folder: str) -> dict[str, float]:
     return errors
 
 
+@needs("sequence")
 def test_adapters_and_embeddings_of_another_size(pool: Pool, tmp_path: Path) -> None:
     ARCHITECTURES["llama"].make(9, 3).save_pretrained(tmp_path)
     for errors in pool.run(2, adapt_and_resize, str(tmp_path)):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import tp_transformers
 from tests.support.models import bytes_read, headers, held, load
+from tests.support.needs import needs
 from tests.support.pool import Pool, WorkerError
 from tp_transformers.features.machines.sameness import BLOCK_BYTES, BLOCKS
 
@@ -87,6 +88,7 @@ def test_commits_of_the_cache_are_compared(pool: Pool, cases: Any, tmp_path: Pat
         pool.run(2, load_own, folders, timeout=60)
 
 
+@needs("presharded")
 def test_a_sharded_copy_that_was_changed(pool: Pool, cases: Any, tmp_path: Path) -> None:
     """At another size than it was saved at, ranks read parts of the same files."""
     pool.run(2, save_sharded, cases(9, 3).folder, str(tmp_path / "saved"))
