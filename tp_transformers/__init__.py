@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .features.data_parallel.data_parallel import data_parallel
     from .features.presharded.save import save_sharded
+    from .features.reshard.reshard import reshard as reshard
     from .features.watch.calls import fail_together
     from .features.watch.renew import renew_process_group
     from .loading.hook import disable, enable

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from ..features.expert_parallel.expert_load import ExpertLoad
     from ..features.full_parameters.full_parameters import full_parameters
     from ..features.full_parameters.optimizers.groups import parameter_groups
+    from ..features.reshard.training import reshard
 else:
     __getattr__, __dir__ = lazy_names(__name__, {})
 
-__all__ = ["ExpertLoad", "full_parameters", "load_optimizer_state_dict", "optimizer_state_dict", "parameter_groups"]
+__all__ = [
+    "ExpertLoad",
+    "full_parameters",
+    "load_optimizer_state_dict",
+    "optimizer_state_dict",
+    "parameter_groups",
+    "reshard",
+]

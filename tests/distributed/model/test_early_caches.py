@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -28,8 +29,9 @@ def generate_early(folder: str) -> bool:
     settings = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True}
     own, full = [kv for _, kv in head_counts(model).values()], model.config.num_key_value_heads
     told = rf"past_key_values: got {full} KV heads in layer 0 of a StaticCache, expected {own[0]}.*head_counts"
-    with pytest.raises(UnsupportedError, match=told):
-        model.generate(PROMPTS, past_key_values=early(model, full), **settings)
+    for argument in {"past_key_values", "cache"} & {"past_key_values", *signature(type(whole).forward).parameters}:
+        with pytest.raises(UnsupportedError, match=told):
+            model.generate(PROMPTS, **{argument: early(model, full)}, **settings)
     with pytest.raises(UnsupportedError, match=told):
         model(PROMPTS, past_key_values=early(model, full))
     expected = whole.generate(PROMPTS, past_key_values=early(whole, full), **settings)
