@@ -155,10 +155,10 @@ def concat(tensors: Sequence[LazyTensor], dim: int) -> LazyTensor:
 
 
 def reshaped(tensor: LazyTensor, shape: Sequence[int]) -> LazyTensor:
-    """Reshape `tensor` to `shape`. Reads it, unless it is a full stored tensor."""
+    """Reshape `tensor` to `shape`. Reads it, unless it is a full stored tensor in the order of the file."""
     if tuple(tensor.shape) == tuple(shape):
         return tensor
-    if isinstance(tensor, Stored) and tensor.stored_shape == tuple(tensor.shape):
+    if isinstance(tensor, Stored) and not tensor.looped:
         return Stored(tensor.source, offset=tensor.offset, shape=shape, dtype=tensor.dtype)
     return Resident(tensor.materialize().reshape(tuple(shape)))
 

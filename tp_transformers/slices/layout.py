@@ -73,7 +73,7 @@ class Split:
         """The ranges that several ranks hold, ascending, each with its offset in their concatenation."""
         if sum(self.widths) == self.length:
             return {}
-        counts = Counter(entry for ranges in self.ranges for entry in set(ranges) if entry[0] < entry[1])
+        counts = Counter(entry for ranges in self.ranges for entry in set(ranges))
         several = sorted(entry for entry, ranks in counts.items() if ranks > 1)
         lengths = (stop - start for start, stop in several)
         return dict(zip(several, accumulate(lengths, initial=0), strict=False))

@@ -129,7 +129,7 @@ class Stored(LazyTensor):
         return tuple(math.prod(self.stored_shape[dim + 1 :]) for dim in range(len(self.stored_shape)))
 
     @cached_property
-    def _looped(self) -> int:
+    def looped(self) -> int:
         """Number of leading dims up to the last sliced one; all dims after it lie within one byte range."""
         partial = [dim for dim, length in enumerate(self.stored_shape) if self.selection[dim] != ((0, length),)]
         return partial[-1] + 1 if partial else 0
@@ -137,9 +137,9 @@ class Stored(LazyTensor):
     @cached_property
     def shortest_range(self) -> int:
         """Length in bytes of the shortest byte range."""
-        if not self._looped:
+        if not self.looped:
             return self.nbytes
-        last = self._looped - 1
+        last = self.looped - 1
         return min(stop - start for start, stop in self.selection[last]) * self.strides[last] * self.dtype.itemsize
 
     @property
@@ -174,17 +174,17 @@ class Stored(LazyTensor):
         """
         if not all(self.shape):
             return []
-        if not self._looped:
+        if not self.looped:
             return [(self.offset, self.nbytes)]
         *outer, inner = [
             (ranges, stride * self.dtype.itemsize)
-            for ranges, stride in zip(self.selection[: self._looped], self.strides, strict=False)
+            for ranges, stride in zip(self.selection[: self.looped], self.strides, strict=False)
         ]
         rows = [self.offset]
         for ranges, step in outer:
             indices = [index * step for start, stop in ranges for index in range(start, stop)]
             rows = [row + index for row in rows for index in indices]
-        of_row = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0] if stop > start]
+        of_row = [(start * inner[1], (stop - start) * inner[1]) for start, stop in inner[0]]
         return [(row + start, length) for row in rows for start, length in of_row]
 
     def blocks(self, destination: torch.Tensor) -> Iterator[tuple[Stored, torch.Tensor]]:

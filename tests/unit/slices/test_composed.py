@@ -12,7 +12,7 @@ from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.slices.composed import Concat, Squeeze, Stack, Transpose, concat, permute
+from tp_transformers.slices.composed import Concat, Squeeze, Stack, Transpose, concat, permute, reshaped
 from tp_transformers.slices.lazy import Deferred, LazyTensor, Resident
 from tp_transformers.slices.stored import Stored
 
@@ -115,6 +115,23 @@ def test_neighbours_of_one_stored_tensor_become_one(leaves) -> None:
     assert len(concat([rows[0], other.select(0, [(1, 2)])], 0).tensors) == 2
     narrow = [first.select(1, [(1, 3)]).select(0, [(0, 1)]), first.select(1, [(2, 4)]).select(0, [(1, 2)])]
     assert len(concat(narrow, 0).tensors) == 2
+
+
+def test_no_indices_are_permuted_and_joined(leaves) -> None:
+    assert permute(Resident(torch.ones(0, 3)), 0, []).shape == (0, 3)
+    assert concat([leaves[1][0][0].select(0, [(place, place)]) for place in (0, 1)], 0).shape == (0, *SHAPE[1:])
+
+
+def test_only_a_full_stored_tensor_is_reshaped_without_a_read(leaves) -> None:
+    opened, ((stored, real), *_, (resident, memory), _) = leaves
+    before = opened.bytes_read
+    flat = reshaped(stored, (12, 5))
+    assert isinstance(flat, Stored)
+    assert reshaped(stored, SHAPE) is stored
+    assert opened.bytes_read == before
+    backwards = permute(stored, 0, [2, 1, 0]), real.flip(0)
+    for lazy, expected in ((flat, real), backwards, (resident, memory), (stored.select(0, [(1, 3)]), real[1:3])):
+        assert torch.equal(reshaped(lazy, (expected.numel(),)).materialize(), expected.flatten())
 
 
 def test_slicing_reads_nothing(leaves) -> None:
