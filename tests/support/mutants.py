@@ -45,8 +45,8 @@ from _pytest.runner import runtestprotocol
 from tests.support.pool import PACKAGE, Pool
 
 FILE = Path(__file__).parents[1] / "data" / "mutants.json"
-TESTS: dict[str, tuple[int | None, str]] = {
-    "slices": (None, "unit/slices unit/checkpoint"),
+TESTS: dict[str, tuple[int, str]] = {
+    "slices": (150, "unit/slices unit/checkpoint"),
     "plans": (120, "unit/plans unit/test_wrong_use.py"),
     "strategies": (60, "unit/strategies distributed/strategies distributed/test_llama.py"),
     "checkpoint": (60, "unit/checkpoint distributed/checkpoint distributed/loading/test_conversion.py"),
@@ -56,8 +56,8 @@ TESTS: dict[str, tuple[int | None, str]] = {
         "distributed/strategies/test_second_order.py distributed/strategies/test_shared_heads.py",
     ),
 }
-"""Package -> (mutants of a run; None: all, its tests)."""
-READ = ("strategies", "checkpoint")  # packages whose survivors have been read
+"""Package -> (mutants of a run, its tests)."""
+READ = ("slices", "plans", "strategies", "checkpoint")  # packages whose survivors have been read
 WIDE = "unit distributed features"
 """Tests for what the tests of a package let live."""
 SECONDS = float(os.environ.get("SECONDS", 300))  # of all tests of a mutant, without it; slower ones are left out

@@ -129,6 +129,15 @@ def test_projections_in_two_modules_are_cut_by_the_same_heads(size: int, expecte
     )
 
 
+@needs("architectures")
+def test_heads_of_experts_attend_once_per_expert_of_a_token() -> None:
+    model = TEXTS["jetmoe"].make()
+    plan = Plan.for_model(model)
+    assert plan is not None
+    heads = next(iter(resolve(plan, model, 2).attention.values()))
+    assert (heads.query.length, heads.repeats) == (5, 2)
+
+
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4Config"), reason="transformers has no Gemma 4 yet")
 def test_rules_of_a_plan_that_completes_a_declared_one_come_before_those_of_its_parts() -> None:
     model_class: Any = transformers.AutoModelForImageTextToText

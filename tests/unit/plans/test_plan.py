@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from tp_transformers import PlanError
 from tp_transformers.anatomy import fold_layers
 from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import Resolution, resolve
+from tp_transformers.plans.parse import shares_of
 from tp_transformers.plans.rule import Pattern
 from tp_transformers.plans.yaml_file import available_plans
+from tp_transformers.slices.layout import Ranks
 from tp_transformers.strategies import STRATEGIES, TensorParallelLayer
 
 LAYER = "model.layers.*."
@@ -100,7 +103,7 @@ def test_every_fault_is_told_at_once_with_the_nearest_names() -> None:
         }
     )
     text = faults(plan)
-    assert "4 faults" in text
+    assert text.startswith("tp_plan does not fit LlamaForCausalLM, 4 faults:")
     assert "model.embed_tokens: unknown strategy 'embeding_rowwise' (nearest: embedding_rowwise" in text
     assert "model.layers.*.mlp.gate_prj: matches no module" in text
     assert "nearest: model.layers.*.mlp.gate_proj" in text
@@ -116,6 +119,7 @@ def test_malformed_rules() -> None:
     assert "a: parts is '2'" in text
     assert "b: the strategy is 3" in text
     assert "c: a rule has" in text
+    assert Plan.from_dict({"a": {"strategy": "rowwise", "parts": 1, "unit": 1}}).rules[0].unit == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,7 @@ def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
     for name in ("model.embed_tokens", "model.norm", "lm_head"):
         del theirs[name]
     assert mine == theirs
-    assert plan.attention == llama.attention
+    assert (plan.attention, plan.entries) == (llama.attention, ())
     assert plan.model_types == ("llama", "mine")
     assert plan.source.endswith("mine.yaml")
     assert resolve(plan, meta_model(), 2).uncovered == ("model.norm.weight", "lm_head.weight")
@@ -179,6 +183,13 @@ def test_tied_parameters_have_to_be_cut_alike() -> None:
     text = faults(Plan.from_dict({"lm_head": "colwise_rep"}), meta_model(tie_word_embeddings=True))
     assert "lm_head.weight: tied to model.embed_tokens.weight" in text
     assert "dim 0 into (100, 99)" in text
+
+
+def test_a_declared_plan_splits_the_embedding_with_the_head_that_is_tied_to_it() -> None:
+    plan = replace(Plan.from_dict({"lm_head": "colwise_rep"}), declared=True)
+    for is_tied, rule in ((True, "embedding_rowwise"), (False, None)):
+        names = resolve(plan, meta_model(tie_word_embeddings=is_tied), 2).rule_names
+        assert names.get("model.embed_tokens.weight") == rule
 
 
 @pytest.mark.parametrize("module_rule", [{}, {LAYER + "mlp.up_proj": "colwise"}])
@@ -200,6 +211,7 @@ def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule:
             "model.embed_tokens: ",
         ),
         ({"model.norm": {"strategy": "replicate", "parts": 2}}, "replicate takes no parts"),
+        ({"lm_head": STRATEGIES["colwise_rep"].with_shares((2, 1))}, "lm_head: with_shares is for parallelize_module"),
         ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [-1, 101]}}, LAYER + "mlp.up_proj.weight: "),
         ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": [0, 100]}}, LAYER + "mlp.up_proj.weight: "),
         ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, LAYER + "mlp.up_proj.weight: "),
@@ -219,6 +231,8 @@ def test_norms_among_heads_that_are_cut_have_to_sum_their_gradients() -> None:
     assert "add model.layers.*.self_attn.q_norm: replicated_with_grad_allreduce" in text
     norms = {LAYER + f"self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
     assert resolve(Plan.from_dict({**MEGATRON, **norms}), model, 2).param_strategies
+    declared = resolve(replace(Plan.from_dict(MEGATRON), declared=True), model, 2).rule_names
+    assert {declared[f"model.layers.0.self_attn.{name}_norm.weight"] for name in "qk"} == set(norms.values())
 
 
 @pytest.mark.parametrize(
@@ -231,6 +245,7 @@ def test_norms_among_heads_that_are_cut_have_to_sum_their_gradients() -> None:
 def test_attention_that_is_not_there(tmp_path: Path, attention: str, says: str) -> None:
     plan = plan_of(tmp_path, f"base_model: {{layers.*.self_attn.q_proj: colwise}}\nattention: {attention}\n")
     text = faults(plan, size=3)
+    assert text.startswith(f"plan {tmp_path}/mine.yaml does not fit LlamaForCausalLM")
     assert says in text
     assert "does not say where the heads" not in text
 
@@ -301,11 +316,11 @@ def test_an_unknown_strategy_in_a_declared_plan_is_a_fault() -> None:
     assert text.endswith("); import the file that registers your own first (--import in commands)")
 
 
-def fused(parts: Any, size: int = 3) -> Resolution:
+def fused(parts: Any, size: int = 3, head_dim: int = 8) -> Resolution:
     """A Llama whose query, key and value (or gate and up) projections are one."""
-    model = meta_model()
+    model = meta_model(head_dim=head_dim)
     for layer in model.model.layers:
-        layer.self_attn.qkv_proj = torch.nn.Linear(64, (8 + 4 + 4) * 8, bias=False, device="meta")
+        layer.self_attn.qkv_proj = torch.nn.Linear(64, (8 + 4 + 4) * head_dim, bias=False, device="meta")
         del layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
     data = {
         "rules": {
@@ -323,6 +338,7 @@ def test_fused_attention_parts_are_cut_by_their_heads() -> None:
     split = layout.split
     assert split.ranges[0] == ((0, 32), (64, 80), (96, 112))
     assert split.ranges[2] == ((48, 64), (88, 96), (120, 128))
+    assert fused(["query", "key", "value"], head_dim=1).attention["model.layers.0.self_attn"].query.length == 8
 
 
 def test_fused_parts_by_length() -> None:
@@ -335,6 +351,18 @@ def test_fused_parts_by_length() -> None:
 def test_fused_parts_that_do_not_add_up() -> None:
     with pytest.raises(PlanError, match="weight along dim 0: it has length 128, its parts add up to 96"):
         fused([64, 32], size=4)
+
+
+def test_shares_are_a_number_for_each_rank_or_a_name() -> None:
+    assert shares_of(" 2,1.5 ", subject="--shares") == (2, 1.5)
+    plan = Plan("mine", (), shares=(2, 1))
+    assert plan.ranks(2) == Ranks(2, (2, 1))
+    for text in ("2,x", "0,1", ""):
+        with pytest.raises(PlanError, match=r"--shares: got .*, expected a positive number for each rank"):
+            shares_of(text, subject="--shares")
+    for shares, says in (((2, 1), "got 2 shares.* as many numbers"), ("speed", "got 'speed'.* Give numbers")):
+        with pytest.raises(PlanError, match=f"tp_shares: {says}"):
+            replace(plan, shares=shares).ranks(3)
 
 
 def test_strategies_are_a_mapping_that_takes_classes_and_instances() -> None:

@@ -34,6 +34,7 @@ TEXTS = {
     "bomb of lists": (bomb("[x]", "{0}"), "more than 100000 values"),
     "bomb of maps": (bomb("{x: y}", "k{1}: {0}"), "more than 100000 values"),
     "bomb of merges": (bomb("{x: y}", "<<: {0}"), "more than 100000 values"),
+    "many aliases": ("a: &a [" + "x, " * 999 + "]\nb: [" + "*a, " * 101 + "]", "more than 100000 values"),
     "alias to itself": ("rules: {a: {strategy: colwise, parts: &p [*p]}}", "line 1, column 43: *p is inside"),
     "rules in rules": ("rules: &r {a: *r}", "*r is inside"),
     "no anchor": ("rules: *x", "undefined alias"),
@@ -176,6 +177,8 @@ def test_plans_that_yaml_allows(mine: Path) -> None:
         rules = yaml.safe_load(content)["rules"]
         assert {rule.pattern: rule.strategy for rule in Plan.from_yaml(mine).rules} == rules
         assert set(Plan.from_yaml(mine).rules) == set(expected.rules)
+    mine.write_bytes(b"rules: {a: colwise, b: rowwise}\n".ljust(MAX_BYTES, b"#"))
+    assert Plan.from_yaml(mine) == expected
 
 
 def nested() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.strategies import ReplicateParallel, TensorParallelLayer
+from tp_transformers.strategies.base import EXPERT_UNIT
 
 LAYER = "model.layers.*."
 MLP = LAYER + "mlp."
@@ -121,8 +123,22 @@ def test_blocks_that_are_not_added_up_once(rules: dict[str, str], says: str) -> 
     assert says in faults(rules, llama())
 
 
+def test_a_gate_and_an_up_are_split_as_they_are_stored() -> None:
+    model = mixtral()
+    for layer in model.model.layers:
+        layer.mlp.experts.is_concatenated = False  # rows of the two alternate
+    rules = {MLP + "experts": "moe_tp_experts", **EXPERTS}
+    for strategy in ("colwise", "packed_colwise"):
+        text = faults({**rules, MLP + "experts.gate_up_proj": strategy}, model)
+        assert "gate_up_proj and down_proj would be sharded along different features" in text
+    pairs = {MLP + "experts.gate_up_proj": {"strategy": "colwise", "unit": 2 * EXPERT_UNIT}}
+    assert resolve(Plan.from_dict({**rules, **pairs}), model, 3)
+
+
 def test_local_blocks_with_a_gather_are_accepted() -> None:
     assert resolve(Plan.from_dict({LAYER + "mlp": "gather", **LOCAL}), llama(), 2).module_strategies
+    with pytest.raises(PlanError, match="nothing adds up"):  # a declared plan is completed for experts alone
+        resolve(replace(Plan.from_dict(LOCAL), declared=True), llama(), 2)
 
 
 class Scaled(nn.Module):
@@ -142,6 +158,7 @@ def test_what_stands_between_cut_linears_is_named(width: int, rule: str) -> None
     assert f"{says}add {MLP}act_fn: {rule}" in faults(GATED, model)
     if width == 1:
         assert resolve(Plan.from_dict({**GATED, MLP + "act_fn": rule}), model, 2)
+        assert resolve(replace(Plan.from_dict(GATED), declared=True), model, 2).rule_names
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
 from tests.support.models import llama_config
 from tp_transformers import PlanError
@@ -68,6 +70,17 @@ def test_linears_that_fit_together_are_left_alone(rules: dict[str, str], width: 
     resolve(plan, meta_model(intermediate_size=width), 3)
 
 
+def test_only_the_last_linear_of_a_sequential_may_leave_its_features_sharded() -> None:
+    model = meta_model()
+    for layer in model.model.layers:
+        layer.extra = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 48)).to("meta")
+    resolve(Plan.from_dict({"model.layers.*.extra.1": "colwise"}), model, 2)
+    for layer in model.model.layers:
+        layer.extra[0] = nn.Linear(64, 90, device="meta")
+    with pytest.raises(PlanError, match=r"extra\.\*: it leaves its features sharded, and nothing after it"):
+        resolve(Plan.from_dict({"model.layers.*.extra.0": "colwise"}), model, 2)
+
+
 class Chunks(TensorParallelLayer):
     """Output features, split as `torch.chunk` splits them."""
 
@@ -77,12 +90,38 @@ class Chunks(TensorParallelLayer):
         return get_tensor_shard(param, empty_param, device_mesh, rank, 0)
 
 
+class ChunksOfInput(Chunks):
+    """The same for the input features of a Conv1D, whose weight is (in, out)."""
+
+    signature = Signature(State.FEATURES, State.REPLICATED)
+
+
+class Whole(Chunks):
+    """The full weight, on every rank."""
+
+    signature = Signature(State.REPLICATED, State.REPLICATED)
+
+    def partition_tensor(self, param, empty_param, param_type, param_casting_dtype, to_contiguous, rank, device_mesh):
+        return param[...]
+
+
 def test_slices_of_an_own_strategy_have_to_fit_the_next_linear() -> None:
     plan = Plan.from_dict({f"{MLP}gate_proj": Chunks(), f"{MLP}up_proj": Chunks(), f"{MLP}down_proj": "rowwise"})
     model = meta_model(intermediate_size=100)
     resolve(plan, model, 4)  # 25 each, in both ways
     with pytest.raises(PlanError, match=r"gate_proj and .*down_proj: the same features are split differently"):
         resolve(plan, model, 3)  # 34, 34, 32, where rowwise has 34, 33, 33
+    resolve(Plan.from_dict({f"{MLP}gate_proj": Whole()}), model, 3)
+
+
+def test_slices_of_a_transposed_linear_have_to_fit_the_one_before() -> None:
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_inner=100, n_layer=1, n_head=8))
+    mlp = "transformer.h.*.mlp."
+    plan = Plan.from_dict({f"{mlp}c_fc": "colwise", f"{mlp}c_proj": ChunksOfInput()})
+    resolve(plan, model, 4)
+    with pytest.raises(PlanError, match=r"c_fc and .*c_proj: the same features are split differently"):
+        resolve(plan, model, 3)
 
 
 def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
@@ -105,7 +144,7 @@ def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
     assert check_layers_are_sharded(model, replace(plan, declared=False), resolution, 2) is None
 
 
-def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
+def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share(tmp_path: Path) -> None:
     config = LlavaConfig(
         vision_config={
             "model_type": "vit_msn",
@@ -126,6 +165,12 @@ def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share() -> None:
     note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
     assert note is not None
     assert "replicates 2 of 2 model.vision_tower." in note
+    assert plan.inner_models == ("model.language_model",)
+    assert plan.as_dict()["lm_head"] == "colwise_rep"  # of the plan for the language model
+    (tmp_path / "own.yaml").write_text("rules: {model.language_model.norm: replicate}")
+    own = Plan.for_model(model, tmp_path / "own.yaml")
+    assert own is not None
+    assert own.as_dict() == {"model.language_model.norm": "replicate"}
 
 
 def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
