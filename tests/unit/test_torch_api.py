@@ -32,7 +32,15 @@ OTHERS = {
         "_unused_fields",
     ),  # of the server and of models
     *("_attn_implementation", "_auto_class", "_device_mesh", "_experts_implementation", "_hf_peft_config_loaded"),
-    *("_fsdp_size", "_is_hf_initialized", "_keys_to_ignore_on_save", "_tp_plan", "_tp_size", "_weight_conversions"),
+    *(
+        "_fsdp_size",
+        "_gradient_checkpointing_func",
+        "_is_hf_initialized",
+        "_keys_to_ignore_on_save",
+        "_tp_plan",
+        "_tp_size",
+        "_weight_conversions",
+    ),
     *("_BaseAutoModelClass", "_adjust_missing_and_unexpected_keys", "_from_config"),  # in transformers_api.py
     *("_get_resolved_checkpoint_files", "_load_pretrained_model"),
     "_global_mapping",  # of transformers' registries

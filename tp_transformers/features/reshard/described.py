@@ -39,6 +39,8 @@ class Described:
     """Parameters without `requires_grad`."""
     training: frozenset[str]
     """Modules in training mode."""
+    checkpointed: Mapping[str, Any]
+    """Modules that compute activations again in the backward -> the function that does so."""
     source: Mapping[str, Any]
     conversions: Sequence[Any]
     random_states: Any
@@ -64,6 +66,11 @@ class Described:
             dtype=model.dtype,
             frozen=frozenset(frozen),
             training=frozenset(name for name, module in model.named_modules() if module.training),
+            checkpointed={
+                name: getattr(module, "_gradient_checkpointing_func", None)
+                for name, module in model.named_modules()
+                if getattr(module, "gradient_checkpointing", False)
+            },
             source=dict(untyped(model).tp_source),
             conversions=[identity(entry) for entry in getattr(model, "_weight_conversions", None) or ()],
             random_states=random_states(GROUP.of(model).device),
@@ -78,25 +85,29 @@ class Described:
                 param.requires_grad_(False)
         for name, module in model.named_modules():
             module.training = name in self.training
+            if name in self.checkpointed:
+                untyped(module).gradient_checkpointing = True
+                untyped(module)._gradient_checkpointing_func = self.checkpointed[name]
 
 
 def check_supported(model: Any) -> None:
     """Raise UnsupportedError for a model that cannot be resharded."""
     group: TensorParallelGroup | None = GROUP.find(model)
-    params = [*model.parameters()] if isinstance(model, nn.Module) else []
+    params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     fix = "Save it, and load it on the other ranks."
     got = ""
     if group is None or not isinstance(model, PreTrainedModel) or not hasattr(model, "tp_options"):
         got, fix = f"a {type(model).__name__}", 'Load it with tp_plan="auto".'
     elif group.copies is not None or (group.mesh is not None and group.mesh.ndim > 1):
         got = "one of several copies of a model"
-    elif any(getattr(getattr(param, "tp_shard", None), "resharded_over", None) for param in params):
+    elif any(getattr(getattr(param, "tp_shard", None), "resharded_over", None) for param in params.values()):
         got = "shards that FSDP has sharded again"
-    elif getattr(model, "_hf_peft_config_loaded", False) or any(
-        "lora_" in name for name, _ in model.named_parameters()
-    ):
-        got, fix = "a model with adapters", "Merge them or save them, and load them into the model on the other ranks."
-    elif any(param.grad is not None for param in params):
+    elif getattr(model, "_hf_peft_config_loaded", False) or params.keys() - model.tp_resolution.layouts.keys() - {
+        *model.tp_resolution.uncovered
+    }:
+        got = "a model with adapters, or with other parameters that were added after the load"
+        fix = "Merge or save them, and add them to the model on the other ranks."
+    elif any(param.grad is not None for param in params.values()):
         got, fix = "parameters with gradients", "Call it between steps, after optimizer.zero_grad()."
     if got:
         raise UnsupportedError("reshard", got=got, expected="a model that was loaded with a plan", fix=fix)

@@ -112,7 +112,9 @@ class Moves:
         answers = self.union.gather((state, asked))
         states = [state for state, _ in answers if state != "serves"]
         failure = next((state for state in states if state.startswith("failed")), None)
-        if failure is not None and not state.startswith("failed"):
+        if failure is not None:
+            if state.startswith("failed"):
+                return True
             self.has_failed = True
             raise agreed(RemoteRankError(failure))
         wanted: dict[str, list[tuple[int, int, Selection]]] = defaultdict(list)
@@ -121,7 +123,7 @@ class Moves:
                 wanted[name].append((rank, index, selection))
         self.has_begun = self.has_begun or bool(wanted)
         try:
-            with torch.no_grad():
+            with self.union.agree(), torch.no_grad():
                 for name in (name for name in self.table if name in wanted):
                     self._move(name, list(self._plan(name, wanted[name])), requests)
                     self.free(name)
@@ -145,32 +147,30 @@ class Moves:
         ways: dict[tuple[int, int], list[_Move]] = defaultdict(list)
         for move in moves:
             ways[readers.get(move, move.piece.source), move.receiver].append(move)
-        read: dict[_Move, Tensor] = {}
-        if readers:
-            with self.union.agree():
-                read = {move: self._read(name, move) for move, reader in readers.items() if reader == own}
-        local = self.values[name]() if any(own == way[0] for way in ways) and name in self.values else None
-        if local is not None and local.ndim == 0:
-            local = local.view(1)
-        blocks = {
-            move: read[move] if move in read else _block(local, move, entry.dim)
-            for (sender, _), of_way in ways.items()
-            for move in of_way
-            if sender == own
-        }
         device, messages, tasks = self.union.device, {}, []
-        for (sender, receiver), of_way in ways.items():
-            if sender == receiver or own not in (sender, receiver):
-                continue
-            if sender == own:
-                parts = [blocks[move].to(device).contiguous().view(-1).view(torch.uint8) for move in of_way]
-                message = parts[0] if len(parts) == 1 else torch.cat(parts)
-                tasks.append(dist.P2POp(dist.isend, message, receiver))
-            else:
-                nbytes = sum(entry.bytes_of(move.selection, move.piece) for move in of_way)
-                message = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                tasks.append(dist.P2POp(dist.irecv, message, sender))
-                messages[sender] = message
+        with self.union.agree():  # a rank that cannot read, or lacks memory, lets no other rank wait for a message
+            read = {move: self._read(name, move) for move, reader in readers.items() if reader == own}
+            local = self.values[name]() if any(own == way[0] for way in ways) and name in self.values else None
+            if local is not None and local.ndim == 0:
+                local = local.view(1)
+            blocks = {
+                move: read[move] if move in read else _block(local, move, entry.dim)
+                for (sender, _), of_way in ways.items()
+                for move in of_way
+                if sender == own
+            }
+            for (sender, receiver), of_way in ways.items():
+                if sender == receiver or own not in (sender, receiver):
+                    continue
+                if sender == own:
+                    parts = [blocks[move].to(device).contiguous().view(-1).view(torch.uint8) for move in of_way]
+                    message = parts[0] if len(parts) == 1 else torch.cat(parts)
+                    tasks.append(dist.P2POp(dist.isend, message, receiver))
+                else:
+                    nbytes = sum(entry.bytes_of(move.selection, move.piece) for move in of_way)
+                    message = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                    tasks.append(dist.P2POp(dist.irecv, message, sender))
+                    messages[sender] = message
         for work in dist.batch_isend_irecv(tasks) if tasks else ():
             work.wait()
         for (sender, receiver), of_way in ways.items():
@@ -203,7 +203,7 @@ class Moves:
         ranges = [*move.selection]
         if ranges:
             ranges[self.table[name].dim] = ((move.piece.start, move.piece.start + move.piece.length),)
-        return self.read(name, tuple(ranges))
+        return self.read(name, tuple(ranges)).to(self.table[name].dtype)
 
 
 def _block(local: Tensor | None, move: _Move, dim: int) -> Tensor:

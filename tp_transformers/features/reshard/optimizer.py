@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ...strategies import layout_of, local_tensor, take
 from ...strategies.shards.shard import shard_of
 from ...strategies.shards.tensors import know, laid_out
 from .moves import Moves
-from .table import Entry, OldModel, Table
+from .table import Entry, OldModel
 
 _KEY = "{} of {}"
 """Name of a state in a table."""
@@ -48,15 +48,15 @@ class States:
         """Give `optimizer`, or a new one, the parameters of the new model and their states. Collective."""
         params = dict(model.named_parameters(remove_duplicate=False))
         groups = [{**settings, "params": [params[name] for name in names]} for settings, names in self.groups]
-        if optimizer is None:
-            optimizer = self.made(groups)
-        optimizer.param_groups = groups
-        optimizer.state = defaultdict(dict)
+        states: defaultdict[Tensor, Any] = defaultdict(dict)
         for name, others in self.others.items():
             param = params[name]
-            optimizer.state[param] = copy.deepcopy(dict(others))
+            states[param] = copy.deepcopy(dict(others))
             for key in self.sharded[name]:
-                optimizer.state[param][key] = self._receive(_KEY.format(key, name), param, moves)
+                states[param][key] = self._receive(_KEY.format(key, name), param, moves)
+        if optimizer is None:
+            optimizer = self.made(groups)
+        optimizer.param_groups, optimizer.state = groups, states
         return optimizer
 
     def made(self, groups: Any) -> torch.optim.Optimizer:
@@ -76,13 +76,14 @@ class States:
 
 
 class OptimizerStates:
-    """The states of an optimizer on one rank, which are freed one after the other."""
+    """The states of an optimizer on one rank."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, held: OldModel) -> None:
-        """Raises UnsupportedError for states that are neither of the shape of a parameter nor single numbers."""
+        """Add the states to the tensors of `held`.
+
+        Raises UnsupportedError for states that are neither of the shape of a parameter nor single numbers.
+        """
         self.optimizer = optimizer
-        self.table: Table = {}
-        self.values: dict[str, Callable[[], Tensor]] = {}
         names = {id(param): name for name, param in held.dense.items()}
         sharded: dict[str, list[str]] = {}
         others: dict[str, dict[str, Any]] = {}
@@ -104,8 +105,8 @@ class OptimizerStates:
                         and local_tensor(value).shape == local_tensor(param).shape
                     ):
                         full = held.table[name]
-                        self.table[_KEY.format(key, name)] = Entry(full.shape, value.dtype, full.layout)
-                        self.values[_KEY.format(key, name)] = partial(local_tensor, value)
+                        held.table[_KEY.format(key, name)] = Entry(full.shape, value.dtype, full.layout)
+                        held.values[_KEY.format(key, name)] = partial(local_tensor, value)
                         sharded[name].append(key)
                     elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0):
                         others[name][key] = value.detach().cpu() if isinstance(value, Tensor) else value
@@ -119,10 +120,6 @@ class OptimizerStates:
         self.optimizer.state = defaultdict(dict)
         for group in self.optimizer.param_groups:
             group["params"] = []
-
-    def free(self, name: str) -> None:
-        """Let go of a state that has been moved."""
-        del self.values[name]
 
 
 def _unsupported(got: str, expected: str) -> UnsupportedError:

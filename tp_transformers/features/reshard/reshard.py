@@ -111,6 +111,8 @@ class Reshard:
         if not holders or len({held[2:] for held in holders}) > 1 or len({held[1] for held in holders}) < len(holders):
             got = "no model on any rank" if not holders else "different models"
             raise MeshError("reshard", got=got, expected="the ranks of one model", fix="Pass None on all other ranks.")
+        ranks = self.shares or (*self.new,)
+        union.check_same({"to": ranks, "to as a mesh": mesh is not None, "checkpoint=": checkpoint is not None})
         self.old_ranks = {rank: was for rank, was, _, _ in holders}
         self.old_size, is_packed = holders[0][2:]
         if is_packed and len(holders) < self.old_size:
@@ -126,22 +128,17 @@ class Reshard:
     def run(self) -> tuple[Any, torch.optim.Optimizer | None]:
         """Move the model, then the optimizer's states; returns both."""
         with ExitStack() as stack:
-            held, states = self._held()
-            old = self._old(held, states)
+            held, states, old = self._old()
             values = {} if held is None else held.values
             lost = self._open_lost(old, values, stack)
-            if states is not None:
-                values |= states.values
 
             def free(name: str) -> None:
-                if states is not None and name in states.values:
-                    states.free(name)
-                elif held is not None:
+                if states is not None:
+                    states.take()
+                if held is not None:
                     held.free(name)
 
             moves = Moves(self.union, old.table, old.ranks, values, free, lost.read if lost is not None else None)
-            if states is not None:
-                states.take()
             try:
                 if self.union.rank in self.new:
                     model, optimizer = self._load(moves, old)
@@ -156,37 +153,30 @@ class Reshard:
             self._report(model, moves, old, read)
         return model, optimizer
 
-    def _held(self) -> tuple[OldModel | None, OptimizerStates | None]:
-        """The tensors of the old model, and of its optimizer, on this rank."""
-        if self.model is None:
-            return None, None
-        held = OldModel(self.model)
-        return held, None if self.optimizer is None else OptimizerStates(self.optimizer, held)
-
-    def _old(self, held: OldModel | None, states: OptimizerStates | None) -> _Old:
-        """Tell all ranks of the old model."""
-        first = min(self.old_ranks)
+    def _old(self) -> tuple[OldModel | None, OptimizerStates | None, _Old]:
+        """Find the tensors of the old model, and of its optimizer, on this rank, and tell all ranks of them."""
+        first, held, states = min(self.old_ranks), None, None
         with self.union.agree() as told:
-            if held is not None:
-                table = held.table | (states.table if states is not None else {})
+            if self.model is not None:
+                held = OldModel(self.model)
+                states = None if self.optimizer is None else OptimizerStates(self.optimizer, held)
+                table, moved = held.table, None if states is None else states.states
                 changed = {name for name, tensor in held.dense.items() if is_changed(tensor)}
                 described = Described.of(self.model)
                 message = b""
                 if self.union.rank == first and len(self.old_ranks) < self.union.size:
-                    message = pickle.dumps((described, table, states and states.states))
-                told.append((zlib.crc32(repr((table, states and states.states.groups)).encode()), changed, message))
+                    message = pickle.dumps((described, table, moved))
+                told.append((zlib.crc32(repr((table, moved and moved.groups)).encode()), changed, message))
         if len({digest for digest, _, _ in told}) > 1:
             fix = "Pass the model and the optimizer of the same step on all ranks."
             raise MeshError("reshard", got="different tensors on the ranks", expected="those of one model", fix=fix)
-        if held is None:
-            described, table, moved = pickle.loads(next(message for _, _, message in told if message))
-        else:
-            moved = states.states if states is not None else None
         with self.union.agree():
+            if held is None:
+                described, table, moved = pickle.loads(next(message for _, _, message in told if message))
             if moved is not None:
                 moved.made([torch.zeros(1)])  # as a rank that joins makes one
         everywhere = frozenset[str]().union(*(changed for _, changed, _ in told))
-        return _Old(self.old_ranks, self.old_size, described, table, moved, everywhere)
+        return held, states, _Old(self.old_ranks, self.old_size, described, table, moved, everywhere)
 
     def _open_lost(self, old: _Old, values: Mapping[str, Callable[[], Tensor]], stack: ExitStack) -> LostWeights | None:
         """Open the checkpoint if no rank holds some of the old model; None on ranks that did not have the old model."""
@@ -227,7 +217,7 @@ class Reshard:
                     **shares,
                 )
             described.put_into(model)
-            for name, param in model.named_parameters():
+            for name, param in model.named_parameters(remove_duplicate=False):
                 if name in old.changed:
                     forget(param)
             optimizer = None if old.states is None else old.states.restore(self.optimizer, model, moves)

@@ -88,7 +88,7 @@ class OldModel:
         params = dict(model.named_parameters(remove_duplicate=False))
         dense = {name: params.get(name, tensor) for name, tensor in dense.items()}
         self.table: Table = {name: Entry.of(tensor) for name, tensor in (dense | packed).items()}
-        self.dense = dense
+        self.dense, self.packed = dense, packed.keys()
         self.values: dict[str, Callable[[], Tensor]] = {
             name: partial(values_of, tensor) for name, tensor in (dense | packed).items()
         }
@@ -97,15 +97,15 @@ class OldModel:
         for module in model.modules():
             for named in (module._parameters, module._buffers):
                 for name, tensor in named.items():
-                    self._places.setdefault(id(tensor), []).append((module, name))
+                    if tensor is not None:
+                        self._places.setdefault(id(tensor), []).append((module, name))
 
     def free(self, name: str) -> None:
-        """Let go of a parameter or buffer: the model has one without values in its place."""
-        tensor = self.dense.pop(name, None)
-        if tensor is None:  # packed weights go all together
+        """Let go of a tensor: the model has a parameter or buffer without values in its place."""
+        if name in self.packed:  # packed weights go all together
             return
         del self.values[name]
-        for module, attribute in self._places[id(tensor)]:
+        for module, attribute in self._places.get(id(self.dense.pop(name, None)), ()):
             empty = torch.empty(0, device="meta")
             if attribute in module._buffers:
                 module._buffers[attribute] = empty

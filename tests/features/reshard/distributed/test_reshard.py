@@ -178,3 +178,27 @@ def test_packed_weights_stay_packed(pool: Pool, tmp_path: Path, name: str, varia
         assert result["different"] == []
     for to in steps[1:]:
         check_saved(folder, tmp_path / "s" / str(to))
+
+
+def modes(folder: str) -> tuple[Any, ...]:
+    """Run on every rank: what a user sets on a model, before and after."""
+    model = load(folder, tp_map=False)
+    model.train()
+    model.model.layers[0].eval().requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    model.generation_config.max_new_tokens = 3
+
+    def found() -> dict[str, Any]:
+        modules = [(each.training, getattr(each, "gradient_checkpointing", None)) for each in model.modules()]
+        frozen = [param.requires_grad for param in model.parameters()]
+        return {"modules": modules, "frozen": frozen, "options": model.tp_options, **model.generation_config.to_dict()}
+
+    before = found()
+    model = tp_transformers.reshard(model, 2)
+    return before, found()
+
+
+def test_modes_and_options_stay(pool: Pool, cases: Any) -> None:
+    for before, after in pool.run(2, modes, cases(9, 3).folder):
+        assert before == after
+        assert before["options"] == {"tp_map": False}

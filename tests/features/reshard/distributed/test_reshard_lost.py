@@ -16,6 +16,7 @@ from tests.support.comparisons import read_folder
 from tests.support.models import load, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tp_transformers.features.reshard import moves
 from tp_transformers.features.reshard.reshard import REPORT
 from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import union
@@ -132,6 +133,50 @@ def test_a_save_of_now_replaces_a_lost_rank(pool: Pool, cases: Any, tmp_path: Pa
     assert [result for result in results if result is not None] == [["plan"], ["plan"]]  # configs name the first load
 
 
+def replaced(folder: str, place: str) -> Any:
+    """Run on every rank: one of two ranks is lost, and a third takes its place."""
+    join()
+    mesh = mesh_of(2)
+    model = load(folder, dtype=torch.float64, device_mesh=mesh) if dist.get_rank() < 2 else None
+    if not lose(1, place):
+        return []
+    model = tp_transformers.reshard(model, 2)
+    return differing(model, loaded(folder, 2, mesh_of(2), dtype=torch.float64))
+
+
+def test_a_rank_that_joins_gets_what_another_reads_in_the_dtype_of_the_model(
+    pool: Pool, cases: Any, tmp_path: Path
+) -> None:
+    assert pool.run(3, replaced, cases(9, 3).folder, str(tmp_path / "meet")) == [[], [], []]
+
+
+def interrupted(folder: str) -> str:
+    """Run on every rank: the error of a reshard of which rank 0 fails on the way."""
+    join()
+    model, blocks, block = load(folder), [], moves._block
+
+    def fails(*args: Any) -> Any:
+        blocks.append(args)
+        if dist.get_rank() == 0 and len(blocks) == 7:
+            raise MemoryError("full")
+        return block(*args)
+
+    moves._block = fails
+    try:
+        tp_transformers.reshard(model, 1)
+    except tp_transformers.TensorParallelError as error:
+        return str(error)
+    finally:
+        moves._block = block
+    return ""
+
+
+def test_a_rank_that_fails_on_the_way_leaves_no_rank_waiting(pool: Pool, cases: Any) -> None:
+    first, second = pool.run(2, interrupted, cases(9, 3).folder)
+    assert first == second
+    assert "full" in first
+
+
 def misused(folder: str, case: str) -> str:
     """Run on every rank: the error of a call that is refused."""
     join()
@@ -140,7 +185,9 @@ def misused(folder: str, case: str) -> str:
         model(torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
     if case == "nothing":
         model = None
-    to: Any = {"too many": 3, "none": 0}.get(case, 1)
+    if case == "added":
+        model.value_head = torch.nn.Linear(72, 1)
+    to: Any = {"too many": 3, "none": 0, "others": 2 - dist.get_rank()}.get(case, 1)
     with pytest.raises(tp_transformers.TensorParallelError) as raised:
         tp_transformers.reshard(model, to)
     if model is not None:
@@ -150,7 +197,14 @@ def misused(folder: str, case: str) -> str:
 
 @pytest.mark.parametrize(
     ("case", "said"),
-    [("too many", "1 to 2 ranks"), ("none", "1 to 2"), ("gradients", "zero_grad"), ("nothing", "no model")],
+    [
+        ("too many", "1 to 2 ranks"),
+        ("none", "1 to 2"),
+        ("gradients", "zero_grad"),
+        ("nothing", "no model"),
+        ("added", "added after the load"),
+        ("others", "(0, 1) on rank 0 and (0,) on rank 1"),
+    ],
 )
 def test_a_refusal_changes_nothing(pool: Pool, cases: Any, case: str, said: str) -> None:
     for message in pool.run(2, partial(misused, cases(9, 3).folder), case):

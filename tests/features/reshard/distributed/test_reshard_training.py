@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from tests.features.reshard.distributed.test_reshard import MAKERS, in_float64, mesh_of
@@ -15,6 +18,8 @@ from tests.support.comparisons import full_parameters, relative, relative_errors
 from tests.support.models import load, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tp_transformers import TensorParallelError, UnsupportedError
+from tp_transformers.features.reshard.moves import Moves
 from tp_transformers.ranks.mesh import join
 from tp_transformers.training import reshard
 
@@ -86,3 +91,46 @@ def test_training_goes_on_as_if_nothing_had_happened(pool: Pool, tmp_path: Path,
     for rank, found in enumerate(pool.run(4, train, folder, reference)):
         print(name, rank, found)
         assert all(error < TOLERANCE for _, error in found)
+
+
+def refused(folder: str) -> tuple[str, list[int]]:
+    """Run on every rank: the error of a state that cannot be moved; states that are alive after each round of moves."""
+    join()
+    mesh, model, optimizer = mesh_of(2), None, None
+    if dist.get_rank() < 2:
+        model = load(folder, dtype=torch.float64, device_mesh=mesh)
+        optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+        steps(model, optimizer, 0)
+        next(iter(optimizer.state.values()))["odd"] = torch.zeros(3)
+    with pytest.raises(UnsupportedError) as raised:
+        reshard(model, optimizer, 3)
+    message = str(raised.value)
+    del raised  # its frames hold states
+    if optimizer is not None:
+        del next(iter(optimizer.state.values()))["odd"]
+    with pytest.raises(TensorParallelError):
+        reshard(model, optimizer, DeviceMesh("cpu", [1, 0], mesh_dim_names=("tp",)))
+    if optimizer is not None:
+        steps(model, optimizer, 2)
+    gc.collect()
+    states = [ref(state["exp_avg"]) for state in optimizer.state.values()] if optimizer is not None else []
+    alive, move = [], Moves.round
+
+    def count(moves: Moves, requests: Any) -> None:
+        move(moves, requests)
+        alive.append(sum(state() is not None for state in states))
+
+    Moves.round = count
+    try:
+        reshard(model, optimizer, 3)
+    finally:
+        Moves.round = move
+    return message, alive
+
+
+def test_an_error_keeps_the_optimizer_whose_states_are_freed_one_by_one(pool: Pool, cases: Any) -> None:
+    results = pool.run(3, refused, cases(9, 3).folder)
+    assert len({message for message, _ in results}) == 1
+    for _, alive in results[:2]:
+        assert alive[0] == len(set(alive)) - 1 > 20
+        assert alive[-1] == 0
