@@ -31,7 +31,20 @@ COPIED = ("tp_transformers", "model_plans", "benchmarks", "tests", "docs", "exam
 LLAMA = "tests/distributed/test_llama.py::test_variant_matches_one_process[9-3-2]"
 CORE = [str(path.parent.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "unit").glob("*/__init__.py"))]
 """Unit tests of the core; files beside these folders are tests of the package as a whole, and of the pages."""
-ALONE = ("gguf", "infer")
+ALONE = (
+    *(
+        "activations",
+        "batch_sharded",
+        "command_line",
+        "data_parallel",
+        "dcp",
+        "debug",
+        "env",
+        "full_parameters",
+        "gguf",
+    ),
+    *("infer", "loss_parallel", "machines", "page_cache", "shares"),
+)
 """Features whose tests name all that they need."""
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 """(arguments of python -m) -> the process, which has ended, in a copy of the package."""

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ...errors import CheckpointError, TensorParallelError, in_one_line
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
+from ...loading.options import OPTIONS
 from ...loading.request import LoadRequest
 from ...plans.rules import Plan
 from ..command_line.models import model_class, read_config
@@ -56,8 +57,10 @@ def survey(
     if os.path.isfile(name) and os.path.basename(name) == "config.json":
         name = os.path.dirname(name) or "."
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_stream": True, "dtype": dtype}
-    kwargs |= {"tp_dequantize": not packed, "tp_invariant": invariant or None}
+    kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_dequantize": not packed, "dtype": dtype}
+    # Options of features that may not be there.
+    kwargs |= {"tp_stream": True} if "tp_stream" in OPTIONS else {}
+    kwargs |= {"tp_invariant": True} if invariant else {}
     guess: str | None = None
     try:
         config = read_config(name, **where)

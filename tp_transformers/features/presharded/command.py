@@ -46,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         show_progress=sys.stderr.isatty(),
         log=arguments.log,
         dtype=arguments.dtype,
-        tp_stream=arguments.stream,
         tp_dequantize=not arguments.packed,
         allow_replicated=arguments.allow_replicated,
         trust_remote_code=arguments.trust_remote_code,
         **where,
+        **({"tp_stream": True} if arguments.stream else {}),
     )
     for file in manifest.files:
         print(f"{size(file.size)}  {manifest.folder / file.name}")

@@ -13,6 +13,7 @@ from tests.distributed.strategies.test_collectives_count import counted
 from tests.support.architectures import compare_cases, in_float64
 from tests.support.comparisons import assert_same_files
 from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference, with_shares
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
@@ -63,6 +64,7 @@ def divides(heads: int, groups: int, size: int) -> bool:
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
+@needs("verify")
 @pytest.mark.parametrize("layouts", wide(LAYOUTS, 1))
 @pytest.mark.parametrize("size", wide([3, 2, 4], 1))
 @pytest.mark.parametrize("name", wide(MIXERS, 1))
@@ -81,6 +83,7 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
         assert_same_files(case.folder, str(tmp_path / "saved" / layout))
 
 
+@needs("verify")
 @pytest.mark.parametrize("shares", wide(["3,1", "2,1", "1,2,1", "5,3,1", "2,1,1,4"], 1))
 @pytest.mark.parametrize("name", wide(["qwen3_next", *(name for name in MIXERS if name != "qwen3_next")], 1))
 def test_mixers_follow_shares(pool: Pool, tmp_path: Path, name: str, shares: str) -> None:
@@ -95,6 +98,7 @@ def test_mixers_follow_shares(pool: Pool, tmp_path: Path, name: str, shares: str
         assert_same_files(case.folder, f"{saved}/{layout}")
 
 
+@needs("verify")
 @pytest.mark.parametrize("name", wide(["lfm2", "bamba", "qwen3_5_text", "recurrent_gemma", "xlstm", "rwkv"], 1))
 def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name: str) -> None:
     compare = partial(compare_cases, tp_sequence_parallel=True)
@@ -105,6 +109,7 @@ def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name:
         assert seen["gradient"][1] < REPEATED
 
 
+@needs("verify")
 @pytest.mark.parametrize("name", wide(["zamba", "mamba2", "qwen3_5_text"], 1))
 def test_mixers_with_fewer_heads_than_ranks_are_cut_by_features(pool: Pool, tmp_path: Path, name: str) -> None:
     for result in pool.run(3, compare_cases, make(name, ((2, 2),), tmp_path), observe, str(tmp_path / "saved")):
@@ -123,6 +128,7 @@ def count(folders: dict[str, str]) -> dict[str, tuple[dict[str, int], list[int]]
     return found
 
 
+@needs("architectures")
 def test_a_mixer_sums_its_output_and_gathers_nothing(pool: Pool, tmp_path: Path) -> None:
     tokens = PROMPTS.numel()
     output, square = tokens * HIDDEN, tokens

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
+from tests.support.needs import needs
 from tp_transformers import PlanError
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.fit import fit_shares, fullest, longest_context, more_ranks
@@ -154,6 +155,7 @@ def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> N
         assert fullest(fit_shares(found, memory), memory) < 1.02 * min(tried)
 
 
+@needs("architectures")
 def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
     dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))
