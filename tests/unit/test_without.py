@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,8 @@ def check_commands(run: Run, gone: set[str], folder: Path) -> None:
     assert helped.returncode == 0, helped.stderr
     for name, feature in features().items():
         for command in feature.commands():
-            assert (f"\n    {command} " in helped.stdout) == (name not in gone), helped.stdout
+            there = re.search(rf"\n    {command}\s", helped.stdout)
+            assert bool(there) == (name not in gone), helped.stdout
     lost = [command for name in sorted(gone) for command in features()[name].commands()]
     for command in [*lost[:1], "misspelt"]:
         refused = run("tp_transformers.commands.cli", command)
