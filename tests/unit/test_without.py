@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,26 +29,23 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("tp_transformers", "model_plans", "benchmarks", "tests", "docs", "examples")
-LLAMA = "tests/distributed/test_llama.py::test_variant_matches_one_process[9-3-2]"
+LLAMA = "tests/distributed/test_llama.py::test_variant_matches_one_process"
+MODELS = "tests/distributed/test_architectures.py::test_architecture_matches_one_process"
+SHAPES = (
+    f"{LLAMA}[9-3-2]",
+    f"{LLAMA}[9-3-3]",
+    *(f"{MODELS}[{name}-{size}]" for name in ("mixtral-9-3", "phi3-9-3", "gpt2-9-9") for size in (2, 3)),
+)
+"""Models that load, generate, compute gradients and save as one process."""
 CORE = [str(path.parent.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "unit").glob("*/__init__.py"))]
 """Unit tests of the core; files beside these folders are tests of the package as a whole, and of the pages."""
-ALONE = (
-    *(
-        "activations",
-        "batch_sharded",
-        "command_line",
-        "data_parallel",
-        "dcp",
-        "debug",
-        "env",
-        "full_parameters",
-        "gguf",
-    ),
-    *("infer", "loss_parallel", "machines", "page_cache", "shares"),
-)
+ALONE = {
+    *("activations", "batch_sharded", "command_line", "data_parallel", "dcp", "debug", "env", "full_parameters"),
+    *("gguf", "infer", "loss_parallel", "machines", "page_cache", "shares"),
+}
 """Features whose tests name all that they need."""
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
-"""(arguments of python -m) -> the process, which has ended, in a copy of the package."""
+"""(arguments of python -m, variables of the environment) -> the process, which has ended, in a copy of the package."""
 
 
 def sample() -> list[str]:
@@ -76,8 +73,8 @@ def copy_without(gone: set[str], target: Path) -> Run:
         for folder in ("tp_transformers/features", "tests/features"):
             shutil.rmtree(target / folder / name, ignore_errors=True)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(target)}
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(target), **variables}
         program = [sys.executable, "-m", *arguments]
         return subprocess.run(program, cwd=target, env=environment, capture_output=True, text=True, timeout=1200)
 
@@ -100,14 +97,14 @@ def check_commands(run: Run, gone: set[str], folder: Path) -> None:
         assert f"; no folder of {folder / 'tp_transformers' / 'features'} adds it\n" in refused.stderr
 
 
-def check_tests(run: Run, *tests: str, passes: Collection[int] = (pytest.ExitCode.OK,)) -> None:
-    tested = run("pytest", "-q", "-p", "no:cacheprovider", *tests)
-    assert tested.returncode in passes, tested.stdout[-5000:]
+def check_tests(run: Run, *tests: str, **variables: str) -> None:
+    tested = run("pytest", "-q", "-p", "no:cacheprovider", *tests, **variables)
+    assert tested.returncode == 0, tested.stdout[-5000:]
 
 
 def check_collects(run: Run) -> None:
     """All other tests can be imported."""
-    collected = run("pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests")
+    collected = run("pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "tests", MATRIX="1")
     assert collected.returncode == 0, collected.stdout[-5000:]
 
 
@@ -117,20 +114,20 @@ def test_without(gone: str, tmp_path: Path) -> None:
     run = copy_without({gone}, tmp_path)
     check_commands(run, absent, tmp_path)
     check_collects(run)
-    check_tests(run, LLAMA)
+    check_tests(run, SHAPES[0], MATRIX="1")
 
 
-@pytest.mark.parametrize("alone", sorted({*sample()} & {*ALONE}))
+@pytest.mark.parametrize("alone", sorted(ALONE.intersection(sample())))
 def test_alone(alone: str, tmp_path: Path) -> None:
     run = copy_without(set(features()) - required(alone), tmp_path)
-    outcomes = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)  # where each file needs another feature
-    check_tests(run, "-m", "not slow", f"tests/features/{alone}", passes=outcomes)
+    check_tests(run, "-m", "not slow", f"tests/features/{alone}")
 
 
 def test_without_all(tmp_path: Path) -> None:
     run = copy_without(set(features()), tmp_path)
     check_commands(run, set(features()), tmp_path)
     check_collects(run)
+    check_tests(run, *SHAPES, MATRIX="1")
     check_tests(run, "-m", "not slow", *CORE, "tests/distributed")
     demo = run("benchmarks.demo", "--ranks", "3")
     assert demo.returncode == 0, demo.stdout + demo.stderr
