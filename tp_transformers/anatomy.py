@@ -24,6 +24,11 @@ CACHES = ("cache", "cache_params", "past_key_values")
 """Names of a forward's cache argument; "cache" since transformers 5.24."""
 
 
+def cache_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a forward or of `generate`; None without a cache."""
+    return next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
+
+
 def fold_layers(name: str) -> str:
     """Replace the layer numbers in a name by `*`; needs no model."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, MaxTimeCriteria, StoppingCriteriaList
 
+from ..anatomy import cache_in
 from ..errors import MeshError
 from ..plans.attention import check_cache
 from ..plans.bind import Resolution
@@ -66,7 +67,7 @@ class TensorParallelGeneration(_Model):
         call = _call.get()
         if self.tp_group.size == 1 or (call is not None and call.ranks == self.tp_group.global_ranks):
             return own(*args, **kwargs)  # nested, as for an assistant: its ranks are in step already
-        check_cache(self, kwargs.get("cache", kwargs.get("past_key_values")))  # since transformers 5.24, and before
+        check_cache(self, cache_in(kwargs))
         names = _names(own, len(args), kwargs)
         arguments = {**dict(zip(names, args, strict=True)), **kwargs}
         with _in_step(self, arguments):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..anatomy import check_values
+from ..anatomy import cache_in, check_values
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
@@ -64,7 +64,7 @@ class TensorParallelModel(_Model):
         try:
             return super().__call__(*args, **kwargs)
         except RuntimeError:
-            check_cache(self, kwargs.get("past_key_values", kwargs.get("cache")))  # renamed in transformers 5.24
+            check_cache(self, cache_in(kwargs))
             raise
 
     @collective

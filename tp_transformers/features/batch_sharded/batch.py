@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import ModelOutput
 
-from ...anatomy import CACHES
+from ...anatomy import cache_in
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, apply_pair, same, scatter_to_region
 from ...ranks.group import agreed
@@ -206,7 +206,7 @@ class BatchStates(TensorParallelLayer):
 def _kind(module: nn.Module, given: Mapping[str, Any], samples: int, mixes_routers: bool) -> tuple[int, int]:
     """Return (kind of the arguments, index of a mask's dtype) for `Batch.agree`."""
     mask, positions, config = given.get("attention_mask"), given.get("position_ids"), module.config
-    if any(given.get(name) is not None for name in CACHES):
+    if cache_in(given) is not None:
         return _CACHE, 0
     if given.get("cu_seq_lens_q") is not None:
         return _PACKED, 0
