@@ -93,7 +93,7 @@ class TensorParallelGroup:
                     subjects[0],
                     got=f"{first} on rank 0 and {other} on rank {rank}",
                     expected="the same on all ranks",
-                    fix="All ranks have to call it with the same arguments, checkpoint and releases.",
+                    fix="Give all ranks the same arguments, checkpoint and releases.",
                 )
             )
 
