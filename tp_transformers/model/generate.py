@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partialmethod
 from itertools import zip_longest
 from typing import Any
 
@@ -39,6 +40,8 @@ OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that may be given to some ranks only."""
 CHOOSING = ("logits_processor", "prefix_allowed_tokens_fn")
 """Arguments of `generate` with user code that changes which tokens are taken."""
+DRAFTING = ("assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
+"""Arguments of `generate` by which a step takes as many tokens as are drafted right."""
 
 _FAILED = 2
 """Vote of a rank that failed; 1 is stop, 0 is go on."""
@@ -82,6 +85,13 @@ class TensorParallelGeneration(_Model):
         ):
             return criteria
         return _SharedCriteria(criteria, self.tp_group, call)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Drafts of an assistant are not cut short by its clock, which differs between ranks."""
+        generator = super()._get_candidate_generator(*args, **kwargs)
+        if (config := getattr(generator, "generation_config", None)) is not None:
+            config.max_time = None
+        return generator
 
     def _get_top_k_continuations(self, *args: Any, **kwargs: Any) -> Any:
         found, call = super()._get_top_k_continuations(*args, **kwargs), _call.get()
@@ -151,13 +161,10 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     streams, stops = (any(rank[which] for rank in ranks) for which in (1, 2))
     chooses = _chooses(arguments)
     kinds = sorted({rank[5] for rank in ranks})
-    if len(kinds) > 1 and arguments.get("assistant_model") is not None:
-        raise MeshError(
-            "generate's assistant_model",
-            got=f"ranks on {' and '.join(kinds)}",
-            expected="devices of one kind: others may draft other tokens",
-            fix="Leave it out.",
-        )
+    drafts = [name for name in DRAFTING if arguments.get(name) or getattr(own["generation_config"], name, None)]
+    if len(kinds) > 1 and drafts:
+        got, expected = f"ranks on {' and '.join(kinds)}", "devices of one kind: others may draft other tokens"
+        raise MeshError(f"generate's {drafts[0]}", got=got, expected=expected, fix="Leave it out.")
     call = _Call(group.global_ranks, bool(streams or stops or chooses or kinds[1:]), len(kinds) > 1, chooses)
     if streams:
         arguments["streamer"] = _GuardedStreamer(arguments.get("streamer"), call)
@@ -185,8 +192,7 @@ class _SharedCriteria(StoppingCriteriaList):
         if self.call.first_decides:
             _take_first(input_ids[:, -1], self.group)
         votes = torch.full((3, len(input_ids)), _FAILED, dtype=torch.int64, device=self.group.device)
-        places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-        votes[1] = (input_ids * places).sum(-1)  # a checksum of the tokens
+        votes[1] = (input_ids * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).sum(-1)  # a checksum
         votes[2] = -votes[1]
         failure = self.call.failure
         if failure is None:
@@ -213,8 +219,7 @@ def _raise_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:
     """Raise MeshError, on all ranks, at the first token that is not rank 0's; `ranks`: (batch, length) of each rank."""
     for rank, rows in enumerate(ranks):
         for row, (first, own) in enumerate(zip(ranks[0], rows, strict=True)):
-            differing = (at for at, (first_id, own_id) in enumerate(zip_longest(first, own)) if first_id != own_id)
-            place = next(differing, None)
+            place = next((at for at, (a, b) in enumerate(zip_longest(first, own)) if a != b), None)
             if place is None:
                 continue
             first_id, own_id = ("none" if place >= len(tokens) else str(tokens[place]) for tokens in (first, own))
@@ -245,20 +250,14 @@ class _GuardedStreamer(BaseStreamer):
     def __init__(self, streamer: BaseStreamer | None, call: _Call) -> None:
         self.streamer, self.call = streamer, call
 
-    def put(self, value: Tensor) -> None:
-        """Pass tokens on."""
-        self._do("put", value)
-
-    def end(self) -> None:
-        """Signal the end of the tokens."""
-        self._do("end")
-
     def _do(self, method: str, *args: Any) -> None:
         if self.streamer is not None and self.call.failure is None:
             try:
                 getattr(self.streamer, method)(*args)
             except Exception as error:
                 self.call.failure = error
+
+    put, end = partialmethod(_do, "put"), partialmethod(_do, "end")
 
 
 def _agree_on_failure(group: TensorParallelGroup, failure: Exception | None) -> None:
