@@ -217,6 +217,11 @@ def waves_alone() -> dict[str, Tensor]:
     return {"input_values": torch.randn(2, 4000, generator=seed())}
 
 
+def waves_in_channels() -> dict[str, Tensor]:
+    """The same, each in its only channel."""
+    return {name: wave[:, None] for name, wave in waves_alone().items()}
+
+
 def waves() -> dict[str, Tensor]:
     """The same, and tokens for a decoder."""
     return {**waves_alone(), "decoder_input_ids": PROMPTS.flip(1)}

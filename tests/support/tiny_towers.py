@@ -27,6 +27,7 @@ from tests.support.tiny_inputs import (
     stacked_frames,
     tiles,
     waves_alone,
+    waves_in_channels,
 )
 from tests.support.tiny_model import FROM_IMAGES, HEARING, Tiny
 
@@ -163,6 +164,7 @@ TOWERS = {
     "hubert": Tiny("HubertConfig", "HubertModel", waves_alone, FROM_WAVES),
     "unispeech": Tiny("UniSpeechConfig", "UniSpeechModel", waves_alone, FROM_WAVES),
     "unispeech-sat": Tiny("UniSpeechSatConfig", "UniSpeechSatModel", waves_alone, FROM_WAVES),
+    "omniasr_audio": Tiny("OmniASRAudioConfig", "OmniASRAudioModel", waves_in_channels, FROM_WAVES),
     "data2vec-audio": Tiny("Data2VecAudioConfig", "Data2VecAudioModel", waves_alone, FROM_WAVES),
     "hunyuan_vl_vision": Tiny("HunYuanVLVisionConfig", "HunYuanVLVisionTransformer", flat_images),
     "muse_glimmer_vision": Tiny("MuseGlimmerVisionConfig", "MuseGlimmerVisionModel", grid_patches),

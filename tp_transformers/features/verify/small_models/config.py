@@ -54,7 +54,7 @@ ENDS = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
 WINDOWS = {"sliding_window": 4, "attention_window": 4, "attention_chunk_size": 8}
 """Windows shorter than the prompts, so that they have an effect."""
 LENGTHS = {
-    "chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12,
+    "chunk_size": 8, "mamba_chunk_size": 8, "max_source_positions": 12, "decoder_attention_num_groups": 8,
     "num_filters": 4, "base_channels": 32, "num_embeddings": 192, "encoder_hash_byte_group_vocab": 192,
 }  # fmt: skip
 """Other lengths that memory grows with: state-space chunks, speech frames, channels that double, codes."""
@@ -142,7 +142,8 @@ def _narrowed(
             if shortest and value:
                 level[name] = each_number(value, lambda length, most=shortest: min(length, most))
             elif "vocab_size" in name and isinstance(value, int):  # a smaller one grows, to hold the ids of prompts
-                level[name] = -(-VOCAB // sizes.block) * sizes.block + value % sizes.block
+                padded = name == "vocab_size" and bool(level.get("unpadded_vocab_size"))
+                level[name] = (-(-VOCAB // sizes.block) + padded) * sizes.block + value % sizes.block
         _shrink_images(level, data)
         for name in _UNUSED:
             level.pop(name, None)
