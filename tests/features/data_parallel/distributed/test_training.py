@@ -117,9 +117,6 @@ def check(result: dict[str, Any], chaos: float = 1) -> None:
     assert result["weights"] < WEIGHT_TOLERANCE
 
 
-# -- dp x tp
-
-
 def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
     """Run on every rank of two copies on two ranks each: train, compare, save."""
     mesh = mesh_of(2)
@@ -306,42 +303,3 @@ def test_what_does_not_fit_is_refused(pool: Pool, cases: Any) -> None:
         assert "'ddp'" in axis
         assert "mode='shared'" in mode
         assert "mp_policy" in option
-
-
-# -- tp alone
-
-
-def one_axis(folder: str) -> dict[str, Any]:
-    """Run on every rank: clipped steps; gradients with checkpoints, and under autocast."""
-    model = load(folder)
-    groups = tp_transformers.training.parameter_groups(model)
-    seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
-    trained, expected = one_process(folder)
-    result: dict[str, Any] = compare_trained(model, seen, trained, expected)
-    exact: dict[str, torch.Tensor] = {}
-    for name, autocast, checkpoints in (("checkpoints", False, True), ("autocast", True, True)):
-        grads = []
-        for either in (model, trained):
-            either.zero_grad()
-            either.train()
-            if checkpoints:
-                either.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = either(BATCH, labels=BATCH).loss
-            loss.backward()
-            grads.append(full_gradients(either))
-        exact = exact or grads[1]
-        result[name] = [max(relative_errors(each, exact).values()) for each in grads]
-        result[f"{name} dtypes"] = {str(param.dtype) for param in model.parameters()}
-    return result
-
-
-@needs("full_parameters")
-@pytest.mark.parametrize("heads", wide([((8, 4),), ((8, 2),)], 1))
-def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for result in pool.run(3, one_axis, cases(*heads).folder):
-        check(result)
-        assert result["checkpoints"][0] < GRADIENT_TOLERANCE
-        ours, one = result["autocast"]  # each against float32: no worse in bfloat16 than one process is
-        assert ours < 1.5 * one < 0.2
-        assert result["autocast dtypes"] == {"torch.float32"}

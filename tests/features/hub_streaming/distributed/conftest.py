@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from huggingface_hub import constants, hf_api
 
 from tests.support.hub_server import HubServer
-from tests.support.pool import Pool
+from tests.support.pool import TIMEOUT, Pool
 
 
 @pytest.fixture(scope="package")
@@ -18,20 +21,38 @@ def hub() -> Iterator[HubServer]:
         yield server
 
 
-@pytest.fixture(scope="package")
-def hub_pool(hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Ranks that know no other Hub; huggingface_hub reads where it is as it is imported."""
+def at_hub(endpoint: str, home: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run on every rank: `function(*args)`, where huggingface_hub knows no other Hub."""
     settings = {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path_factory.mktemp("home")),
-        "HF_HUB_DOWNLOAD_TIMEOUT": "2",
-        "HF_HUB_DISABLE_XET": "1",
+        "ENDPOINT": endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_CACHE": f"{home}/hub",
+        "HF_TOKEN_PATH": f"{home}/token",
+        "HF_HUB_DOWNLOAD_TIMEOUT": 2,
+        "HF_HUB_DISABLE_XET": True,
     }
-    pool = Pool(spawn=True)
-    with mock.patch.dict(os.environ, settings):
-        pool.run(3, os.getpid)
-        yield pool
-    pool.close()
+    with ExitStack() as stack:
+        for name, value in settings.items():
+            assert hasattr(constants, name)
+            stack.enter_context(mock.patch.object(constants, name, value))
+        stack.enter_context(mock.patch.object(hf_api.api, "endpoint", endpoint))
+        return function(*args)
+
+
+class HubPool(Pool):
+    """The ranks of another pool, with one Hub."""
+
+    def __init__(self, pool: Pool, hub: HubServer, home: Path) -> None:
+        super().__init__()
+        self._pool, self._hub = pool, (hub.endpoint, str(home))
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        return self._pool.run(size, at_hub, *self._hub, function, args, timeout=timeout)
+
+
+@pytest.fixture(scope="package")
+def hub_pool(pool: Pool, hub: HubServer, tmp_path_factory: pytest.TempPathFactory) -> Pool:
+    return HubPool(pool, hub, tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture

@@ -79,6 +79,7 @@ def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch
         ({"drop_every": 1, "refuse": {"model.safetensors": 502}}, {}, "got status 502 in 6 tries"),
         ({"refuse": {"model.safetensors": 403}}, {}, "got status 403 from localhost in 6 tries"),
         ({"refuse": {"model.safetensors": 412}}, {}, "changed"),
+        ({"refuse": {"model.safetensors": 418}}, {}, "got status 418"),
         ({"gzip": "gzip"}, {}, "got Content-Encoding gzip, expected the bytes as they are"),
         ({"gzip": ""}, {}, "got a body of 1023 bytes, expected 1000"),
         ({"longer": 1}, {}, "got a body of more than 1000 bytes, expected 1000"),

@@ -145,15 +145,19 @@ def check_saved(folder: str, saved: Path) -> None:
         assert torch.equal(tensor.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("name", wide(MAKERS, 1))
-def test_a_model_goes_from_ranks_to_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
+WALKS = [("tied", (3, 1, 4, (2, 1, 1))), *((name, STEPS if name != "llama 9/3" else STEPS[:-2]) for name in MAKERS)]
+"""(model, numbers of ranks or their shares), the quick one first."""
+
+
+@pytest.mark.parametrize(("name", "steps"), wide(WALKS, 1))
+def test_a_model_goes_from_ranks_to_ranks(pool: Pool, tmp_path: Path, name: str, steps: tuple[Any, ...]) -> None:
     save_as_loaded(MAKERS[name](), tmp_path)
     folder, reference = str(tmp_path / "checkpoint"), str(tmp_path / "reference.pt")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     outputs = seen(model)
     torch.save({**outputs, "grads": full_gradients(model)}, reference)
-    steps = STEPS if name != "llama 9/3" else STEPS[:-2]
-    results = pool.run(5, walk, folder, reference, str(tmp_path / "saved"), steps, {"dtype": torch.float64})
+    size = max(to if isinstance(to, int) else len(to) for to in steps)
+    results = pool.run(size, walk, folder, reference, str(tmp_path / "saved"), steps, {"dtype": torch.float64})
     for result in (each for of_rank in results for each in of_rank):
         print(name, result)
         assert result["different"] == []

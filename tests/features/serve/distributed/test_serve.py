@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,24 +49,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> str:
     return str(target)
 
 
+def serving(port: int) -> list[str]:
+    """Options of transformers' server, with a small cache."""
+    return ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
+
+
+def client_of(port: int, runs: Callable[[], bool]) -> Any:
+    """A client of the server at a port, once it answers."""
+    for _ in range(1200):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+            break
+        except OSError:
+            assert runs()
+            time.sleep(0.1)
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
+
+
 @contextmanager
 def served(
     folder: str, ranks: int, options: Sequence[str] = (), **process_options: Any
 ) -> Iterator[tuple[Any, subprocess.Popen[bytes]]]:
     """A client of a server that answers, and its process."""
     port = free_port()
-    own = ["--host", "127.0.0.1", "--port", str(port), "--cb-num-blocks", "40", "--cb-max-batch-tokens", "256"]
-    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *own, *options]
+    command = [sys.executable, "-m", "tp_transformers", "serve", folder, "-n", str(ranks), *serving(port), *options]
     with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **process_options) as process:
         try:
-            for _ in range(240):
-                try:
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                    break
-                except OSError:
-                    assert process.poll() is None
-                    time.sleep(0.5)
-            yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120), process
+            yield client_of(port, lambda: process.poll() is None), process
         finally:
             for pid in processes_of(folder):
                 os.kill(pid, signal.SIGKILL)

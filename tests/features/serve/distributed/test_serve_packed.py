@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,10 +22,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp4Config, PreTrainedTokenizerFast
 
 from tests.features.quantized.distributed.test_quantized import SIZES, packed_folder
-from tests.features.serve.distributed.test_serve import served
+from tests.features.serve.distributed.test_serve import client_of, served, serving
 from tests.support import quantized
 from tests.support.models import load
-from tests.support.pool import Pool
+from tests.support.pool import Pool, free_port
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -42,16 +47,54 @@ def give_words(folder: Path, end: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def asked(client: Any, folder: str) -> tuple[str, str, int]:
+    """The text of an answer, why it ended, and how many tokens it has."""
+    answer = client.chat.completions.create(
+        model=folder, messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=NEW
+    )
+    return answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage.completion_tokens
+
+
+def serve_in_pool(folder: str, port: int, options: list[str]) -> tuple[list[Any], list[str]]:
+    """Run on every rank of a pool that ends after it: serve until rank 0 has asked; its answer, and what was logged."""
+    from tp_transformers.features.serve import rank
+
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            client = client_of(port, lambda: True)
+            found.append(asked(client, folder))
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tp_transformers").addHandler(handler)
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=ask).start()
+    rank.main([*options, "--", folder, *serving(port)])
+    return found, logged
+
+
+OPTIONS = ["--packed", "--dtype", "fp32"]
+
+
 @pytest.mark.parametrize(
-    ("name", "quantise"),
-    [
-        ("llama", quantized.gptq),
-        pytest.param("llama", quantized.awq, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", quantized.mxfp4, marks=pytest.mark.slow),
-    ],
-    ids=["gptq", "awq", "mxfp4"],
+    ("name", "quantise", "by_command"),
+    wide(
+        [
+            ("llama", quantized.gptq, False),
+            ("llama", quantized.gptq, True),
+            ("llama", quantized.awq, True),
+            ("gpt_oss", quantized.mxfp4, True),
+        ],
+        1,
+    ),
 )
-def test_text_and_its_end_are_those_of_one_process(name: str, quantise: Any, tmp_path: Path) -> None:
+def test_text_and_its_end_are_those_of_one_process(name: str, quantise: Any, by_command: bool, tmp_path: Path) -> None:
+    """By the command, or by ranks that a pool has started."""
     packed, plain = packed_folder(tmp_path, name, quantise)
     undone = {"quantization_config": Mxfp4Config(dequantize=True)} if quantise is quantized.mxfp4 else {}
     model = AutoModelForCausalLM.from_pretrained(packed if undone else plain, dtype=torch.float32, **undone)
@@ -59,17 +102,24 @@ def test_text_and_its_end_are_those_of_one_process(name: str, quantise: Any, tmp
     tokens = model.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, 2:].tolist()
     last = next(index for index in range(2, NEW) if tokens[index] not in tokens[:index])
     give_words(packed, f"w{tokens[last]}")
-    with (
-        (tmp_path / "said").open("w") as said,
-        served(str(packed), 2, ["--packed", "--dtype", "fp32"], stderr=said) as (client, _),
-    ):
-        answer = client.chat.completions.create(
-            model=str(packed), messages=[{"role": "user", "content": QUESTION}], temperature=0, max_tokens=NEW
-        )
-        assert answer.choices[0].message.content == " ".join(f"w{token}" for token in tokens[:last])
-        assert answer.choices[0].finish_reason == "stop"
-        assert answer.usage.completion_tokens == last + 1
-    assert "dequantised" not in (tmp_path / "said").read_text()
+    expected = " ".join(f"w{token}" for token in tokens[:last]), "stop", last + 1
+    if by_command:
+        with (
+            (tmp_path / "said").open("w") as file,
+            served(str(packed), 2, OPTIONS, stderr=file) as (client, _),
+        ):
+            found = asked(client, str(packed))
+        said = (tmp_path / "said").read_text()
+    else:
+        pool = Pool()  # whose ranks keep the handlers of signals and the patches of a server
+        try:
+            ((found,), logged), (nobody, _) = pool.run(2, serve_in_pool, str(packed), free_port(), OPTIONS)
+        finally:
+            pool.close()
+        said = "\n".join(logged)
+        assert nobody == []
+    assert found == expected
+    assert "dequantised" not in said
 
 
 @pytest.fixture(scope="module", params=["gptq", "awq", "mxfp4"])

@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ from tp_transformers import MeshError
 from tp_transformers.features.shared_memory import joining, memory, segment
 from tp_transformers.features.shared_memory.segment import FOLDER, SLOT
 from tp_transformers.ranks import direct
-from tp_transformers.ranks.direct import BACKEND, MAX, SUM, connect, transport_of
+from tp_transformers.ranks.direct import BACKEND, MAX, SUM, transport_of
 from tp_transformers.ranks.mesh import join
 
 pytestmark = pytest.mark.distributed
@@ -269,59 +267,6 @@ def test_a_fork_of_a_rank_is_no_rank(pool: Pool) -> None:
     for message, summed in pool.run(2, in_a_fork):
         assert message == "DistBackendError: a collective through shared memory: this process is a fork of a rank"
         assert summed == 2.0
-
-
-def alone(seconds: float) -> str:
-    """Run on every rank: what rank 0 raises where the other does not come."""
-    group = join()
-    second = dist.new_group(timeout=timedelta(seconds=seconds))
-    connect(second)
-    try:
-        if group.rank == 0:
-            direct.all_reduce(torch.ones(3), second)
-    except dist.DistBackendError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return ""
-
-
-def interrupted() -> tuple[str, ...]:
-    """Run on every rank: what rank 0 raises where Ctrl-C comes while it waits, and in a collective after that."""
-    group = join()
-    second = dist.new_group()
-    connect(second)
-    memory, raised = transport_of(second), []
-    assert memory is not BACKEND
-    before = memory.collectives
-
-    def interrupt() -> None:
-        while memory.collectives == before:  # one that has not begun may be called again
-            time.sleep(0.01)
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    if group.rank == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with it ignored
-        threading.Thread(target=interrupt).start()
-        for _ in range(2):
-            try:
-                direct.all_reduce(torch.ones(3), second)
-            except (KeyboardInterrupt, dist.DistBackendError) as error:
-                raised.append(f"{type(error).__name__}: {error}")
-    dist.barrier()
-    return tuple(raised)
-
-
-def test_an_interrupt_is_heard_and_ends_the_collectives(pool: Pool) -> None:
-    first, _ = pool.run(2, interrupted)
-    assert first[0] == "KeyboardInterrupt: "
-    assert first[1] == "DistBackendError: a collective through shared memory: an earlier one was broken off"
-
-
-def test_a_rank_waits_as_long_as_its_group_says(pool: Pool) -> None:
-    first, _ = pool.run(2, alone, 0.5)
-    assert "the timeout of the group, for rank 1 of it" in first
 
 
 def different() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.features.data_parallel.distributed.test_training_modes import MODES, start
 from tests.support.models import load, with_shares
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import BATCH, MAX_NORM
 
@@ -160,6 +161,7 @@ def with_trainer(
             max_grad_norm=MAX_NORM,
             logging_steps=1,
             save_steps=2,
+            save_strategy="no" if resumed else "steps",
             report_to=[],
             use_cpu=True,
             disable_tqdm=True,
@@ -179,40 +181,37 @@ def with_trainer(
         logging.disable(logging.NOTSET)
 
 
-def test_a_checkpoint_of_trainer_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path) -> None:
-    folder, target = cases(9, 3).folder, str(tmp_path / "cut")
-    (one,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, None)
-    left, _ = pool.run(2, with_trainer, folder, target, 1, None)
-    assert len(one["logged"]) == 4
-    for mine, theirs in zip(left["logged"], one["logged"], strict=True):
-        assert mine == pytest.approx(theirs, rel=ROUNDING)
-    half = f"{target}/checkpoint-2"
-    for result in pool.run(2, with_trainer, folder, str(tmp_path / "same"), 1, half):
-        assert result["logged"] == left["logged"], "on the same ranks, to the bit"
-    for size, copies in ((3, 1), (4, 2), (1, 0)):
-        results = pool.run(size, with_trainer, folder, str(tmp_path / "other"), copies, half)
-        for result in results:
-            for mine, theirs in zip(result["logged"], left["logged"], strict=True):
-                assert mine == pytest.approx(theirs, rel=ROUNDING)
-        if size == 3:  # the third has no file of its own
-            assert all(torch.equal(result["random"], results[0]["random"]) for result in results)
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, with_trainer, folder, target, 1, str(tmp_path / "one" / "checkpoint-2"))
-    assert len(caught.value.errors) == 2
-    for error in caught.value.errors.values():
-        assert "got optimizer.pt, the state of an optimizer of one process" in error
+PARTS = wide(
+    [
+        (None, ((3, 1), (4, 2), (1, 0))),
+        (only_lora, ((3, 1),)),
+        (only_lora, ((1, 0),)),
+        *((change, ((3, 1), (1, 0))) for change in (only_norms, with_an_unused_layer, without_norms)),
+    ],
+    2,
+)
+"""(change of the model, (ranks, copies) on which it goes on)."""
 
 
-@pytest.mark.parametrize("change", wide([only_lora, only_norms, with_an_unused_layer, without_norms], 1))
-def test_a_part_of_the_parameters_goes_on(pool: Pool, cases: Any, tmp_path: Path, change: Any) -> None:
-    """A group of the optimizer is empty, or a parameter has no state, as it got no gradient."""
+@pytest.mark.parametrize(("change", "others"), PARTS)
+def test_a_checkpoint_of_trainer_goes_on_anywhere(
+    pool: Pool, cases: Any, tmp_path: Path, change: Any, others: Sequence[tuple[int, int]]
+) -> None:
+    """Also where a group of the optimizer is empty, or a parameter has no state, as it got no gradient."""
     folder, target = cases(9, 3).folder, str(tmp_path / "cut")
     (one,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, None, change)
     left, _ = pool.run(2, with_trainer, folder, target, 1, None, change)
+    assert len(one["logged"]) == 4
     half = f"{target}/checkpoint-2"
     for result in pool.run(2, with_trainer, folder, str(tmp_path / "same"), 1, half, change):
         assert result["logged"] == left["logged"], "on the same ranks, to the bit"
-    for size, copies in ((3, 1), (1, 0)):
-        for result in pool.run(size, with_trainer, folder, str(tmp_path / "other"), copies, half, change):
+    for size, copies in others:
+        results = pool.run(size, with_trainer, folder, str(tmp_path / "other"), copies, half, change)
+        for result in [left, *results]:
             for mine, theirs in zip(result["logged"], one["logged"], strict=True):
                 assert mine == pytest.approx(theirs, rel=ROUNDING)
+        if size == 3:  # the third has no file of its own
+            assert all(torch.equal(result["random"], results[0]["random"]) for result in results)
+    if change is None:
+        error = pool.error(2, with_trainer, folder, target, 1, str(tmp_path / "one" / "checkpoint-2"))
+        assert "got optimizer.pt, the state of an optimizer of one process" in error
