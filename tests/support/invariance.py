@@ -77,11 +77,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 STEPS = 3
 
 
-def save(factory: pytest.TempPathFactory, name: str) -> str:
-    """Save a random model of MODELS in a new folder; returns the folder."""
+def save(factory: pytest.TempPathFactory, name: str, **changes: Any) -> str:
+    """Save a random model of MODELS, with `changes` of its config, in a new folder; returns the folder."""
     prefix, settings = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{prefix}Config")(**settings)
+    config = getattr(transformers, f"{prefix}Config")(**settings | changes)
     model = auto_class(config).from_config(config)
     for param in model.parameters():
         param.data.add_(torch.randn_like(param), alpha=0.1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -16,6 +16,7 @@ import transformers
 import tp_transformers
 from tests.support.commands import main
 from tests.support.needs import needs
+from tests.support.pool import Pool
 from tp_transformers import patches, torch_api, transformers_api
 from tp_transformers.loading import hook  # noqa: F401 - makes all patches, before a test takes them away
 from tp_transformers.model import clip  # noqa: F401 - likewise
@@ -23,17 +24,22 @@ from tp_transformers.patches import Patch, nothing, replace_all
 from tp_transformers.seams import model_patches
 
 
-def env(*arguments: str, **variables: str) -> str:
-    """The output of the command, in a process of its own: others may have patches of their tests."""
-    command = [sys.executable, "-m", "tp_transformers", "env", *arguments]
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment).stdout
+def env(variables: dict[str, str]) -> str:
+    """Run in a process of its own, since others may have patches of their tests: the output of the command."""
+    os.environ.update(variables)
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["env", "--json"]) == 0
+    return out.getvalue()
 
 
 @needs("trainer")
 def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {"TP_TRANSFORMERS_API_KEY": "hidden", "HF_HUB_TOKEN": "hidden"}
-    out = env("--json", TP_TRANSFORMERS_SHARES="2,1", **hidden)
+    pool = Pool()
+    try:
+        (out,) = pool.run(1, env, {"TP_TRANSFORMERS_SHARES": "2,1", **hidden})
+    finally:
+        pool.close()
     found = json.loads(out)
     assert found["tp_transformers"] == [tp_transformers.__version__]
     assert found["python"][0].startswith(platform.python_version())

@@ -35,7 +35,7 @@ def config_of(name: str) -> Any:
     return config
 
 
-@pytest.mark.parametrize("name", sampled(ARCHITECTURES, 3))
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, 6))
 def test_it_cuts_as_much_as_a_plan_that_was_written(name: str) -> None:
     suggestion = suggest(config_of(name))
     written = Plan.for_model(suggestion.model)
@@ -76,7 +76,7 @@ def indices(layout: Layout | None) -> Any:
 
 
 @pytest.mark.parametrize(("heads", "groups"), wide([(8, 2), (8, 1), (4, 4)], 2))
-@pytest.mark.parametrize("name", wide(FOUND, 2))
+@pytest.mark.parametrize("name", wide(FOUND, 1))
 def test_mixers_are_cut_as_by_a_plan_that_was_written(name: str, heads: int, groups: int) -> None:
     model = MIXERS[name].make(heads, groups)
     suggestion = suggest(model.config, cls=type(model))

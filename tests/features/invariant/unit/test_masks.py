@@ -1,12 +1,15 @@
-"""Masks of dropout with the bits of one process: the dim that ranks share, or an error where none is sure."""
+"""Masks of dropout and blocks of products with the bits of one process."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from tp_transformers import UnsupportedError
 from tp_transformers.features.invariant.masks import FullDraws
+from tp_transformers.features.invariant.products import BLOCK, in_blocks
+from tp_transformers.features.verify.small_models.model import on_threads
 from tp_transformers.slices.layout import Ranks
 
 HEADS, FEATURES = Ranks(2).split(3), Ranks(2).split(24)
@@ -39,3 +42,23 @@ def test_other_masks_of_heads_are_refused(shape: tuple[int, ...]) -> None:
     """Those of XGLM are (batch * heads, queries, keys)."""
     with pytest.raises(UnsupportedError, match="heads, queries, keys"):
         drop(shape, of_heads=True)
+
+
+LENGTHS = (130, 200, 257, 1000, 1003)
+"""None is a multiple of a block."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_have_the_bits_of_the_full_product(length: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(length, 96).to(dtype)
+    with on_threads(1):
+        for rows in (1, 2, 3, 7, 16, 33):
+            x = torch.randn(rows, 96).to(dtype)
+            full = linear(x, weight)
+            for size in range(2, length // BLOCK + 1):
+                for ((start, stop),) in in_blocks(length, Ranks(size)).ranges:
+                    assert stop - start >= BLOCK
+                    part = linear(x, weight[start:stop].clone())
+                    assert torch.equal(part, full[:, start:stop]), (rows, size, start, stop)

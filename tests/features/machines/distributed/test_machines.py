@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,15 +18,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.comparisons import relative, relative_errors, worst
-from tests.support.machine_job import train
-from tests.support.machines import APART, PORT, Bed, Ended, launch, obstacle, wait
+from tests.support.machine_job import main, train
+from tests.support.machines import APART, PORT, SETUP, Bed, Ended, Machine, launch, obstacle, wait
 from tests.support.models import Case, edited
+from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from tp_transformers.features.machines.network import INTERFACE
 
 pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
 JOB = ("-m", "tests.support.machine_job")
+NEW_MOUNTS, NEW_HOST, NEW_MEMORY, NEW_NETWORK = 0x20000, 0x4000000, 0x8000000, 0x40000000
+"""Flags of unshare(2) and setns(2)."""
 
 
 def run(bed: Bed, ranks: Sequence[int], folder: str, options: dict[str, Any], **launching: Any) -> list[Ended]:
@@ -59,20 +64,33 @@ def alone(case: Case, steps: int) -> list[float]:
     return train(AutoModelForCausalLM.from_pretrained(case.folder), steps)
 
 
-def run_without_torchrun(bed: Bed, ranks: Sequence[int], folder: str, options: dict[str, Any]) -> list[Ended]:
-    """Run the job with one rank on each machine, in the variables of torchrun, whose own start takes long."""
-    shared = {"WORLD_SIZE": str(len(ranks)), "LOCAL_RANK": "0", "MASTER_ADDR": "m0", "MASTER_PORT": str(PORT)}
-    job = [sys.executable, *JOB, folder, str(bed.disk), json.dumps(options)]
-    started = [
-        machine.start(job, bed.disk.parent / f"{rank}.log", **shared, RANK=str(rank))
-        for rank, machine in enumerate(bed.machines)
-    ]
-    return [wait(process, log, 120) for process, log in started]
+def on_machine(machines: list[dict[str, Any]], folder: str, options: dict[str, Any]) -> None:
+    """Run on every rank of a pool that ends after it: the job on a machine of a test bed, which this rank goes to."""
+    rank, libc = int(os.environ["RANK"]), ctypes.CDLL(None, use_errno=True)
+    own = Machine(**machines[rank])
+    with open(f"/run/netns/{own.namespace}") as network:
+        assert libc.unshare(NEW_MOUNTS | NEW_HOST | NEW_MEMORY) == 0, os.strerror(ctypes.get_errno())
+        assert libc.setns(network.fileno(), NEW_NETWORK) == 0, os.strerror(ctypes.get_errno())
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    inside = [own.name, own.boot_id, own.hosts, own.folder, own.disk, "true"]
+    subprocess.run(["sh", "-c", SETUP, "sh", *map(str, inside)], check=True)
+    os.environ.update(LOCAL_RANK="0", MASTER_ADDR="m0", MASTER_PORT=str(PORT))
+    main(folder, str(own.disk), options)
 
 
-@pytest.mark.parametrize(
-    ("names", "runs"), wide([("loopback", run_without_torchrun), ("loopback", run), ("apart", run)], 1)
-)
+def run_in_pool(bed: Bed, ranks: Sequence[int], folder: str, options: dict[str, Any]) -> list[Ended]:
+    """As `run` with one rank on each machine, without a start of Python and torchrun."""
+    pool, known = Pool(), ("name", "namespace", "address", "folder", "boot_id", "hosts", "disk")
+    try:
+        pool.run(
+            len(ranks), on_machine, [{key: vars(each)[key] for key in known} for each in bed.machines], folder, options
+        )
+    finally:
+        pool.close()
+    return [Ended(0, "")] * len(ranks)
+
+
+@pytest.mark.parametrize(("names", "runs"), wide([("loopback", run_in_pool), ("loopback", run), ("apart", run)], 1))
 def test_names_that_no_other_machine_reaches(cases: Any, tmp_path: Path, names: Any, runs: Any) -> None:
     """As Debian installs a machine: its own name is 127.0.1.1 to itself. Or it has another network too."""
     case = cases(9, 3)

@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
+import tp_transformers
+from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, TensorParallelError
+from tp_transformers.__main__ import main
 from tp_transformers.commands import cli
 from tp_transformers.features.run.errors import error_lines, keep_errors
+from tp_transformers.features.run.start import start
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -41,24 +45,35 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "says"),
+    ("how", "code", "says", "is_light"),
     wide(
         [
-            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"]),
-            ("killed", 137, ["tp-transformers run: rank 1 ended by SIGKILL"]),
-            ("said", 1, ["enough", "tp-transformers run: ranks? (0|1|0-1) ended with this error"]),
-            ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"]),
+            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], True),
+            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], False),
+            ("killed", 137, ["tp-transformers run: rank 1 ended by SIGKILL"], False),
+            ("said", 1, ["enough", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], False),
+            ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"], False),
         ],
         1,
     ),
 )
-def test_an_error_is_printed_once(tmp_path: Path, how: str, code: int, says: list[str]) -> None:
+def test_an_error_is_printed_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, code: int, says: list[str], is_light: bool
+) -> None:
+    """By the command, or by ranks that import no torch."""
     script = tmp_path / "script.py"
-    script.write_text(FAILING)
-    ended = command("run", "-n", "2", str(script), how)
-    assert ended.returncode == code
-    assert ended.stdout == ""
-    lines = ended.stderr.splitlines()
+    if is_light:
+        kept = "from tp_transformers.features.run.errors import keep_errors as keep; kept = keep(); kept.__enter__()"
+        script.write_text(kept + FAILING)
+        assert start([str(script), how], ranks=2, command="run", verbose=False) == code
+        printed, told = capfd.readouterr()
+    else:
+        script.write_text(FAILING)
+        ended = command("run", "-n", "2", str(script), how)
+        assert ended.returncode == code
+        printed, told = ended.stdout, ended.stderr
+    assert printed == ""
+    lines = told.splitlines()
     where = ["Traceback (most recent call last):", f'  File "{script}", line 6, in <module>']
     trace = [*map(re.escape, where), "    raise .*"] if how == "all" else []
     for line, expected in zip(lines, [*trace, *says], strict=True):
@@ -107,8 +122,21 @@ def test_verbose_prints_all(tmp_path: Path) -> None:
     assert "ChildFailedError" in ended.stderr
 
 
-@pytest.mark.slow
-def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:
+def as_rank(*arguments: str) -> object:
+    """Run on every rank: the exit code of a script, run as `-m tp_transformers` runs it."""
+    argv, path = sys.argv, sys.path.copy()
+    try:
+        main([*arguments])
+    except SystemExit as ended:
+        return ended.code
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        tp_transformers.disable()
+    return None
+
+
+@pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_scripts_run_with_the_hook_on(pool: Pool, tmp_path: Path, by_command: bool) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -118,19 +146,29 @@ def test_run_is_torchrun_with_the_hook_on(tmp_path: Path) -> None:
         f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(text)\n"
         "sys.exit(int(sys.argv[-1]))\n"
     )
-    assert command("run", "-n", "2", str(script), "--flag", "0").returncode == 0
+    for arguments, code in ((["3"], 3), (["--flag", "0"], 0)):
+        if by_command:
+            assert command("run", "-n", "2", str(script), *arguments).returncode == code
+        else:
+            assert pool.run(2, as_rank, str(script), *arguments) == [code, code]
     for rank in "01":
         assert (tmp_path / rank).read_text() == f"{rank} of 2 ['--flag', '0'] True"
-    assert command("run", "-n", "2", str(script), "3").returncode != 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [("run", "-n", "2"), ()])
-def test_full_copies_on_ranks_are_told(cases: Any, tmp_path: Path, start: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("launcher", [("run", "-n", "2"), ()])
+def test_full_copies_on_ranks_are_told(cases: Any, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     load = f"from transformers import LlamaForCausalLM as L\nL.from_pretrained({cases(9, 3).folder!r})\n"
-    (tmp_path / "script.py").write_text(load)
+    script = tmp_path / "script.py"
+    script.write_text(load)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [*([sys.executable] if start else torchrun), "-m", "tp_transformers", *start, str(tmp_path / "script.py")]
+    program = [
+        *([sys.executable] if launcher else torchrun),
+        "-m",
+        "tp_transformers",
+        *launcher,
+        str(tmp_path / "script.py"),
+    ]
     said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stderr
     assert said.count("from_pretrained without tp_plan: each of 2 ranks loads the full model") == 1
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,12 +19,11 @@ from transformers import (
     Phi3Config,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3NextConfig,
 )
 
 from tests.support.commands import main
+from tests.support.comparisons import different_tensors
 from tests.support.pool import Pool
-from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
 from tp_transformers.features.loss_parallel.head import LossParallel
 from tp_transformers.features.verify import rank as rank_module
@@ -312,14 +312,20 @@ def test_a_message_of_transformers_is_told_in_one_sentence(tmp_path: Path, capsy
         assert "Traceback" not in line
 
 
-@pytest.mark.usefixtures("in_pool")
-def test_weights_follow_a_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_follow_a_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+
+    def run(program: Any, **_: Any) -> int:
+        (file,) = Path(program[2]).rglob("*.safetensors")
+        seen.append(load_file(file))
+        return 1
+
+    monkeypatch.setattr(verify, "torchrun", run)
     CONFIGS["llama"].save_pretrained(tmp_path)
-    seen = []
     for seed in (0, 0, 1):
-        assert main(["verify", str(tmp_path), "--seed", str(seed), "--json"]) == 0
-        seen.append(json.loads(capsys.readouterr().out)["logits"])
-    assert seen[0] == seen[1] != seen[2]
+        assert main(["verify", str(tmp_path), "--seed", str(seed)]) == 1
+    assert different_tensors(seen[0], seen[1]) == []
+    assert "model.layers.0.mlp.up_proj.weight" in different_tensors(seen[0], seen[2])
 
 
 @pytest.mark.parametrize(
@@ -339,60 +345,3 @@ def test_a_wrong_request_is_told_on_stderr(
     captured = capsys.readouterr()
     assert says in captured.err
     assert captured.out == ""
-
-
-GATED = Qwen3NextConfig(
-    hidden_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    linear_num_key_heads=4,
-    linear_num_value_heads=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    num_hidden_layers=4,
-)
-GATED_RULES = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
-    "layers.*.mlp.shared_expert.gate_proj": "colwise",
-    "layers.*.mlp.shared_expert.up_proj": "colwise",
-    "layers.*.mlp.shared_expert.down_proj": "rowwise",
-    "layers.*.mlp.experts": "moe_tp_experts",
-    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-    "layers.*.mlp.experts.down_proj": "rowwise",
-}
-HEADS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-
-
-@pytest.mark.parametrize(
-    ("rules", "fault"),
-    wide(
-        [
-            ({}, None),
-            ({"layers.*.mlp.shared_expert": "summed"}, "mlp.shared_expert: its output is the first that differs"),
-            ({"layers.*.self_attn.v_proj": "swapped"}, "self_attn"),
-        ],
-        1,
-    ),
-)
-@pytest.mark.usefixtures("in_pool", "own_strategies")
-def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
-    tmp_path: Path, rules: dict[str, Any], fault: str | None
-) -> None:
-    """In float32 rounding alone makes errors of up to 1e-3, since the recurrence multiplies it."""
-    plan = {"base_model": {**GATED_RULES, **rules}, "attention": {"layers.*.self_attn": HEADS}}
-    path = tmp_path / "plan.yaml"
-    path.write_text(yaml.safe_dump({"model_type": "qwen3_next", **plan}))
-    (verdict,) = verify.verify(GATED, plan=path, grads=fault is None)
-    assert verdict.ok is (fault is None), verdict.faults
-    if fault is None:
-        assert verdict.logits is not None
-        assert verdict.gradient is not None
-        assert verdict.logits < 1e-9
-        assert verdict.gradient[1] < 1e-8
-    else:
-        assert fault in verdict.faults[0], verdict.faults

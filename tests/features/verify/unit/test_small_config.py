@@ -71,7 +71,7 @@ PLANNED = [name for name in available_plans() if name in CONFIG_MAPPING and (nam
 """Some plans fit later releases."""
 
 
-@pytest.mark.parametrize("model_type", wide(sorted(PLANNED, key=lambda name: name not in SETTINGS), 25))
+@pytest.mark.parametrize("model_type", wide(sorted(PLANNED, key=lambda name: name not in SETTINGS), 10))
 def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
     if not known_class(config):

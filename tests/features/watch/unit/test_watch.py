@@ -1,8 +1,13 @@
-"""The watch of a rank: its store is gone, or its GPU cannot be used any more."""
+"""The watch of a rank: a store that is gone, a GPU that fails, the thread that polls, connections that are shut."""
 
 from __future__ import annotations
 
+import gc
+import os
+import socket
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +21,8 @@ from tp_transformers.features.watch import renew
 from tp_transformers.features.watch.calls import WATCHED_CALLS
 from tp_transformers.features.watch.device import Steps
 from tp_transformers.features.watch.failure import lost
-from tp_transformers.features.watch.poller import POLLER
+from tp_transformers.features.watch.poller import POLLER, Poller
+from tp_transformers.features.watch.sockets import shut
 from tp_transformers.features.watch.watch import Watch
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import TensorParallelGroup
@@ -91,3 +97,66 @@ def test_a_renewed_group_is_bound_to_its_gpu_where_torch_can_split_it(
     group = SimpleNamespace(device=device, device_mesh=object(), process_group=object())
     renew._restart(group, dist.HashStore())  # type: ignore[arg-type]
     assert started == [device if binds else None]
+
+
+class Counted:
+    """What is polled, without a model."""
+
+    is_urgent = False
+
+    def poll(self) -> None:
+        """Nothing to look at."""
+
+
+def test_what_is_added_again_is_polled_once_and_bids_its_last_farewell() -> None:
+    poller, polled, farewells = Poller(), Counted(), list[str]()
+    try:
+        for number in range(3):
+            poller.add(polled, lambda number=number: farewells.append(str(number)))
+        assert poller.all() == [polled]
+        del polled
+        gc.collect()
+    finally:
+        poller._stop()
+    assert farewells == ["2"]
+
+
+@pytest.fixture
+def connected() -> Iterator[socket.socket]:
+    """One end of a TCP connection, the other end of which lives."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as connection,
+        server.accept()[0],
+    ):
+        yield connection
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_descriptor_that_becomes_a_file_is_left_alone(
+    connected: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo closes its connections in threads of its own, and others open files then."""
+    duplicated, found = os.dup, {connected.fileno(): (connected.getsockname(), connected.getpeername())}
+    with (tmp_path / "file").open("w") as file:
+
+        def dup(descriptor: int) -> int:
+            copied = duplicated(descriptor)
+            os.dup2(file.fileno(), connected.fileno())
+            return copied
+
+        before = descriptors()
+        monkeypatch.setattr(os, "dup", dup)
+        shut(found)
+        shut(found)
+        assert descriptors() == before
+
+
+def test_a_connection_is_shut_once(connected: socket.socket) -> None:
+    found = {connected.fileno(): (connected.getsockname(), connected.getpeername())}
+    shut(found)
+    assert connected.recv(1) == b""
+    shut(found)
