@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.features.verify.distributed.test_verify import changed, in_pool  # noqa: F401 - a fixture
+from tests.features.verify.distributed.conftest import changed
 from tests.support.adapters import shake
 from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
@@ -179,7 +179,7 @@ def test_a_new_kind_lives_as_the_others_do(pool: Pool, cases: Any, tmp_path: Any
 def test_a_new_kind_is_planned_and_proven(
     cases: Any,
     tmp_path: Any,
-    in_pool: None,  # noqa: F811
+    in_pool: None,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

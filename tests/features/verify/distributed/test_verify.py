@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import (
     LlamaConfig,
@@ -21,17 +19,15 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.features.verify.distributed.conftest import changed
 from tests.support.commands import main
 from tests.support.comparisons import different_tensors
-from tests.support.pool import Pool
 from tp_transformers import UnsupportedError
 from tp_transformers.features.loss_parallel.head import LossParallel
-from tp_transformers.features.verify import rank as rank_module
 from tp_transformers.features.verify import verify
 from tp_transformers.features.verify.small_models.config import meta_model
 from tp_transformers.plans import Plan
-from tp_transformers.ranks.collectives import reduce_from_region
-from tp_transformers.strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
+from tp_transformers.strategies import STRATEGIES
 from tp_transformers.verify import Verdict
 
 pytestmark = pytest.mark.distributed
@@ -51,47 +47,6 @@ CONFIGS = {
 }
 
 
-class NoSum(RowwiseParallel):
-    """Leaves every rank with its part of the sum."""
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
-        return outputs
-
-
-class Summed(ReplicateParallel):
-    """Sums what is whole."""
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
-        return reduce_from_region(outputs, mesh.get_group())
-
-
-class Deaf(ColwiseParallel):
-    """Does not sum the gradient of its input."""
-
-    @staticmethod
-    def _prepare_input_fn(input_layouts: Any, desired: Any, mod: Any, inputs: Any, mesh: Any) -> Any:
-        return inputs
-
-
-class Swapped(ColwiseParallel):
-    """Gives every rank the features of another."""
-
-    def partition_tensor(self, param: Any, empty: Any, kind: str, dtype: Any, to: bool, rank: int, mesh: Any) -> Any:
-        return get_tensor_shard(param, empty, mesh, mesh.size() - 1 - rank, 0)
-
-
-class OneRaises(ColwiseParallel):
-    """Raises on rank 1 alone, when the others have long gone on to wait for it."""
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, mesh: Any) -> Any:
-        if mesh.get_local_rank() == 1:
-            raise ValueError("not today")
-        return outputs
-
-
 class HalvedLoss(LossParallel):
     """Computes half of the loss."""
 
@@ -100,55 +55,6 @@ class HalvedLoss(LossParallel):
         if outputs.loss is not None:
             outputs["loss"] = outputs.loss / 2
         return LossParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, mesh)
-
-
-OWN = {
-    "halved_loss": HalvedLoss,
-    "no_sum": NoSum,
-    "summed": Summed,
-    "swapped": Swapped,
-    "deaf": Deaf,
-    "one_raises": OneRaises,
-}
-
-
-@pytest.fixture
-def own_strategies() -> Iterator[None]:
-    for name, strategy in OWN.items():
-        STRATEGIES.register_strategy(name, strategy)
-    yield
-    for name in OWN:
-        del STRATEGIES[name]
-
-
-def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str = "base_model") -> Path:
-    """The architecture's plan with other rules in it."""
-    path = folder / "plan.yaml"
-    path.write_text(yaml.safe_dump({"model_type": model_type, "extends": model_type, section: rules}))
-    return path
-
-
-def rank(*arguments: Any) -> None:
-    """A rank of `verify` in a worker of the pool."""
-    before = {*STRATEGIES}
-    try:
-        rank_module.run_rank(*arguments)
-    finally:
-        for name in {*STRATEGIES} - before:
-            del STRATEGIES[name]
-
-
-@pytest.fixture
-def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let verify's ranks be workers that run already."""
-
-    def run(program: Any, *, ranks: int, timeout: float, output: Any) -> int:
-        assert list(program[:2]) == ["-m", rank_module.__name__]
-        folder, reports, deadline = program[2:]
-        pool.run(ranks, rank, Path(folder), Path(reports), float(deadline), timeout=timeout)
-        return 0
-
-    monkeypatch.setattr(verify, "torchrun", run)
 
 
 @pytest.mark.parametrize("ranks", ["in_pool", pytest.param("tmp_path", marks=pytest.mark.slow, id="by torchrun")])
@@ -238,8 +144,11 @@ def test_the_first_parameter_whose_gradient_differs_is_named_with_its_rule(tmp_p
 
 
 @pytest.mark.usefixtures("in_pool", "own_strategies")
-def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_path: Path) -> None:
+def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "plan.yaml"
+    monkeypatch.setitem(STRATEGIES, "halved_loss", HalvedLoss)  # type: ignore[arg-type]
     plan = Plan.parse({"extends": "llama"}, source="mine").with_options(sequence_parallel=True, loss_parallel=True)
     (verdict,) = verify.verify(CONFIGS["llama"], plan=plan, grads=True)
     assert verdict.ok, verdict.faults

@@ -9,7 +9,6 @@ import pytest
 import yaml
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
-from tests.features.verify.distributed.test_verify import in_pool, own_strategies  # noqa: F401 - fixtures
 from tests.support.commands import main
 from tests.support.remote_code import with_code
 from tests.support.tiers import wide
