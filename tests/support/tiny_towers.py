@@ -43,17 +43,10 @@ FROM_WAVES = (
 )
 CONVOLVING = (("num_hidden_layers", 3), ("layer_types", ["conv", "full_attention", "full_attention"]))
 TOWERS = {
-    "clip_vision_model": Tiny("CLIPVisionConfig", "CLIPVisionModel", images),
-    "siglip_vision_model": Tiny("SiglipVisionConfig", "SiglipVisionModel", images),
-    "siglip2_vision_model": Tiny("Siglip2VisionConfig", "Siglip2VisionModel", padded_patches),
     "idefics2_vision": Tiny("Idefics2VisionConfig", "Idefics2VisionTransformer", images),
-    "idefics3_vision": Tiny("Idefics3VisionConfig", "Idefics3VisionTransformer", images),
-    "smolvlm_vision": Tiny("SmolVLMVisionConfig", "SmolVLMVisionTransformer", images),
-    "internvl_vision": Tiny("InternVLVisionConfig", "InternVLVisionModel", images, IN_TWO),
     "internvl_vision, normed": Tiny(
         "InternVLVisionConfig", "InternVLVisionModel", images, (*IN_TWO, ("use_qk_norm", True))
     ),
-    "pixtral": Tiny("PixtralVisionConfig", "PixtralVisionModel", images),
     "llama4_vision_model": Tiny(
         "Llama4VisionConfig",
         "Llama4VisionModel",
@@ -99,13 +92,7 @@ TOWERS = {
     "instructblipvideo_qformer": Tiny(
         "InstructBlipVideoQFormerConfig", "InstructBlipVideoQFormerModel", queries_and_text, FROM_IMAGES, since="5.23"
     ),
-    "qwen2_audio_encoder": Tiny("Qwen2AudioEncoderConfig", "Qwen2AudioEncoder", sound),
-    "voxtral_encoder": Tiny("VoxtralEncoderConfig", "VoxtralEncoder", sound),
-    "audioflamingo3_encoder": Tiny("AudioFlamingo3EncoderConfig", "AudioFlamingo3Encoder", masked_sound),
     "parakeet_encoder": Tiny("ParakeetEncoderConfig", "ParakeetEncoder", parakeet_sound, tuple(HEARING.items())),
-    "granite_docling_vision": Tiny(
-        "GraniteDoclingVisionConfig", "GraniteDoclingVisionModel", images, (("scale_factor", 2),)
-    ),
     "cosmos3_edge_vision": Tiny("Cosmos3EdgeVisionConfig", "Cosmos3EdgeVisionModel", flat_images),
     "kosmos_2_vision_model": Tiny("Kosmos2VisionConfig", "Kosmos2VisionModel", images),
     "kosmos_2_5_vision_model": Tiny(
@@ -156,16 +143,6 @@ TOWERS = {
     "qwen2_5_omni_audio_encoder": Tiny(
         "Qwen2_5OmniAudioEncoderConfig", "Qwen2_5OmniAudioEncoder", sounds_in_a_row, (("n_window", 5),)
     ),
-    "moss_transcribe_diarize_audio": Tiny("MossTranscribeDiarizeAudioConfig", "MossTranscribeDiarizeAudioModel", sound),
-    "glmasr_encoder": Tiny("GlmAsrEncoderConfig", "GlmAsrEncoder", sound),
-    "voxtral_realtime_encoder": Tiny("VoxtralRealtimeEncoderConfig", "VoxtralRealtimeEncoder", sound),
-    "fun_asr_nano_encoder": Tiny("FunAsrNanoEncoderConfig", "FunAsrNanoEncoder", stacked_frames, STACKED),
-    "wav2vec2": Tiny("Wav2Vec2Config", "Wav2Vec2Model", waves_alone, FROM_WAVES),
-    "hubert": Tiny("HubertConfig", "HubertModel", waves_alone, FROM_WAVES),
-    "unispeech": Tiny("UniSpeechConfig", "UniSpeechModel", waves_alone, FROM_WAVES),
-    "unispeech-sat": Tiny("UniSpeechSatConfig", "UniSpeechSatModel", waves_alone, FROM_WAVES),
-    "omniasr_audio": Tiny("OmniASRAudioConfig", "OmniASRAudioModel", waves_in_channels, FROM_WAVES),
-    "data2vec-audio": Tiny("Data2VecAudioConfig", "Data2VecAudioModel", waves_alone, FROM_WAVES),
     "hunyuan_vl_vision": Tiny("HunYuanVLVisionConfig", "HunYuanVLVisionTransformer", flat_images),
     "muse_glimmer_vision": Tiny("MuseGlimmerVisionConfig", "MuseGlimmerVisionModel", grid_patches),
     "phi4_multimodal_vision": Tiny("Phi4MultimodalVisionConfig", "Phi4MultimodalVisionModel", masked_images),
