@@ -1,14 +1,15 @@
-"""Properties of the slice arithmetic, for any sizes."""
+"""Properties of the slice arithmetic, for any sizes; `test_every_layout` has all small ones."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.slices.test_every_layout import check_owners
 from tp_transformers.slices.layout import Layout, Ranks, Split, heads, interleaved, packed
 
 sizes = st.integers(1, 16)
@@ -51,47 +52,25 @@ def indices(split: Split, rank: int) -> list[int]:
     return [index for start, stop in split.ranges[rank] for index in range(start, stop)]
 
 
-@given(splits())
-def test_every_index_is_held_and_overlaps_are_whole_ranges(split: Split) -> None:
-    assert {index for rank in range(split.size) for index in indices(split, rank)} == set(range(split.length))
-    held = {held for ranges in split.ranges for held in ranges if held[0] < held[1]}
-    for a in held:
-        for b in held:
-            assert a == b or a[1] <= b[0] or b[1] <= a[0]
-
-
-@given(splits())
-def test_widths_count_what_is_held(split: Split) -> None:
-    assert split.widths == tuple(len(indices(split, rank)) for rank in range(split.size))
-
-
-@given(splits())
-def test_shard_ranges_undo_the_split(split: Split) -> None:
-    whole = torch.arange(split.length)
-    shards = [whole[indices(split, rank)] for rank in range(split.size)]
-    rebuilt = torch.full((split.length,), -1)
-    for entry in split.shard_ranges:
-        assert (rebuilt[entry.start : entry.start + entry.length] == -1).all()
-        rebuilt[entry.start : entry.start + entry.length] = shards[entry.rank][entry.local : entry.local + entry.length]
-    assert torch.equal(rebuilt, whole)
-
-
-@given(splits(), st.integers(0, 20))
-def test_a_cover_takes_from_its_reader_what_that_holds(split: Split, reader: int) -> None:
-    cover = split.cover(reader)
-    assert [index for entry in cover for index in range(entry.start, entry.start + entry.length)] == [
+@given(splits(), st.integers(16, 20))
+def test_any_split_has_the_owners_that_its_indices_have(split: Split, stranger: int) -> None:
+    """Also splits of several lengths, which `test_every_layout` has none of; a reader that is no rank has nothing."""
+    check_owners(split)
+    held = [indices(split, rank) for rank in range(split.size)]
+    assert split.widths == tuple(map(len, held))
+    assert [each for part in split.cover(stranger) for each in held[part.rank][part.local :][: part.length]] == [
         *range(split.length)
     ]
-    own = set(indices(split, reader)) if reader < split.size else set()
-    for entry in cover:
-        held = indices(split, entry.rank)[entry.local : entry.local + entry.length]
-        assert held == [*range(entry.start, entry.start + entry.length)]
-        assert (entry.rank == reader) == (entry.start in own)
+    parts = all_ranges(split)
+    assert all(first[1] <= second[0] for first, second in pairwise(parts)), "ranges are equal or apart"
+    ranks = [tuple(rank for rank in range(split.size) if index in held[rank]) for index in range(split.length)]
+    assert split.holders == tuple(sorted({each for each in ranks if len(each) > 1}))
+    chunks = [chunk.tolist() for chunk in torch.arange(split.length).chunk(split.size)] if split.length else []
+    assert split.is_chunked == ([*chunks, *[[]] * (split.size - len(chunks))] == held)
 
 
 @given(splits(), st.data())
 def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split: Split, data: st.DataObject) -> None:
-    assert split.is_complete
     held = all_ranges(split)
     start, stop = data.draw(st.sampled_from(held)) if held else (0, 0)
     if stop - start > 1:  # one rank holds a part of what another holds
@@ -103,74 +82,6 @@ def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split: Split, data: st
 
 def all_ranges(split: Split) -> list[tuple[int, int]]:
     return sorted({(start, stop) for ranges in split.ranges for start, stop in ranges if start < stop})
-
-
-@given(splits())
-def test_shared_names_exactly_the_indices_that_others_hold(split: Split) -> None:
-    for rank in range(split.size):
-        mine = indices(split, rank)
-        told = {mine[part.local + offset]: part.ranks for part in split.shared(rank) for offset in range(part.length)}
-        for index in mine:
-            holders = tuple(other for other in range(split.size) if index in indices(split, other))
-            assert told.get(index, (rank,)) == holders
-
-
-@given(splits())
-def test_every_index_that_several_ranks_hold_has_one_slot(split: Split) -> None:
-    several = [
-        index for index in range(split.length) if sum(index in indices(split, rank) for rank in range(split.size)) > 1
-    ]
-    assert split.shared_length == len(several)
-    for rank in range(split.size):
-        mine = indices(split, rank)
-        for part in split.shared(rank):
-            assert mine[part.local : part.local + part.length] == several[part.slot : part.slot + part.length]
-
-
-@given(splits())
-def test_holders_are_the_ranks_that_share_an_index(split: Split) -> None:
-    ranks = [[rank for rank in range(split.size) if index in indices(split, rank)] for index in range(split.length)]
-    assert split.holders == tuple(sorted({tuple(held) for held in ranks if len(held) > 1}))
-
-
-@given(splits())
-def test_is_chunked_means_what_torch_chunk_gives(split: Split) -> None:
-    chunks = [chunk.tolist() for chunk in torch.arange(split.length).chunk(split.size)] if split.length else []
-    chunks += [[]] * (split.size - len(chunks))
-    assert split.is_chunked == (chunks == [indices(split, rank) for rank in range(split.size)])
-
-
-@given(st.integers(0, 500), sizes, st.integers(1, 32))
-def test_even_keeps_blocks_whole_and_differs_by_one_block(length: int, size: int, unit: int) -> None:
-    split = Ranks(size).split(length, unit=unit)
-    for rank, ((start, stop),) in enumerate(split.ranges):
-        assert start % unit == 0 or start == length
-        assert stop % unit == 0 or stop == length
-        assert rank == 0 or -(-split.widths[rank] // unit) <= -(-split.widths[rank - 1] // unit)
-    blocks = [-(-width // unit) for width in split.widths]
-    assert max(blocks) - min(blocks) <= 1
-
-
-@given(sizes.flatmap(shares), st.integers(0, 500))
-def test_no_rank_is_left_out_and_none_has_more_than_its_share_rounded_up(ranks: Ranks, count: int) -> None:
-    weights = ranks.shares or (1,) * ranks.size
-    units = ranks.counts(count)
-    assert sum(units) == count
-    for own, weight in zip(units, weights, strict=True):
-        assert own <= max(1, -(-count * weight // sum(weights)))
-    assert count < len(units) or all(units)
-
-
-@given(st.lists(st.integers(1, 99), min_size=2, max_size=9), st.integers(0, 500))
-def test_shares_are_apportioned_by_hamiltons_method(weights: list[int], count: int) -> None:
-    """Against the method in words: everyone's quota, rounded down; the rest by the largest remainder, in order."""
-    quotas = [Fraction(count * weight, sum(weights)) for weight in weights]
-    units = [int(quota) for quota in quotas]
-    ordered = sorted(range(len(weights)), key=lambda rank: (units[rank] - quotas[rank], rank))
-    for rank in ordered[: count - sum(units)]:
-        units[rank] += 1
-    if all(units):
-        assert Ranks.of(weights).counts(count) == tuple(units)
 
 
 def test_shares_are_traced_with_a_symbolic_length() -> None:
@@ -203,25 +114,6 @@ def test_shares_in_lowest_terms(weights: list[float], shares: tuple[int, ...] | 
 def test_shares_are_positive_and_finite(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="positive"):
         Ranks.of(weights)
-
-
-@given(attention(), st.data())
-def test_heads_keep_an_integer_ratio_and_every_query_with_its_kv_head(
-    case: tuple[int, int, int], data: st.DataObject
-) -> None:
-    query, kv, size = case
-    query_split, kv_split = heads(query, kv, data.draw(shares(size)))
-    group = query // kv
-    for rank in range(size):
-        queries, kvs = indices(query_split, rank), indices(kv_split, rank)
-        assert queries
-        assert len(queries) % len(kvs) == 0
-        ratio = len(queries) // len(kvs)
-        # Grouped-query attention pairs local query i with local KV head i // ratio.
-        assert [kvs[i // ratio] for i in range(len(queries))] == [head // group for head in queries]
-    # No query head is computed twice; KV heads are replicated only where there are fewer of them than ranks.
-    assert sum(query_split.widths) == query
-    assert kv < size or sum(kv_split.widths) == kv
 
 
 @pytest.mark.parametrize(
