@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_differences, gradient_errors, relative
 from tests.support.compiling import PHASES, observe
-from tests.support.models import PROMPTS, load, load_both, save_as_loaded, with_shares
+from tests.support.models import PROMPTS, load, load_both, save_as_loaded
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -43,8 +45,13 @@ NO_STATIC_CACHE = ("falcon with alibi",)
 """Architectures whose own code takes no mask of a static cache."""
 DECODED = ["mixtral", "llama"] if torch.__version__ >= (2, 9) else ["llama"]
 """Torch 2.8 has no grouped products on a CPU, by which transformers computes experts."""
-INDUCTOR = ("mixtral", "olmo2")
-"""Experts, and norms over features that are cut; `model/test_inductor.py` has Llama, its training included."""
+INDUCTOR: list[Any] = [
+    pytest.param("mixtral", ("decode",), {}),
+    pytest.param("olmo2", ("decode",), {}),
+    pytest.param("llama", ("decode", "train"), {}),
+    pytest.param("llama", ("train",), {"tp_sequence_parallel": True}, marks=needs("sequence")),
+]
+"""Experts, norms over features that are cut, and a training; what is computed, options of the load."""
 
 BREAKS = pytest.mark.xfail(reason="a rank keeps its part of a state in a tuple by Tensor.data, which is not traced")
 
@@ -63,12 +70,12 @@ def make(name: str, heads: tuple[int, int]) -> Any:
 
 
 def compile_and_compare(
-    kind: str, folder: str, reference: str, backend: str, which: Sequence[str]
+    kind: str, folder: str, reference: str, backend: str, which: Sequence[str], options: Mapping[str, bool]
 ) -> dict[str, dict[str, Any]]:
     """Run on every rank: the graphs and the graph breaks of each phase, and the largest differences from eager ones of
     one process.
     """
-    model = load(folder, getattr(transformers, kind))
+    model = load(folder, getattr(transformers, kind), **options)
     expected, found = torch.load(reference, weights_only=False), {}
     for phase, made in observe(model, backend, which).items():
         own = expected[phase]
@@ -91,15 +98,15 @@ def check(
     *,
     backend: str = "eager",
     which: Sequence[str] = PHASES,
-    shares: str = "",
+    options: Mapping[str, bool] = MappingProxyType({}),
 ) -> None:
     """Compare the graphs of `size` ranks with those of one process, and their numbers with its eager ones."""
     model = save_as_loaded(make(name, heads), path)
     torch.save(observe(model, None, which), path / "reference.pt")
     plain = observe(model, "eager", which)
-    arguments = (type(model).__name__, str(path / "checkpoint"), str(path / "reference.pt"), backend, which)
-    call = (with_shares, shares, compile_and_compare) if shares else (compile_and_compare,)
-    for result in pool.run(size, *call, *arguments, timeout=TIMEOUT):
+    files = str(path / "checkpoint"), str(path / "reference.pt")
+    arguments = (type(model).__name__, *files, backend, which, dict(options))
+    for result in pool.run(size, compile_and_compare, *arguments, timeout=TIMEOUT):
         for phase, own in plain.items():
             seen, breaks = result[phase], sum(own.breaks.values())
             print(f"{name}, {phase}: {own.graphs} graphs, {breaks} breaks in one process, on {size} ranks", seen)
@@ -129,6 +136,11 @@ def test_graphs_on_three_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
     check(pool, tmp_path, 3, name, (9, 3))
 
 
+@pytest.mark.slow
+def test_graphs_of_heads_that_all_ranks_share(pool: Pool, tmp_path: Path) -> None:
+    check(pool, tmp_path, 2, "llama", (8, 1), backend="aot_eager")
+
+
 @pytest.mark.parametrize(
     ("name", "groups"),
     wide(
@@ -151,9 +163,9 @@ def test_graphs_of_a_model_with_moments_of_cut_features(pool: Pool, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INDUCTOR)
-def test_inductor_decodes_as_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
-    check(pool, tmp_path, 2, name, (9, 3), backend="inductor", which=("decode",))
+@pytest.mark.parametrize(("name", "which", "options"), INDUCTOR)
+def test_inductor_computes_as_one_process(pool: Pool, tmp_path: Path, name: str, which: Any, options: Any) -> None:
+    check(pool, tmp_path, 2, name, (9, 3), backend="inductor", which=which, options=options)
 
 
 def drop(folder: str) -> list[dict[str, Any]]:

@@ -146,7 +146,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "shares"), wide(CASES, 7))
+@pytest.mark.parametrize(("name", "shares"), wide(CASES, 4))
 def test_integers_are_those_of_one_process_bit_by_bit(pool: Pool, tmp_path: Path, name: str, shares: list[int]) -> None:
     make(name, tmp_path)
     for found in pool.run(len(shares), compare, name, str(tmp_path), shares):

@@ -19,7 +19,7 @@ from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-COUNT = 15
+COUNT = 6
 """Indexes a seed."""
 
 ODD: list[Any] = [

@@ -8,9 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from contextlib import ExitStack, suppress
@@ -180,39 +177,6 @@ def test_a_load_that_fails_leaves_no_model(pool: Any, cases: Any, tmp_path: Path
     folder = shutil.copytree(cases(9, 3).folder, tmp_path / "model")
     for before, after in pool.run(2, hooks_left, str(folder)):
         assert before == after
-
-
-KILLED = """
-    import os, signal, sys
-    import tp_transformers
-    from tp_transformers.checkpoint.reading import reader
-    from transformers import AutoModelForCausalLM
-
-    run = reader._run
-
-    def dying(*arguments):
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        run(*arguments)
-
-    reader._run = dying
-    with tp_transformers.enable():
-        AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
-    print("loaded")
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_others(cases: Any, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(KILLED))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        [*command, cases(9, 3).folder], capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C"}
-    )
-    assert done.returncode != 0
-    assert "loaded" not in done.stdout
-    assert f"Signal {signal.SIGKILL.value}" in done.stderr
 
 
 def die(folder: str) -> None:

@@ -111,33 +111,35 @@ def test_a_module_around_an_embedding_or_a_head(pool: Pool, cases: Any, options:
         assert max(found.values()) < TOLERANCE, found
 
 
+FEW = ((False, 2), (True, 1))
+"""Whether a model's embeddings are tied, and their rows."""
+
+
 def few_rows(folder: str, scratch: str, options: dict[str, bool]) -> dict[str, float]:
     """The worst difference of models with fewer rows than ranks, by the checkpoint or by a resize; saves are equal."""
     found = {}
-    for tied in (False, True):
-        for rows in (2, 1):
-            for name, place in (("loaded", f"{scratch}/{tied}-{rows}"), ("resized", folder)):
-                model, whole = load_both(place, **options)
-                if name == "resized":
-                    for each in (model, whole):
-                        torch.manual_seed(0)
-                        each.resize_token_embeddings(rows)
-                found[f"{name}, {rows}, {tied}"] = worst(model, whole, PROMPTS % rows)
-                model.save_pretrained(f"{scratch}/saved")
-                dist.barrier()
-                saved = LlamaForCausalLM.from_pretrained(f"{scratch}/saved").state_dict()
-                assert all(torch.equal(saved[key], value) for key, value in whole.state_dict().items())
-                dist.barrier()
+    for tied, rows in FEW:
+        for name, place in (("loaded", f"{scratch}/{tied}-{rows}"), ("resized", folder)):
+            model, whole = load_both(place, **options)
+            if name == "resized":
+                for each in (model, whole):
+                    torch.manual_seed(0)
+                    each.resize_token_embeddings(rows)
+            found[f"{name}, {rows}, {tied}"] = worst(model, whole, PROMPTS % rows)
+            model.save_pretrained(f"{scratch}/saved")
+            dist.barrier()
+            saved = LlamaForCausalLM.from_pretrained(f"{scratch}/saved").state_dict()
+            assert all(torch.equal(saved[key], value) for key, value in whole.state_dict().items())
+            dist.barrier()
     return found
 
 
 @needs("full_parameters", "invariant")
 @pytest.mark.parametrize("options", wide([{}, {"tp_invariant": True}], 1))
 def test_fewer_rows_than_ranks(pool: Pool, cases: Any, tmp_path: Path, options: dict[str, bool]) -> None:
-    for tied in (False, True):
-        for rows in (2, 1):
-            names = {"bos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied}
-            config = llama_config(9, 3, vocab_size=rows, **names)
-            LlamaForCausalLM(config).save_pretrained(tmp_path / f"{tied}-{rows}")
+    for tied, rows in FEW:
+        names = {"bos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied}
+        config = llama_config(9, 3, vocab_size=rows, **names)
+        LlamaForCausalLM(config).save_pretrained(tmp_path / f"{tied}-{rows}")
     for found in pool.run(3, few_rows, cases(9, 3).folder, str(tmp_path), options):
         assert max(found.values()) < TOLERANCE, found

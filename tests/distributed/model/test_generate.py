@@ -14,12 +14,12 @@ import transformers
 from packaging.version import Version
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import CompileConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 from tests.support.architectures import ARCHITECTURES
-from tests.support.comparisons import gradient_differences, relative
+from tests.support.comparisons import relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.needs import needs
 from tests.support.pool import Pool
@@ -313,47 +313,3 @@ def test_a_static_cache_where_layers_differ_in_kv_heads(pool: Pool, tmp_path: Pa
         pool.run(2, generate_with_other_heads, str(tmp_path))
         == [(([2, 1], [8, 16]) if LAYERS_OF_THEIR_OWN else None, True)] * 2
     )
-
-
-# -- torch.compile
-
-
-def graphs(model: Any, grad: bool) -> tuple[int, int]:
-    """How many graphs and breaks a forward has."""
-    torch._dynamo.reset()
-    with torch.set_grad_enabled(grad):
-        explained = torch._dynamo.explain(model)(PROMPTS, attention_mask=MASK)
-    return explained.graph_count, explained.graph_break_count
-
-
-def compiled_otherwise(uneven: str, replicated: str) -> dict[str, Any]:
-    """Graphs of one process and of ranks; what a compiled model computes otherwise."""
-    found: dict[str, Any] = {}
-    ours, theirs = load(uneven), LlamaForCausalLM.from_pretrained(uneven)
-    found["graphs"] = [graphs(theirs, False), graphs(ours, False), graphs(ours, True)]
-    torch._dynamo.reset()
-    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
-    config._compile_all_devices = True
-    tokens = ours.generate(**BATCH, cache_implementation="static", compile_config=config)
-    found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    found["tokens"] = torch.equal(tokens, theirs.generate(**BATCH))
-    torch._dynamo.reset()
-    ours, theirs = load(replicated), LlamaForCausalLM.from_pretrained(replicated)
-    forward = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    logits, expected = (model(PROMPTS, attention_mask=MASK).logits for model in (forward, theirs))
-    for output in (logits, expected):
-        output.square().sum().backward()
-    found["logits"] = relative(logits.detach(), expected.detach())
-    found["grads"] = max(gradient_differences(ours, theirs).values())
-    torch._dynamo.reset()
-    return found
-
-
-@pytest.mark.slow
-def test_compiled(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, compiled_otherwise, cases(9, 3).folder, cases(8, 1).folder):
-        assert found["graphs"] == [(1, 0)] * 3
-        assert found["compiled"] > 0
-        assert found["tokens"]
-        assert found["logits"] < TOLERANCE
-        assert found["grads"] < TOLERANCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from itertools import product
 from typing import Any
 
 import pytest
@@ -135,12 +136,16 @@ def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
     }
 
 
+def run_all_dtensor_inputs() -> dict[tuple[str, bool], dict[str, float]]:
+    names = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "packed_rowwise")
+    return {case: run_dtensor_inputs(*case) for case in product(names, (False, True))}
+
+
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut"])
-@pytest.mark.parametrize("name", ["colwise", "colwise_rep", "rowwise", "rowwise_rep", "packed_rowwise"])
-def test_inputs_may_be_dtensors(pool: Any, name: str, is_cut: bool, size: int) -> None:
-    for differences in pool.run(size, run_dtensor_inputs, name, is_cut, timeout=60):
-        assert max(differences.values()) < TOLERANCE, differences
+def test_inputs_may_be_dtensors(pool: Any, size: int) -> None:
+    for found in pool.run(size, run_all_dtensor_inputs, timeout=60):
+        for case, differences in found.items():
+            assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
 def run_sequence_of_dtensors(length: int, form: str) -> dict[str, float]:
@@ -172,12 +177,16 @@ def run_sequence_of_dtensors(length: int, form: str) -> dict[str, float]:
     return differences
 
 
-@pytest.mark.parametrize("form", ["whole", "cut", "plain"])
-@pytest.mark.parametrize("length", wide([4, 5, 6], 2))  # 4 tokens on 3 ranks: the last one has none
-def test_sequences_leave_as_dtensors_of_their_length(pool: Any, length: int, form: str) -> None:
-    for size in (2, 3):
-        for differences in pool.run(size, run_sequence_of_dtensors, length, form, timeout=60):
-            assert max(differences.values()) < TOLERANCE, differences
+def run_sequences_of_dtensors() -> dict[tuple[int, str], dict[str, float]]:
+    # 4 tokens on 3 ranks: the last one has none
+    return {case: run_sequence_of_dtensors(*case) for case in product((4, 5, 6), ("whole", "cut", "plain"))}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sequences_leave_as_dtensors_of_their_length(pool: Any, size: int) -> None:
+    for found in pool.run(size, run_sequences_of_dtensors, timeout=60):
+        for case, differences in found.items():
+            assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
 def run_sequence_that_no_placement_describes() -> None:

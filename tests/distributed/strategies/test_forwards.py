@@ -23,6 +23,7 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load, load_both
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.features.sequence.region import RegionBlock
 
 pytestmark = pytest.mark.distributed
@@ -130,13 +131,15 @@ def by_keyword(folder: str, options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("llama", {}),
-        ("llama", {"tp_sequence_parallel": True, "tp_loss_parallel": True}),
-        ("llama", {"tp_batch_sharded": True}),
-        ("mixtral", {}),
-    ],
-    ids=["llama", "sequence", "batch", "mixtral"],
+    wide(
+        [
+            ("llama", {"tp_sequence_parallel": True, "tp_loss_parallel": True}),
+            ("mixtral", {}),
+            ("llama", {"tp_batch_sharded": True}),
+            ("llama", {}),
+        ],
+        2,
+    ),
 )
 def test_keywords_are_bound_by_the_signature(pool: Pool, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
@@ -268,8 +271,7 @@ def keep_some(folder: str, namespace: str, kept: list[str]) -> float:
 
 @pytest.mark.parametrize(
     ("namespace", "kept"),
-    [("aten", ["mm"]), ("aten", ["_to_copy", "clone"]), ("_c10d_functional", ["all_reduce", "wait_tensor"])],
-    ids=["products", "copies", "sums"],
+    wide([("_c10d_functional", ["all_reduce", "wait_tensor"]), ("aten", ["mm"]), ("aten", ["_to_copy", "clone"])], 1),
 )
 def test_a_recomputation_may_keep_results(pool: Pool, cases: Any, namespace: str, kept: list[str]) -> None:
     """Selective activation checkpointing: what is kept is not to be summed over the ranks once more."""

@@ -7,10 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import micro_pipeline_tp
-from torch._inductor.fx_passes.post_grad import view_to_reshape
 
 from tests.support.models import load
 from tests.support.pool import Pool
@@ -24,6 +20,8 @@ TOKENS = torch.arange(1, 17).view(2, 8)
 
 def matches(graph: torch.fx.Graph) -> dict[str, int]:
     """Collectives of a graph, those that torch finds, and those of them that have a product where torch fuses one."""
+    from torch._inductor.fx_passes import micro_pipeline_tp
+
     gathers = micro_pipeline_tp.find_all_gather_patterns(graph)
     scatters = micro_pipeline_tp.find_reduce_scatter_patterns(graph)
     names = [str(node.target).partition(".")[2] for node in graph.nodes]
@@ -38,6 +36,10 @@ def matches(graph: torch.fx.Graph) -> dict[str, int]:
 
 def compiled(folder: str) -> dict[str, dict[str, int]]:
     """What torch finds in the graphs of a forward, of one in training, and of its backward, traced as for a GPU."""
+    from torch._dynamo.backends.common import aot_autograd  # a second, which each run of the quick tests would wait for
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
     model, found = load(folder, tp_sequence_parallel=True), {}
 
     def spy(kind: str) -> Any:

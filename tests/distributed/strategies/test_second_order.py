@@ -25,8 +25,6 @@ TOLERANCE = 1e-6  # sums in another order, in fp64
 SETTINGS: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
 MODES: dict[str, dict[str, bool]] = {
     "plain": {},
-    "sequence": {"tp_sequence_parallel": True},
-    "loss": {"tp_loss_parallel": True},
     "both": {"tp_sequence_parallel": True, "tp_loss_parallel": True},
 }
 
