@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = "tp_transformers"
@@ -115,7 +115,7 @@ class Imports:
         package = name.split(".") if name else []
         if path.name != "__init__.py":
             package = package[:-1]
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         typing = {id(node) for part in ast.walk(tree) if _is_for_typing(part) for node in ast.walk(part)}
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or (name in NAMING and id(node) in typing):
@@ -130,6 +130,12 @@ class Imports:
             for alias in node.names:
                 module = f"{base}.{alias.name}".strip(".")
                 yield module if module in self.files else base
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """The syntax tree of a module; not to be changed."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _is_for_typing(node: ast.AST) -> bool:

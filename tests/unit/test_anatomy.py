@@ -17,7 +17,6 @@ from tp_transformers.features.infer import seen
 from tp_transformers.features.mixers import channelwise
 from tp_transformers.features.planner import kv_cache
 from tp_transformers.features.sequence import rewrite
-from tp_transformers.features.verify.small_models import config as small_config
 
 
 @cache
@@ -60,17 +59,9 @@ def test_untied_parameters_are_tied_no_more() -> None:
     assert anatomy.tied_parameters(model) == {}
 
 
-def test_layer_numbers_are_folded_by_name_and_by_list() -> None:
-    model = outline("qwen2_5_vl")
-    step = "model.visual.merger.mlp.2.weight"
-    assert anatomy.fold_layers(step) == "model.visual.merger.mlp.*.weight"
-    assert seen.fold_lists(model, step) == step, "the members of an nn.Sequential differ"
-    for name in outline("qwen3_moe").state_dict():
-        assert seen.fold_lists(outline("qwen3_moe"), name) == anatomy.fold_layers(name)
-
-
 def test_names_of_layers() -> None:
     name = "model.layers.10.experts.3.w1"
+    assert anatomy.fold_layers(name) == "model.layers.*.experts.*.w1"
     assert anatomy.layer_number(name) == 10
     assert anatomy.layer_number("lm_head") is None
     assert list(anatomy.names_around("model.norm")) == ["model.norm", "model"]
@@ -126,16 +117,6 @@ def test_experts(name: str, experts: set[str]) -> None:
     assert answers(name, seen.stacked_experts) == {}
     transposed = answers(name, channelwise.has_inputs_first).keys() & found.keys()
     assert bool(transposed) == (name == "gpt_oss")
-
-
-def test_experts_that_stand_one_below_the_other() -> None:
-    config = transformers.DbrxConfig(
-        d_model=16, n_heads=2, n_layers=1, max_seq_len=8, vocab_size=9, attn_config={"rope_theta": 1e4}
-    )
-    with torch.device("meta"):
-        model = transformers.DbrxModel(config)
-    found = {anatomy.fold_layers(name): seen.stacked_experts(module) for name, module in model.named_modules()}
-    assert {name: count for name, count in found.items() if count} == {"blocks.*.ffn.experts": 4}
 
 
 # -- attention
@@ -198,19 +179,12 @@ def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], c
 
 CROSS = ["crossattention", "cross_attn", "EncDecAttention", "encoder_attn", "text_cross_attn"]
 CROSS += ["crossattention.self", "crossattention.attention", "encoder_decoder_attention.attention"]
-
-
-@pytest.mark.parametrize("own", CROSS)
-def test_names_of_cross_attention(own: str) -> None:
-    assert anatomy.is_cross_attention(f"encoder.layers.0.{own}")
-
-
 OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention.self", "attention.attention"]
 
 
-@pytest.mark.parametrize("own", OTHERS)
-def test_names_of_other_attention(own: str) -> None:
-    assert not anatomy.is_cross_attention(f"encoder.layers.0.{own}")
+@pytest.mark.parametrize("own", [*CROSS, *OTHERS])
+def test_names_of_cross_attention(own: str) -> None:
+    assert anatomy.is_cross_attention(f"encoder.layers.0.{own}") == (own in CROSS)
 
 
 def test_the_config_around_a_module() -> None:
@@ -219,16 +193,6 @@ def test_the_config_around_a_module() -> None:
     assert anatomy.config_around(modules, "model.language_model.layers.0.self_attn.q_proj") is config.text_config
     assert anatomy.config_around(modules, "model.vision_tower.encoder.layers.0.mlp.fc1") is config.vision_config
     assert anatomy.config_around(modules, "lm_head") is config
-
-
-@pytest.mark.parametrize(
-    ("name", "widths"),
-    [("llama", (4, 8, 8)), ("falcon", (8, 8, 8)), ("gpt2", (8, 8, 8))],
-)
-def test_widths_of_what_is_cached(name: str, widths: tuple[int, int, int]) -> None:
-    model = outline(name)
-    found = [module for module in model.modules() if anatomy.is_attention(module)]
-    assert {kv_cache.cached_widths(module, anatomy.attention_config(module, model)) for module in found} == {widths}
 
 
 # -- norms
@@ -284,17 +248,3 @@ def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
         inside = [f"{stack}.{step}" for stack in found for step, _ in found[stack].named_children()]
         around = [layer for layer in inside if path.startswith(f"{layer}.")]
         assert [layer for layer in [anatomy.layer_around(model, path)] if layer] == around
-
-
-@pytest.mark.parametrize(
-    ("name", "stack", "firsts"),
-    [
-        ("llama", "model.layers", [0, 0]),
-        ("deepseek_v3", "model.layers", [0, 1, 1]),  # the first is dense
-        ("t5", "encoder.block", [0, 1]),  # the first has the position biases of all
-    ],
-)
-def test_layers_that_are_alike(name: str, stack: str, firsts: list[int]) -> None:
-    found = outline(name).get_submodule(stack)
-    kinds = [small_config.kind(layer) for layer in found]
-    assert [kinds.index(each) for each in kinds] == firsts

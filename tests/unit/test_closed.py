@@ -10,6 +10,7 @@ import pytest
 from torch.distributed.tensor import Shard
 
 import tp_transformers
+from tests.support.imports import tree_of
 from tp_transformers.strategies import (
     STRATEGIES,
     ColwiseParallel,
@@ -59,9 +60,7 @@ def test_nobody_else_asks_for_the_class_of_a_strategy() -> None:
     outside = [path for path in ROOT.rglob("*.py") if not path.relative_to(ROOT).as_posix().startswith(inside)]
     for path in outside:
         folder = ".".join(("tp_transformers", *path.relative_to(ROOT).parts[:-1], ""))  # a feature may ask for its own
-        assert not [
-            name for name in asked(ast.parse(path.read_text())) & known.keys() if not known[name].startswith(folder)
-        ], path
+        assert not [name for name in asked(tree_of(path)) & known.keys() if not known[name].startswith(folder)], path
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import tp_transformers
 from tests.support.house import House
-from tests.support.imports import ORDER, Imports
+from tests.support.imports import ORDER, Imports, tree_of
 from tests.support.readme import PAGES, blocks
 from tp_transformers import transformers_api
 
@@ -28,16 +28,19 @@ MOST = 15
 LONGEST_FUNCTION = 70
 """Lines of a function, at most, its docstring included."""
 IN_FORKS = """
-import os, sys, torch, transformers
-from transformers import PreTrainedModel
+import os, sys, torch
 for program in sys.argv[1:]:
+    if program == "transformers":
+        import transformers
+        from transformers import PreTrainedModel
+        continue
     child = os.fork()
     if not child:
         exec(program)
         os._exit(0)
     assert not os.waitpid(child, 0)[1], program
 """
-"""A program that runs each of its arguments in a process that has not imported the package."""
+"""A program that runs each of its arguments in a process that has not imported the package, but torch."""
 IMPORT_ALL = """
 import sys, tp_transformers
 for name in tp_transformers.__all__:
@@ -73,7 +76,7 @@ def test_folders_and_modules_stay_small(imports: Imports) -> None:
 def test_functions_stay_small(imports: Imports) -> None:
     lines: dict[str, int] = {}
     for module, path in imports.files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 name = f"{module}.{node.name}"
@@ -102,6 +105,13 @@ from tp_transformers.trainer import Trainer
 from transformers import Trainer as original
 assert original.compute_loss.__wrapped__ is not original.compute_loss and issubclass(Trainer, original)
 """
+STRATEGIES_ALONE = """
+import sys, tp_transformers.torch_api
+assert not sys.modules.keys() & {'torch._dynamo', 'torch._inductor', 'transformers'}, 'imported'
+import tp_transformers.strategies
+assert 'transformers.modeling_utils' not in sys.modules, 'imported'
+"""
+"""As a script with torch's `parallelize_module` uses them: no models of transformers, and not the compiler."""
 PATCHES_AND_STARTS_NOTHING = (
     "before = dict(vars(PreTrainedModel))\n" + IMPORT_ALL + "assert dict(vars(PreTrainedModel)) == before\n"
     "assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()\n"
@@ -115,7 +125,7 @@ PATCHES_AND_STARTS_NOTHING = (
 
 
 def test_what_an_import_does_and_what_it_leaves() -> None:
-    programs = (FEW_NEED, HOOK_BEFORE_TRAINER, PATCHES_AND_STARTS_NOTHING)
+    programs = (STRATEGIES_ALONE, "transformers", FEW_NEED, HOOK_BEFORE_TRAINER, PATCHES_AND_STARTS_NOTHING)
     subprocess.run([sys.executable, "-c", IN_FORKS, *programs], check=True, timeout=120)
 
 

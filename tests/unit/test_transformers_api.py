@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 import tp_transformers
+from tests.support.imports import tree_of
 from tp_transformers import transformers_api
 
 ROOT = Path(tp_transformers.__file__).parent
@@ -32,7 +33,7 @@ ALLOWED = {
 def below_public(path: Path) -> list[str]:
     """Imports from transformers in `path` that are neither of its public names nor of `transformers.utils`."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [each.name for each in node.names if each.name.startswith("transformers.")]
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module == "transformers":

@@ -76,6 +76,9 @@ def here(cases: Any, tmp_path: Path) -> Here:
 
 
 IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
+    "a device map": (lambda here: here.load(device_map="auto"), PlanError, "got both tp_plan and device_map"),
+    "more ranks than there are": (lambda here: here.load(tp_size=2), MeshError, "torchrun --nproc-per-node 2"),
+    "a rule for no module": (lambda here: here.load(tp_plan={"up_proj": "colwise"}), PlanError, "matches no module"),
     "an option alone": (lambda here: here.load(tp_plan=None, tp_map=True), PlanError, "got tp_map without tp_plan"),
     "an option misspelt": (lambda here: here.load(tp_sream=True), PlanError, "(nearest: tp_stream"),
     "an option in words": (lambda here: here.load(tp_map="yes"), PlanError, "tp_map: got 'yes'"),
@@ -100,19 +103,11 @@ IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
     ),
     "a folder for a plan": (lambda here: here.load(tp_plan=str(here.scratch)), PlanError, "got is a directory"),
     "broken YAML": (lambda here: here.load(tp_plan=here.plan("rules: [")), PlanError, "plan.yaml"),
-    "a list for a plan": (lambda here: here.load(tp_plan=here.plan("- a")), PlanError, "plan.yaml"),
-    "one name twice": (
-        lambda here: here.load(tp_plan=here.plan("rules: {a: colwise, a: rowwise}")),
-        PlanError,
-        "plan.yaml",
-    ),
-    "a section misspelt": (lambda here: here.load(tp_plan=here.plan("rulez: {}")), PlanError, "plan.yaml"),
     "a plan of another model": (
         lambda here: here.load(tp_plan=here.plan("model_type: phi3\nextends: phi3")),
         PlanError,
         "is for phi3, the model is a llama",
     ),
-    "a parent misspelt": (lambda here: here.load(tp_plan=here.plan("extends: lama")), PlanError, "plan.yaml"),
     "a strategy misspelt": (lambda here: here.load(tp_plan={UP: "colwize"}), PlanError, "(nearest: colwise"),
     "a number for a strategy": (lambda here: here.load(tp_plan={UP: 3}), PlanError, "the strategy is 3"),
     "two rules for a module": (

@@ -26,7 +26,7 @@ from tests.support.tiers import wide
 PAGE = mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("model_type", wide(LAYOUTS, 3))
+@pytest.mark.parametrize("model_type", wide(LAYOUTS, 1))
 def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, tmp_path: Path) -> None:
     folder = ensure(model_type, 0.01, tmp_path)
     assert ensure(model_type, 0.01, tmp_path) == folder, "it is written once"
@@ -153,7 +153,7 @@ def test_ratios_are_of_pairs_and_the_slowest_rank_counts() -> None:
     assert fractions(runs["ours"], {"fresh": 1000.0}) == {"fresh": 0.1}
 
 
-@pytest.mark.parametrize("copy", [False, True], ids=["fresh", "copies"])
+@pytest.mark.parametrize("copy", wide([False, True], 1))
 def test_a_process_that_fails_is_shown_and_the_others_are_ended(
     copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

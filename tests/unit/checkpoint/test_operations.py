@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import conversion_mapping, core_model_loading
@@ -302,6 +302,7 @@ NOT_EXPRESSED = {
 
 @pytest.mark.parametrize("name", sampled(registered(), 3))
 @given(st.data())
+@settings(max_examples=10)  # of one shape each
 def test_every_converter_of_every_model_type_is_expressed(pool: Pool, name: str, data: st.DataObject) -> None:
     converter = copy.deepcopy(registered()[name])
     # The patterns' names mean nothing here; the operations, their number and which names RoPE looks for do.

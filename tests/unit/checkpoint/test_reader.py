@@ -20,8 +20,9 @@ from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading import jobs, memory, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
-from tp_transformers.checkpoint.reading.local_file import LocalFile
+from tp_transformers.checkpoint.reading.local_file import FileMap, LocalFile
 from tp_transformers.checkpoint.reading.reader import read
+from tp_transformers.checkpoint.reading.report import LoadReport
 from tp_transformers.slices.stored import Stored
 
 
@@ -282,3 +283,31 @@ def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: in
     assert statistics.peak_buffer == (threads + 1) * (1 << 18)
     assert len(device.queue) == device.done == 2 * tensor.nbytes >> 18
     assert device.waits == ["side waits", "current waits"]
+
+
+def test_a_file_that_is_written_to_while_it_is_mapped(big: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, path, _ = big
+    view = FileMap.view
+
+    def writing(self: FileMap, *args: Any) -> torch.Tensor:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        return view(self, *args)
+
+    monkeypatch.setattr(FileMap, "view", writing)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: got a file that changed while it was read"):
+        read([columns(checkpoint)], threads=2)
+
+
+def test_a_report_names_small_sizes_too() -> None:
+    report = LoadReport(1, (1_500_000_000, 287_430_000), 0.5, 0.4, 287_431_000, 9, peak_buffer=0, mapped=2_000)
+    said = str(report)
+    assert said.startswith("rank 1 of 2: 287.4 MB in 0.50 s (0.6 GB/s); read 287.4 MB in 9 reads")
+    assert said.endswith("buffers 0; shares 1.50 GB, 287.4 MB; mapped 2.0 kB")
+
+
+def test_a_report_names_the_split_and_its_reason() -> None:
+    report = LoadReport(0, (8, 4), 0.5, 0.4, 8, 1, tp_shares=(2, 1), shares_because="memory")
+    assert str(report).endswith("; split 2 : 1 (memory)")
+    assert "split" not in str(LoadReport(0, (8, 4), 0.5, 0.4, 8, 1))

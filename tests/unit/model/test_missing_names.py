@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +16,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from transformers.generation.continuous_batching import continuous_api
 
-from tests.support.models import Case
+import tp_transformers
+from tests.support.models import load
 from tests.support.needs import needs
 from tp_transformers import UnsupportedError
 from tp_transformers.patches import Patch
@@ -26,54 +25,40 @@ from tp_transformers.ranks.group import GROUP
 from tp_transformers.seams import model_patches
 from tp_transformers.strategies import SHARD
 
-TRAINER = """
-import logging, sys
-import tp_transformers
-from tp_transformers.patches import when_imported
 
-def rename():
-    trainer = sys.modules["transformers.trainer"].Trainer
-    trainer._renamed = trainer._clip_grad_norm
-    del trainer._clip_grad_norm
-    return lambda: None
+def make_trainers(folder: str, scratch: str) -> None:
+    """Runs in one process of the pool, which has no other models: trainers, where the Trainer has another method."""
+    from transformers import Trainer, TrainingArguments
 
-said = []
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("tp_transformers").addHandler(handler)
-when_imported("transformers.trainer", rename)
-tp_transformers.enable()
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-before = dict(vars(Trainer))
-assert len(said) == 1 and "no Trainer._clip_grad_norm" in said[0] and "transformers 5" in said[0], said
+    from tp_transformers.features.trainer.trainer import Trainer as Ours
 
-arguments = TrainingArguments(output_dir=sys.argv[2], use_cpu=True, report_to=[])
-plain = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert Trainer(plain, arguments).model is plain
-assert Trainer(model_init=lambda: plain, args=arguments).model is plain
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto", tp_size=1)
-from tp_transformers.trainer import Trainer as Ours
-assert Ours(plain, arguments).model is plain
-for make in (Trainer, Ours):
-    for given in ({"model": model}, {"model_init": lambda: model}):
-        try:
-            make(args=arguments, **given)
-        except tp_transformers.UnsupportedError as error:
-            assert "no Trainer._clip_grad_norm" in str(error) and "another release of transformers" in str(error), error
-        else:
-            raise AssertionError("not refused")
-assert len(said) == 1, said
-tp_transformers.disable()
-"""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tp_transformers").addHandler(handler)
+    clip = Trainer._clip_grad_norm
+    del Trainer._clip_grad_norm
+    try:
+        with tp_transformers.enable():
+            assert ["no Trainer._clip_grad_norm" in each and "transformers 5" in each for each in said] == [True]
+            arguments = TrainingArguments(output_dir=scratch, use_cpu=True, report_to=[])
+            plain, model = (load(folder, tp_plan=plan) for plan in (None, "auto"))
+            assert Trainer(plain, arguments).model is plain
+            assert Trainer(model_init=lambda: plain, args=arguments).model is plain
+            assert Ours(plain, arguments).model is plain
+            for make in (Trainer, Ours):
+                for given in ({"model": model}, {"model_init": lambda: model}):
+                    with pytest.raises(UnsupportedError, match=r"no Trainer\._clip_grad_norm.*another release of t"):
+                        make(args=arguments, **given)
+            assert len(said) == 1, said
+    finally:
+        Trainer._clip_grad_norm = clip
+        logging.getLogger("tp_transformers").removeHandler(handler)
 
 
 @needs("trainer")
-def test_a_renamed_method_of_trainer_refuses_tensor_parallel_models_alone(cases: Any, tmp_path: Any) -> None:
-    case: Case = cases(8, 4)
-    done = subprocess.run(
-        [sys.executable, "-c", TRAINER, case.folder, str(tmp_path)], capture_output=True, text=True, timeout=240
-    )
-    assert not done.returncode, done.stderr
+def test_a_renamed_method_of_trainer_refuses_tensor_parallel_models_alone(pool: Any, cases: Any, tmp_path: Any) -> None:
+    pool.run(1, make_trainers, cases(8, 4).folder, str(tmp_path))
 
 
 @pytest.fixture

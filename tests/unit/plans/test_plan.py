@@ -111,46 +111,6 @@ def test_every_fault_is_told_at_once_with_the_nearest_names() -> None:
     assert "model.norm: a LlamaRMSNorm is no linear or embedding" in text
 
 
-def test_malformed_rules() -> None:
-    with pytest.raises(PlanError) as caught:
-        Plan.from_dict({"a": {"strategy": "rowwise", "parts": "2"}, "b": 3, "c": {"strategy": "rowwise", "part": 2}})
-    text = str(caught.value)
-    assert "3 faults" in text
-    assert "a: parts is '2'" in text
-    assert "b: the strategy is 3" in text
-    assert "c: a rule has" in text
-    assert Plan.from_dict({"a": {"strategy": "rowwise", "parts": 1, "unit": 1}}).rules[0].unit == 1
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("- a\n- b\n", "a list"),
-        ("rules: {a: colwise", "is not YAML"),
-        ("rules: {a: colwise, a: rowwise}", "'a' is there twice"),
-        ("model_type: 3", "model_type is 3"),
-        ("rulez: {a: colwise}", "unknown section 'rulez' (nearest: rules)"),
-        ("rules: [a]", "section rules is a list"),
-        ("attention: {a: {keys: k_proj}}", "attention a"),
-        ("extends: lama\n", "'lama', which is no plan (nearest: llama"),
-        ("extends: mine\n", "extends itself: mine.yaml -> mine.yaml"),
-        ("extends: other\n", "extends itself: mine.yaml -> other.yaml -> mine.yaml"),
-    ],
-)
-def test_malformed_yaml(tmp_path: Path, text: str, says: str) -> None:
-    (tmp_path / "other.yaml").write_text("extends: mine\n")
-    with pytest.raises(PlanError, match=r"\.yaml") as caught:
-        plan_of(tmp_path, text)
-    assert says in str(caught.value)
-
-
-def test_a_plan_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="no such file"):
-        Plan.from_yaml(tmp_path / "gone.yaml")
-    with pytest.raises(PlanError, match="is a directory"):
-        Plan.from_yaml(tmp_path)
-
-
 def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
     plan = plan_of(
         tmp_path,

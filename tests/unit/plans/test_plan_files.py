@@ -88,6 +88,10 @@ TEXTS = {
     "extends a null character": ('extends: "a\\0b"', "extends is 'a\\x00b'"),
     "extends nothing there": ("extends: ../gone.yaml", "which is no plan"),
     "extends itself": ("extends: mine", "extends itself: mine.yaml -> mine.yaml"),
+    "extends one that extends it": ("extends: back", "extends itself: mine.yaml -> back.yaml -> mine.yaml"),
+    "extends a misspelt plan": ("extends: lama", "'lama', which is no plan (nearest: llama"),
+    "section misspelt": ("rulez: {a: colwise}", "unknown section 'rulez' (nearest: rules)"),
+    "roles misspelt": ("attention: {a: {keys: k_proj}}", "attention a"),
     "extends a file of something else": ("extends: other.yaml", "other.yaml: got a list"),
     "faults": ("rules: {" + ", ".join(f"a{number}: 3" for number in range(999)) + "}", "... and 994 more"),
 }
@@ -96,6 +100,7 @@ TEXTS = {
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     (tmp_path / "other.yaml").write_text("- a")
+    (tmp_path / "back.yaml").write_text("extends: mine")
     return tmp_path / "mine.yaml"
 
 
@@ -129,6 +134,8 @@ def test_bytes_that_are_no_text(mine: Path, content: bytes, says: str) -> None:
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    assert "no such file" in refused(tmp_path / "gone.yaml")
+    assert "is a directory" in refused(tmp_path)
     os.mkfifo(tmp_path / "pipe.yaml")
     assert "got a pipe, socket or device" in refused(tmp_path / "pipe.yaml")
     (tmp_path / "zero.yaml").symlink_to("/dev/zero")
@@ -177,6 +184,7 @@ def test_plans_that_yaml_allows(mine: Path) -> None:
         rules = yaml.safe_load(content)["rules"]
         assert {rule.pattern: rule.strategy for rule in Plan.from_yaml(mine).rules} == rules
         assert set(Plan.from_yaml(mine).rules) == set(expected.rules)
+    assert Plan.from_dict({"a": {"strategy": "rowwise", "parts": 1, "unit": 1}}).rules[0].unit == 1
     mine.write_bytes(b"rules: {a: colwise, b: rowwise}\n".ljust(MAX_BYTES, b"#"))
     assert Plan.from_yaml(mine) == expected
 

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 import tp_transformers
 from tests.support.models import load
 from tests.support.needs import needs
+from tp_transformers.model.clip import _norm_of_full
 from tp_transformers.model.dropout import OwnRandomness
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
 
@@ -93,6 +94,17 @@ def test_clipping_on_one_rank_is_torchs(cases: Any) -> None:
             clip(model.parameters(), 0.5, error_if_nonfinite=True)  # type: ignore[operator]
     for mine, theirs in list(zip(*grads, strict=True))[2:]:
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_norms_are_added_up_in_the_order_of_torch(seed: int) -> None:
+    """Every bit of the norm of gathered gradients is torch's, also where dtypes are mixed."""
+    torch.manual_seed(seed)
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32] * 3
+    params = [nn.Parameter(torch.randn(7, 9, dtype=dtype)) for dtype in dtypes]
+    grads = [torch.randn_like(param) for param in params]
+    norm = _norm_of_full(params, grads, 2.0, torch.device("cpu"))
+    assert torch.equal(norm, nn.utils.get_total_norm(grads, 2.0))
 
 
 class Block(nn.Module):
