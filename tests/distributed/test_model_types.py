@@ -73,7 +73,7 @@ def load_frozen(folders: dict[str, str]) -> list[bool]:
 
 
 def test_positions_that_a_class_freezes_are_trained_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
-    folders = {name: str(tmp_path / name) for name in ("whisper", "pegasus", "marian", "roformer")}
+    folders = {name: str(tmp_path / name) for name in ("whisper", "roformer")}
     for name, folder in folders.items():
         MODELS[name].make().save_pretrained(folder)
     for same in pool.run(2, load_frozen, folders):

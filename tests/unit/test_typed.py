@@ -199,7 +199,7 @@ FAULTS: dict[str, tuple[str, int, str, Plant]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", sampled(FAULTS, 3))
 def test_a_planted_fault_is_found_and_named(name: str) -> None:
     model_type, size, module, plant = FAULTS[name]
     model, question, plan = small_model(model_type)
