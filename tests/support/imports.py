@@ -1,10 +1,4 @@
-"""Imports of the package, read from its source: `python -m tests.support.imports` prints them.
-
-package     modules lines imports
-slices            5   740 ranks text errors
-...
-14 packages, 40 arrows, 0 upward, depth 9
-"""
+"""Imports of the package, read from its source."""
 
 from __future__ import annotations
 
@@ -98,18 +92,6 @@ class Imports:
             visit(name, [])
         return found
 
-    def depth(self, graph: Mapping[str, set[str]]) -> int:
-        """Length of the longest chain of imports in `graph`; an import that closes a circle ends its chain."""
-        found: dict[str, int] = {}
-
-        def below(name: str, chain: frozenset[str]) -> int:
-            if name not in found:
-                targets = graph[name] - chain
-                found[name] = 1 + max((below(target, chain | {name}) for target in targets), default=0)
-            return found[name]
-
-        return max(below(name, frozenset()) for name in graph)
-
     def _imported(self, name: str) -> Iterator[str]:
         path = self.files[name]
         package = name.split(".") if name else []
@@ -150,26 +132,3 @@ def top(name: str) -> str:
 def _name(path: Path, root: Path) -> str:
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
-
-
-def report(imports: Imports) -> str:
-    """Table of packages with their arrows; totals in the last line."""
-    rows = [f"{'package':12} {'modules':>7} {'lines':>6}  imports"]
-    for name in sorted(imports.of_package, key=ORDER.index):
-        inside = [module for module in imports.files if top(module) == name]
-        lines = sum(imports.lines[module] for module in inside)
-        targets = " ".join(target or "." for target in sorted(imports.of_package[name], key=ORDER.index))
-        rows.append(f"{name or '.':12} {len(inside):7} {lines:6}  {targets}")
-    arrows = sum(map(len, imports.of_package.values()))
-    rows.append(
-        f"{len(imports.of_package)} packages and modules, {arrows} arrows, {len(imports.upward)} upward, "
-        f"{len(imports.circles)} circles, depth {imports.depth(imports.of_package)}"
-    )
-    rows.append(
-        f"{len(imports.files)} modules, depth {imports.depth(imports.of_module)}, {sum(imports.lines.values())} lines"
-    )
-    return "\n".join(rows)
-
-
-if __name__ == "__main__":
-    print(report(Imports()))
