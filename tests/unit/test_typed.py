@@ -25,7 +25,7 @@ from tp_transformers.strategies.shards import shard
 small_model = cache(lambda model_type: typed.small_model(CONFIG_MAPPING[model_type]()))
 
 
-@pytest.mark.parametrize("model_type", sampled(typed.known(), 60))
+@pytest.mark.parametrize("model_type", sampled(typed.known(), 140))
 def test_types_are_as_known(model_type: str) -> None:
     assert typed.check(model_type, proofs.types()[model_type]) == typed.known()[model_type]
 
