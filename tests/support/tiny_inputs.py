@@ -97,12 +97,6 @@ def text_and_images() -> dict[str, Tensor]:
     return {**tokens(), **images()}
 
 
-def text_and_an_image() -> dict[str, Tensor]:
-    """Two prompts, each about an image of its own."""
-    mask = torch.ones(2, PROMPTS.shape[1], 1, dtype=torch.long)
-    return {**tokens(), "pixel_values": images()["pixel_values"][:, None], "image_attention_mask": mask}
-
-
 def flat_patches() -> dict[str, Tensor]:
     """Patches with their rows and columns, and tokens for a decoder."""
     places = torch.tensor([[row, column] for row in range(1, 4) for column in range(1, 5)]).expand(2, -1, -1)
@@ -117,17 +111,6 @@ def placed_patches() -> dict[str, Tensor]:
     return {"flattened_patches": flat_patches()["flattened_patches"], "attention_mask": mask}
 
 
-def padded_patches() -> dict[str, Tensor]:
-    """Two images of different shapes as SigLIP 2 takes them, the second padded."""
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, 8:] = 0
-    return {
-        "pixel_values": torch.randn(2, 16, CHANNELS * PATCH**2, generator=seed()),
-        "pixel_attention_mask": mask,
-        "spatial_shapes": torch.tensor([[4, 4], [2, 4]]),
-    }
-
-
 def sound() -> dict[str, Tensor]:
     """Mel features, as many as the encoder's positions take."""
     return {"input_features": torch.randn(2, 12, 2 * 10, generator=seed())}
@@ -140,27 +123,9 @@ def sounds_in_a_row() -> dict[str, Tensor]:
     return {"input_features": features, "feature_lens": lengths, "aftercnn_lens": lengths // 2}
 
 
-def stacked_frames() -> dict[str, Tensor]:
-    """Three frames of mel features in one, (batch, frames, features)."""
-    mask = (torch.arange(9) < torch.tensor([[9], [6]])).long()
-    return {"input_features": torch.randn(2, 9, 12, generator=seed()), "input_features_mask": mask}
-
-
-def masked_sound() -> dict[str, Tensor]:
-    """The same, the second one's end masked."""
-    mask = torch.ones(2, 2 * 10, dtype=torch.long)
-    mask[1, 12:] = 0
-    return {**sound(), "input_features_mask": mask}
-
-
 def tokens() -> dict[str, Tensor]:
     """Two prompts, the first padded on the left."""
     return {"input_ids": PROMPTS, "attention_mask": MASK}
-
-
-def plain_tokens() -> dict[str, Tensor]:
-    """The same, with nothing masked."""
-    return {"input_ids": PROMPTS}
 
 
 def both_sides() -> dict[str, Tensor]:
@@ -178,53 +143,14 @@ def frames() -> dict[str, Tensor]:
     return {**speech(), "input_features": sound()["input_features"].mT}
 
 
-def placed_text() -> dict[str, Tensor]:
-    """The same, each token with the box of it on a page, and the page."""
-    box = torch.rand(2, 7, 4, generator=seed()).sort(-1).values
-    return {**both_sides(), "bbox": box, **images()}
-
-
 def tokens_and_states() -> dict[str, Tensor]:
     """Tokens for a decoder, and the states of what they are about."""
     return {**tokens(), "encoder_hidden_states": seen_tokens()["cross_attention_states"]}
 
 
-def long_both_sides() -> dict[str, Tensor]:
-    """A text of sixteen tokens for an encoder that attends in blocks, and tokens for its decoder."""
-    ids = torch.cat([PROMPTS, PROMPTS.flip(0), PROMPTS[:, :2]], 1)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": PROMPTS.flip(1)}
-
-
-def voice() -> dict[str, Tensor]:
-    """Features of sound, (batch, frames, features), the second one's end masked, and tokens for a decoder."""
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, 12:] = 0
-    return {**frames(), "attention_mask": mask}
-
-
 def parakeet_sound() -> dict[str, Tensor]:
     """Mel features, (batch, frames, features), of which an encoder joins eight frames."""
     return {"input_features": torch.randn(2, 48, 16, generator=seed())}
-
-
-def parakeet_speech() -> dict[str, Tensor]:
-    """The same, and tokens for a decoder."""
-    return {**parakeet_sound(), "decoder_input_ids": PROMPTS.flip(1)}
-
-
-def waves_alone() -> dict[str, Tensor]:
-    """Sound as it is."""
-    return {"input_values": torch.randn(2, 4000, generator=seed())}
-
-
-def waves_in_channels() -> dict[str, Tensor]:
-    """The same, each in its only channel."""
-    return {name: wave[:, None] for name, wave in waves_alone().items()}
-
-
-def waves() -> dict[str, Tensor]:
-    """The same, and tokens for a decoder."""
-    return {**waves_alone(), "decoder_input_ids": PROMPTS.flip(1)}
 
 
 def codes() -> dict[str, Tensor]:

@@ -11,18 +11,11 @@ from tests.support.tiny_inputs import (
     both_sides,
     codes,
     flat_patches,
-    frames,
-    long_both_sides,
-    parakeet_speech,
-    placed_text,
     speech,
     tokens_and_states,
-    voice,
-    waves,
 )
-from tests.support.tiny_model import HEARING, SIGHT, Tiny
+from tests.support.tiny_model import SIGHT, Tiny
 
-LONG = (("max_encoder_position_embeddings", 16), ("max_decoder_position_embeddings", 16))
 CODEC = {
     "model_type": "mimi",
     "hidden_size": 40,
@@ -56,11 +49,6 @@ SPEAKING = {
     "cross_head_dim": HEAD_DIM,
     "cross_hidden_size": HEADS * HEAD_DIM,
 }
-SPLIT_DEPTHS = tuple(
-    (f"{side}_{name}", count)
-    for side in ("encoder", "decoder")
-    for name, count in (("num_hidden_layers", 2), ("num_attention_heads", HEADS))
-)
 SPOKEN = (
     ("speech_encoder_layers", 2),
     ("speech_encoder_attention_heads", HEADS),

@@ -7,9 +7,7 @@ from typing import Any
 from tests.support.models import HEAD_DIM, VOCAB
 from tests.support.tiny_inputs import (
     HEADS,
-    plain_tokens,
     seen_tokens,
-    text_and_an_image,
     text_and_images,
     tokens,
 )

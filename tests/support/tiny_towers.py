@@ -12,8 +12,6 @@ from tests.support.tiny_inputs import (
     grid_patches,
     images,
     masked_images,
-    masked_sound,
-    padded_patches,
     parakeet_sound,
     patches,
     placed_patches,
@@ -21,26 +19,15 @@ from tests.support.tiny_inputs import (
     queries,
     queries_and_text,
     rows_of_patches,
-    sound,
     sounds_in_a_row,
     square_patches,
-    stacked_frames,
     tiles,
-    waves_alone,
-    waves_in_channels,
 )
 from tests.support.tiny_model import FROM_IMAGES, HEARING, Tiny
 
 WINDOWS = (("window_size", 8), ("fullatt_block_indexes", [1]))
 IN_TWO = (("image_size", (IMAGE, IMAGE)), ("patch_size", (PATCH, PATCH)))
 SEGMENTS = (("mlp_dim", 50), ("window_size", 2), ("global_attn_indexes", [1]), ("output_channels", 8))
-STACKED = (("num_mel_bins", 4), ("num_stacked_frames", 3), ("num_timestamp_prediction_layers", 1))
-FROM_WAVES = (
-    ("conv_dim", [8] * 7),
-    ("num_feat_extract_layers", 7),
-    ("num_conv_pos_embeddings", 8),
-    ("num_conv_pos_embedding_groups", 5),
-)
 CONVOLVING = (("num_hidden_layers", 3), ("layer_types", ["conv", "full_attention", "full_attention"]))
 TOWERS = {
     "idefics2_vision": Tiny("Idefics2VisionConfig", "Idefics2VisionTransformer", images),
