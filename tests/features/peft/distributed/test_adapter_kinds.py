@@ -109,7 +109,7 @@ def train_tied(folder: str, scratch: str) -> None:
 def test_other_kinds_are_those_of_one_process(
     pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
 ) -> None:
-    pool.run(size, train_kind, cases(*heads).folder, str(tmp_path), kind)
+    pool.run(size, train_kind, cases(*heads, num_hidden_layers=1).folder, str(tmp_path), kind)
 
 
 def allocate(folder: str, scratch: str) -> dict[str, Any]:
@@ -323,4 +323,4 @@ def train_prompts(folder: str, scratch: str, kind: str) -> None:
 def test_prompts_are_those_of_one_process(
     pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
 ) -> None:
-    pool.run(size, train_prompts, cases(*heads).folder, str(tmp_path), kind)
+    pool.run(size, train_prompts, cases(*heads, num_hidden_layers=1).folder, str(tmp_path), kind)

@@ -41,7 +41,7 @@ def train_head(folder: str, scratch: str, plan: str) -> None:
 def test_a_head_that_shards_its_full_inputs(pool: Pool, cases: Any, tmp_path: Path) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"model_type": "llama", "extends": "llama", "heads": {"lm_head": "rowwise_rep"}}))
-    pool.run(2, train_head, cases(9, 3).folder, str(tmp_path), str(plan))
+    pool.run(2, train_head, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path), str(plan))
 
 
 def refuse(folder: str, scratch: str) -> None:
@@ -95,7 +95,7 @@ def train_with_biases(folder: str, scratch: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", wide(sorted(KINDS, key=lambda kind: kind not in QUICK), len(QUICK)))
 def test_linears_with_biases(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
     """A row-parallel linear adds its bias once, after the sum; its adapters have none."""
-    with_biases = cases(9, 3, attention_bias=True, mlp_bias=True).folder
+    with_biases = cases(9, 3, attention_bias=True, mlp_bias=True, num_hidden_layers=1).folder
     folder = edited(with_biases, tmp_path / "model", draw_biases)
     pool.run(2, train_with_biases, folder, str(tmp_path), kind)
 
@@ -110,8 +110,8 @@ def use_default_targets(folder: str) -> None:
 
 
 def test_targets_by_default(pool: Pool, cases: Any) -> None:
-    pool.run(2, use_default_targets, cases(9, 3).folder)
+    pool.run(2, use_default_targets, cases(9, 3, num_hidden_layers=1).folder)
 
 
 def test_lacking_tensors_and_mixed_models_are_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, refuse, cases(9, 3).folder, str(tmp_path))
+    pool.run(2, refuse, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path))

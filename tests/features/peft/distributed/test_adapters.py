@@ -1,4 +1,4 @@
-"""PEFT's LoRA on tensor-parallel models; references are the same adapters in one process."""
+"""PEFT's LoRA on tensor-parallel models, once or twice; references are the same adapters in one process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from peft import BOFTConfig, CPTConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, PeftModel, get_peft_model
+from peft import (
+    BOFTConfig,
+    CPTConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import tp_transformers
 from tests.support.adapters import TOLERANCE, adapter_parameters, lora, shake, train
-from tests.support.comparisons import assert_same_tensors, relative
-from tests.support.models import VOCAB, load, load_both, logits_of
+from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
+from tests.support.models import PROMPTS, VOCAB, load, load_both, logits_of
+from tests.support.pool import Pool
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -31,7 +42,7 @@ def train_all(folder: str, scratch: str) -> None:
 
 @pytest.mark.parametrize(("heads", "size"), wide([((8, 2), 3), ((9, 3), 2), ((8, 4), 2)], 1))
 def test_lora_is_that_of_one_process(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int) -> None:
-    pool.run(size, train_all, cases(*heads).folder, str(tmp_path))
+    pool.run(size, train_all, cases(*heads, num_hidden_layers=1).folder, str(tmp_path))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +176,7 @@ def other_ways(folder: str, scratch: str) -> None:
 
 
 def test_other_ways_to_adapters(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, other_ways, cases(9, 3).folder, str(tmp_path))
+    pool.run(2, other_ways, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path))
 
 
 def save_to_full_disk(folder: str, target: str) -> None:
@@ -182,3 +193,42 @@ def test_a_full_disk_is_told_with_the_folder(pool: Any, cases: Any, tmp_path: Pa
     said = pool.error(2, save_to_full_disk, cases(9, 3).folder, str(target))
     assert f"folder {target}: got [Errno 28] No space left on device, expected that" in said
     assert not any(target.rglob("*"))
+
+
+LORA = LoraConfig(r=4, init_lora_weights="gaussian", target_modules=["q_proj", "o_proj"])
+SECOND = {
+    "lora": LORA,
+    "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prompts": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def differences(folder: str, kind: str) -> dict[str, float]:
+    """Run on every rank: how far logits of both adapters, and the worst gradient, are from one process."""
+    models = []
+    for model in load_both(folder):
+        torch.manual_seed(7)
+        for name, config in (("first", LORA), ("second", SECOND[kind])):
+            model = get_peft_model(model, config, adapter_name=name)
+        models.append(model)
+    found = {}
+    for adapter in ("first", "second") if kind != "prompts" else ("second",):  # prompts keep PEFT from the inner model
+        for model in models:
+            model.set_adapter(adapter)
+        with torch.no_grad():  # B begins with zeros
+            for name, _ in models[0].named_parameters():
+                if "lora_B" in name:
+                    for model in models:
+                        model.get_parameter(name).normal_(generator=torch.Generator().manual_seed(len(name)))
+        logits = [model(input_ids=PROMPTS).logits for model in models]
+        found[adapter] = relative(*(output.detach() for output in logits))
+    for output in logits:
+        output.pow(2).mean().backward()
+    found["gradients"] = max(gradient_differences(*models).values())
+    return found
+
+
+@pytest.mark.parametrize("kind", SECOND)
+def test_adapters_of_two_calls_are_those_of_one_process(pool: Pool, cases: Any, kind: str) -> None:
+    for found in pool.run(2, differences, cases(9, 3).folder, kind):
+        assert max(found.values()) < 1e-4, found  # fp32 sums in another order
