@@ -69,12 +69,12 @@ def written(folder: str) -> dict[str, Any]:
     return found
 
 
-NAMES = ("llama", "phi3", "mixtral", "gemma", "gpt2", "gpt_oss", "deepseek_v3")
+NAMES = ("phi3", "llama", "mixtral", "gemma", "gpt2", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize(
     ("name", "heads", "ranks"),
-    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 2),
+    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 1),
 )
 def test_what_a_block_writes_is_sharded_again(
     pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], ranks: int
@@ -113,7 +113,7 @@ def computed(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "heads", "ranks"),
-    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 2),
+    wide([(name, heads, ranks) for ranks, heads in ((3, (9, 3)), (2, (8, 4))) for name in NAMES], 1),
 )
 def test_gradients_and_forwards_in_a_block(
     pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], ranks: int
@@ -339,7 +339,7 @@ def trained(folder: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("heads", "ranks"), wide([((9, 3), 3), ((8, 4), 2)], 1))
 def test_optimizers_of_full_parameters(pool: Pool, cases: Any, heads: tuple[int, int], ranks: int) -> None:
-    for found in pool.run(ranks, trained, cases(*heads).folder):
+    for found in pool.run(ranks, trained, cases(*heads, num_hidden_layers=1).folder):
         assert max(found.values()) < 1e-6, found  # the same gradients, and the same arithmetic on them
 
 

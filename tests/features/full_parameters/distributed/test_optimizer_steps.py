@@ -97,7 +97,7 @@ def updates(folder: str) -> dict[str, Any]:
 @needs("debug")
 @pytest.mark.parametrize(("ranks", "heads"), wide([(3, (9, 3)), (2, (8, 4)), (2, (9, 3)), (3, (8, 4))], 1))
 def test_updates_and_states_are_those_of_one_process(pool: Pool, cases: Any, ranks: int, heads: Any) -> None:
-    for errors in pool.run(ranks, updates, cases(*heads).folder):
+    for errors in pool.run(ranks, updates, cases(*heads, num_hidden_layers=1).folder):
         assert max(errors.values()) < TOLERANCE, errors
 
 
@@ -142,7 +142,7 @@ def copies(folder: str, mode: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(("heads", "mode"), wide([((9, 3), "shard"), ((8, 4), "shard"), ((9, 3), "replicate")], 0))
 def test_copies_take_the_steps_of_one_process(pool: Pool, cases: Any, heads: Any, mode: str) -> None:
-    for errors in pool.run(4, copies, cases(*heads).folder, mode):
+    for errors in pool.run(4, copies, cases(*heads, num_hidden_layers=1).folder, mode):
         assert max(errors.values()) < TOLERANCE, errors
 
 
@@ -329,4 +329,4 @@ def averages(folder: str) -> float:
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_averages_are_those_of_one_process(pool: Pool, cases: Any, heads: Any) -> None:
-    assert max(pool.run(2, averages, cases(*heads).folder)) < TOLERANCE
+    assert max(pool.run(2, averages, cases(*heads, num_hidden_layers=1).folder)) < TOLERANCE

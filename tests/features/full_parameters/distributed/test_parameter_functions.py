@@ -158,7 +158,7 @@ def verdict(ranks: list[Any], expected: Any) -> str:
 @pytest.mark.parametrize("kind", wide(KINDS, 1))
 def test_functions_of_parameters_are_right_or_refused(pool, cases, kind) -> None:
     heads, path = KINDS[kind]
-    folder = cases(*heads).folder
+    folder = cases(*heads, num_hidden_layers=1).folder
     names = list(FUNCTIONS)
     expected = run(AutoModelForCausalLM.from_pretrained(folder), path, names)
     ranks = pool.run(2, on_ranks, folder, path, names)

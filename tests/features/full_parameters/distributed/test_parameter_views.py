@@ -121,7 +121,7 @@ def refused(folder: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
 def test_writes_to_views_are_refused(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for found in pool.run(2, refused, cases(*heads).folder):
+    for found in pool.run(2, refused, cases(*heads, num_hidden_layers=1).folder):
         assert all(found.values()), [name for name, is_right in found.items() if not is_right]
 
 
@@ -170,7 +170,7 @@ def changed(folder: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 def test_changes_of_parameters_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for found in pool.run(2, changed, cases(*heads).folder):
+    for found in pool.run(2, changed, cases(*heads, num_hidden_layers=1).folder):
         assert all(found.values()), [name for name, is_right in found.items() if not is_right]
 
 
@@ -252,7 +252,7 @@ def gradients_of_a_penalty(folder: str) -> float:
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
 def test_a_penalty_on_gradients_is_that_of_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    assert max(pool.run(2, gradients_of_a_penalty, cases(*heads).folder)) < TOLERANCE
+    assert max(pool.run(2, gradients_of_a_penalty, cases(*heads, num_hidden_layers=1).folder)) < TOLERANCE
 
 
 class Counting(torch.optim.SGD):

@@ -160,7 +160,7 @@ def state(folder: str, scratch: str) -> None:
 
 
 def test_state_of_a_model(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, state, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path))
+    pool.run(2, state, cases(9, 3, tie_word_embeddings=True, num_hidden_layers=1).folder, str(tmp_path))
 
 
 @pytest.mark.slow
