@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 
 from ..quantized.bitsandbytes import Blocks
 from ..quantized.bundle import Decoded, StoredValues
-from .operator import Operator, without
-from .tiled import StoredRows
+from .tiled import Operator, StoredRows, without
 
 _ROWS = 32
 _BLOCKS = (32, 64, 128, 256, 512, 1024)

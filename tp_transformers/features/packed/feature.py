@@ -43,7 +43,7 @@ class Packed(Feature):
         return (Dequantize(),)
 
     def encodings(self) -> Sequence[type[Encoding]]:
-        from .arriving import Arriving
+        from .holding import Arriving
 
         return (Arriving,)
 

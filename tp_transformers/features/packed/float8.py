@@ -20,8 +20,7 @@ from torch.nn.functional import pad
 from ...checkpoint.reading.memory import FLOAT8_SHIFT, has_nan, shifted_float8
 from ..quantized.bundle import Decoded
 from ..quantized.float8 import Float8Values
-from .operator import FEW, Operator, without
-from .tiled import StoredRows, product_dtype, scratch
+from .tiled import FEW, Operator, StoredRows, product_dtype, scratch, without
 
 _ROWS = 64
 """Rows of a block from which on it is cheaper to multiply the inputs by its scales."""
@@ -94,7 +93,6 @@ class Float8Cpu(Float8):
         return cls(rows, columns, decoded, without(decoded.stored, "values"), values, scales * FLOAT8_SHIFT, block)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Tiled.product`."""
         is_float32 = len(x) <= FEW and product_dtype(x) == torch.float32
         return self.multiply(x) if is_float32 and not self._has_nan else StoredRows.product(self, x)
 

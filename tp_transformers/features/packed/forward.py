@@ -20,9 +20,8 @@ from ...strategies.forward.attach import LocalConfig, wrap_forward
 from ...strategies.forward.communication import Communication, Forwarder, ShortForward
 from ...strategies.shards.tensors import HAS_LOCAL
 from .placeholder import HeldWeights, without_values
-from .products import with_products
 from .tensor import PackedTensor
-from .weight import PACKED, HeldWeight, PackedWeight
+from .weight import PACKED, HeldWeight, PackedWeight, with_products
 
 
 def hold_packed(module: nn.Module, name: str, weight: HeldWeight) -> HeldWeight:

@@ -2,27 +2,151 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from ...anatomy import owner_of, tied_parameters
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.saving.save import STORED_FORM
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, in_one_line
 from ...loading.memory import Holding
 from ...loading.request import LoadRequest, Reads, split_reads
-from ...loading.storage import Tensors
+from ...loading.storage import Encoding, Tensors
 from ...loading.targets import Targets
 from ..quantized.find import Quantization
-from .arriving import Arriving
+from ..quantized.format import refuse_other
 from .forward import hold_packed
 from .stored_shards import PackedCheckpoint
-from .weight import HeldWeight, pack
+from .weight import DECODED, HeldWeight, pack
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+_WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
+
+
+@dataclass(frozen=True)
+class ArrivedWeight:
+    """A rank's shard, quantised by torchao; `dtype` and `device` are those of the decoded weight."""
+
+    tensor: Any
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.tensor.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        names, _ = self.tensor.__tensor_flatten__()
+        return sum(getattr(self.tensor, name).nbytes for name in names)
+
+    @property
+    def product(self) -> str:
+        return DECODED
+
+    def decoded(self) -> torch.Tensor:
+        """Dequantise to a contiguous tensor."""
+        weight: torch.Tensor = self.tensor.dequantize().to(self.dtype)
+        return weight.contiguous()
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """`torch.nn.functional.linear(x, weight)` with the decoded weight; torchao's own product rounds differently."""
+        return linear(x, self.decoded())
+
+
+@dataclass(frozen=True)
+class Arriving(Encoding):
+    """The quantisation that a caller requests for a checkpoint in floating point."""
+
+    config: Any
+    """A config of torchao."""
+    excluded: Collection[str]
+    """Substrings of the names of modules that stay in floating point."""
+
+    @classmethod
+    def find(
+        cls, config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
+    ) -> Encoding | None:
+        """See `Encoding.find`; raises as `of`."""
+        return None if requested is None else cls.of(requested, device)
+
+    def recognised(self, tensors: Tensors, names: Collection[str]) -> Encoding:
+        """See `Encoding.recognised`; raises UnsupportedError for quantised tensors."""
+        if super().recognised(tensors, names) is not self:
+            raise refuse_other("torchao")
+        return self
+
+    @classmethod
+    def of(cls, requested: Any, device: torch.device) -> Arriving:
+        """Parse transformers' TorchAoConfig. Raises UnsupportedError if it does not work on this `device`."""
+        config = getattr(requested, "quant_type", None)
+        if config is None:
+            raise _unsupported(f"a {type(requested).__name__}", "a TorchAoConfig")
+        if getattr(requested, "include_input_output_embeddings", False):
+            raise _unsupported("quantised embeddings", "linears alone")
+        arriving = cls(config, tuple(requested.modules_to_not_convert or ()))
+        try:
+            arriving.quantised(torch.ones(64, 256, dtype=torch.bfloat16, device=device)).decoded()
+        except ImportError:
+            raise UnsupportedError(
+                "quantization_config",
+                got="no torchao",
+                expected=_WEIGHTS,
+                fix="pip install 'tp-transformers[torchao]'.",
+            ) from None
+        except Exception as error:
+            raise _unsupported(f"{type(config).__name__} ({in_one_line(error)})", _WEIGHTS) from None
+        return arriving
+
+    @property
+    def group(self) -> int | None:
+        """Columns that share a scale; None for one scale per row, or if the config does not specify it."""
+        group = getattr(getattr(self.config, "granularity", None), "group_size", None)
+        return group or getattr(self.config, "group_size", None)
+
+    def names(self, model: Any) -> list[str]:
+        """Name the parameters to quantise: weights of linear layers, except tied ones and the output head."""
+        ties, head = tied_parameters(model), model.get_output_embeddings()
+        tied = {*ties, *ties.values()}
+        return [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+            and module is not head
+            and f"{name}.weight" not in tied
+            and not any(substring in name for substring in self.excluded)
+        ]
+
+    def check(self, name: str, shape: torch.Size) -> None:
+        """Raise UnsupportedError if a shard does not consist of complete groups."""
+        if self.group is not None and shape[-1] % self.group:
+            raise _unsupported(f"{name}, of which this rank has {shape[-1]} columns", f"groups of {self.group}")
+
+    def quantised(self, weight: torch.Tensor) -> ArrivedWeight:
+        """Quantise a weight with torchao."""
+        from torchao.quantization import quantize_  # type: ignore[import-not-found]
+
+        linear = nn.Linear(1, 1, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        quantize_(linear, self.config)
+        if type(linear.weight.data) is torch.Tensor:
+            raise ValueError("it leaves weights as they are")
+        return ArrivedWeight(linear.weight.detach(), weight.dtype)
+
+
+def _unsupported(got: str, expected: str) -> UnsupportedError:
+    fix = "Choose another, or other ranks; or leave out quantization_config."
+    return UnsupportedError("quantization_config with tp_plan", got=got, expected=expected, fix=fix)
 
 
 @dataclass
@@ -50,7 +174,6 @@ class Packing(Holding):
         return pack_weights(model, targets, shards, device, request) if stays_packed(request) else None
 
     def check_in_order(self) -> None:
-        """See `Holding.check_in_order`."""
         got, fix = "quantised weights in memory", "Leave out tp_dequantize=False and quantization_config."
         raise UnsupportedError("tp_invariant", got=got, expected="weights in floating point", fix=fix)
 

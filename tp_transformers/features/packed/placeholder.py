@@ -16,12 +16,8 @@ from ...errors import UnsupportedError
 from ...features.full_parameters.functions import READS, SHAPES, name_of
 from ...marks import untyped
 from ...patches import Patch, Undo, replace_all
-from .weight import (
-    HeldWeight,
-    packed_weights,
-    unpacked_only,
-    without_packed,
-)
+from ...seams import Mixin
+from .weight import HeldWeight, packed_weights, unpacked_only, without_packed
 
 _DESCRIBING = {*READS, *SHAPES, "data_ptr", "untyped_storage", "requires_grad =", "grad =", "_backward_hooks ="}
 _VIEWS = ("T", "mT", "H", "mH", "real", "imag")
@@ -103,10 +99,7 @@ class HeldWeights(dict[str, HeldWeight]):
         return self
 
 
-_Model: Any = object
-
-
-class PackedModel(_Model):
+class PackedModel(Mixin):
     """See `Feature.model_methods`."""
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:

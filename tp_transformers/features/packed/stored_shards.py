@@ -57,11 +57,9 @@ class PackedCheckpoint:
             raise _unsaved(f"one in {self.quantization.format.title}, which is only read", "another format")
 
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """See `StoredForm`."""
         return tensor if self.quantization is None else self.quantization.format.as_stored(name, tensor)
 
     def put_into(self, config: Any) -> None:
-        """See `StoredForm`."""
         if self.quantization is not None:
             self.quantization.put_into(config)
 

@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ...torch_api import (
-    as_torch,
-    make_wrapper_subclass,
-    take,
-    top_saved_tensors_hooks,
-    tree_leaves,
-    tree_map,
-)
+from ...torch_api import as_torch, make_wrapper_subclass, take, top_saved_tensors_hooks, tree_leaves, tree_map
 from .weight import HeldWeight, PackedWeight
 
 unsafe_view = take("torch.ops.aten._unsafe_view")

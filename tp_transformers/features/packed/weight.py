@@ -1,4 +1,4 @@
-"""Weights that stay quantised in memory."""
+"""Weights that stay quantised in memory, and the operators that multiply them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,7 +19,10 @@ from ...marks import Mark
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Stored
 from ..quantized.bundle import Decoded
-from .tiled import StoredRows
+from .blocks4 import Blocks4, Blocks4Cuda
+from .float8 import Float8Cpu, Float8Cuda
+from .integers import Int4Cpu, Int4Cuda, Int8, Int8Gpu
+from .tiled import Operator, StoredRows
 
 DECODED = "decoded"
 """The product of a weight that no operator multiplies: a few rows at a time are decoded in each forward."""
@@ -53,23 +56,6 @@ class HeldWeight(Protocol):
         """`torch.nn.functional.linear(x, weight)` of a matrix for x (tokens, columns); not recorded by autograd."""
 
 
-class Product(Protocol):
-    """`x @ w.T` for a matrix in the layout of an operator; see `products.py`."""
-
-    title: ClassVar[str]
-    """Name in the report of a load."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-
-    def weight(self) -> torch.Tensor:
-        """Decode to (rows, columns)."""
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, columns) -> (tokens, rows)."""
-
-
 @dataclass(frozen=True)
 class PackedBlock:
     """Stored tensors that decode to a strided view of a packed weight."""
@@ -78,7 +64,7 @@ class PackedBlock:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    product: Product | None = None
+    product: Operator | None = None
     """The values in the layout of an operator, of which `decoded` makes its stored tensors where they are needed."""
 
     @property
@@ -150,7 +136,6 @@ class PackedWeight:
 
     @property
     def product(self) -> str:
-        """See `HeldWeight.product`."""
         titles = {DECODED if block.product is None else block.product.title for block in self.blocks}
         return " and ".join(sorted(titles))
 
@@ -262,3 +247,56 @@ def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor
     finally:
         for module, placeholders in zip(owners, saved, strict=True):
             module._parameters.update(placeholders)
+
+
+def with_products(weight: PackedWeight) -> PackedWeight:
+    """The weight in the layout of the operators that can multiply it; the stored tensors of the others are kept.
+
+    On the meta device, the layouts are those of a CPU.
+    """
+    kinds = _OPERATORS.get("cpu" if weight.device.type == "meta" else weight.device.type)
+    if kinds is None or weight.dtype != torch.bfloat16:
+        return weight
+    return replace(weight, blocks=[_with_product(block, kinds) for block in weight.blocks])
+
+
+_OPERATORS: Mapping[str, Sequence[type[Operator]]] = {
+    "cpu": (Int4Cpu, Int8, Blocks4, Float8Cpu),
+    "cuda": (Int4Cuda, Int8Gpu, Blocks4Cuda, Float8Cuda),
+}
+"""Type of a device -> operators, the fastest first, by the format, dtype and device of a weight:
+
+4 bits, groups of 32 to 256 columns     bfloat16 on a CPU or a GPU from NVIDIA      Int4
+8 bits, one scale per row               bfloat16 on a CPU                           Int8
+the same                                bfloat16 on a GPU                           Int8Gpu
+nf4 and fp4 of bitsandbytes             bfloat16 on a CPU                           Blocks4
+the same                                bfloat16 on a GPU from NVIDIA               Blocks4Cuda
+8-bit floats                            bfloat16 on a CPU                           Float8Cpu
+the same, activations quantised         bfloat16 on a GPU from NVIDIA               Float8Cuda
+all others                                                                          none: decoded, a few rows at a time
+"""
+
+
+def _with_product(block: PackedBlock, kinds: Sequence[type[Operator]]) -> PackedBlock:
+    if len(block.size) != 2 or block.stride[-1] != 1:
+        return block
+    product = next(filter(None, (kind.of(block.decoded) for kind in kinds)), None)
+    if product is None:
+        return block
+    return replace(block, decoded=replace(block.decoded, stored=_StoredValues(product)), product=product)
+
+
+class _StoredValues(Mapping[str, torch.Tensor]):
+    """The stored tensors of a matrix in an operator's layout; its integers are converted back when they are read."""
+
+    def __init__(self, product: Operator) -> None:
+        self._product = product
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._product.stored() if name == self._product.integers_key else self._product.kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self._product.integers_key, *self._product.kept))
+
+    def __len__(self) -> int:
+        return 1 + len(self._product.kept)

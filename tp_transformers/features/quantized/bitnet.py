@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...slices.lazy import Deferred, LazyTensor
 from ...transformers_api import get_keys_to_not_convert, should_convert_module
 from .format import Format, Locate, Tensors, inconsistent, unsupported
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _VALUES = 4
 """Values of a byte."""

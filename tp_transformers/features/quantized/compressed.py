@@ -15,10 +15,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...checkpoint.reading.memory import from_float8
 from ...slices.lazy import LazyTensor
@@ -44,9 +45,6 @@ from .format import (
     unsupported,
     without_values,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _PACKED = "pack-quantized"
 _MICRO = {
@@ -166,7 +164,6 @@ class Scheme:
         return bundle(name, components, shape, dtype, decoder)
 
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """See `Format.stored`."""
         *lead, rows, columns = shape
         if columns % (self.group or columns):
             return {}

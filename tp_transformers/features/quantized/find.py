@@ -6,10 +6,11 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...checkpoint.conversion.convert import Conversion, convert, renamer
 from ...errors import size
@@ -18,19 +19,15 @@ from ...loading.storage import Encoding, Tensors
 from ...logs import get_logger
 from ...marks import untyped
 from ...slices.lazy import LazyTensor
-from .awq import Awq
 from .bitnet import BitNet
 from .bitsandbytes import BitsAndBytes
 from .bundle import Decoded
 from .compressed import Compressed
 from .float8 import Float8
 from .format import Format, Locate, check_read, of_weights, refuse_other, stored_names, unsupported
-from .gptq import Gptq
 from .modelopt import ModelOpt, settings_beside
 from .mxfp4 import Mxfp4
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .words import Awq, Gptq
 
 logger = get_logger(__name__)
 

@@ -7,19 +7,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...errors import CheckpointError, UnsupportedError
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
 from .bundle import Bundle, Component, Decode, DimMap
 from .scaled import Scaled
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
@@ -114,52 +112,6 @@ def stored_tensor(tensors: Tensors, name: str, ndim: int, *dtypes: torch.dtype) 
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise inconsistent(name, f"{tensor.dtype} of shape {tuple(tensor.shape)}", f"{expected} of {ndim} dims")
     return tensor
-
-
-def dequantized_modules(
-    tensors: Tensors, kinds: Collection[str], weight: Callable[[Tensors, str], LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Replace each `qweight`, and the tensors of `kinds` in the same module, by one `weight`."""
-    modules = quantized_modules(tensors)
-    result: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        module, _, kind = name.rpartition(".")
-        if kind == "qweight":
-            result[f"{module}.weight"] = weight(tensors, module)
-        elif module not in modules or kind not in kinds:
-            result[name] = tensor
-    return result
-
-
-def quantized_modules(tensors: Tensors) -> set[str]:
-    """Name the modules that have a `qweight`."""
-    return {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
-
-
-def stored_words(
-    module: str, shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, *, packed_dim: int
-) -> dict[str, torch.Tensor]:
-    """See `Format.stored`: words (in, out), packed along `packed_dim`, zero points and scales of groups."""
-    if len(shape) != 2 or any(length * bits % 32 for length in shape):
-        return {}
-    rows, columns = shape
-    words = [columns, rows]
-    words[packed_dim] = words[packed_dim] * bits // 32
-    groups = -(-columns // (group or columns))
-    return {
-        f"{module}.qweight": without_values(torch.int32, *words),
-        f"{module}.qzeros": without_values(torch.int32, groups, rows * bits // 32),
-        f"{module}.scales": without_values(dtype, groups, rows),
-    }
-
-
-def count_groups(module: str, columns: int, group: int | None, scales: LazyTensor, zeros: LazyTensor) -> int:
-    """Count the groups of `columns` features. Raises CheckpointError if scales or zero points differ in number."""
-    count = -(-columns // (group or columns))
-    if not len(scales) == len(zeros) == count:
-        got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
-        raise inconsistent(f"{module}.scales", got, f"{count}, of {group} of {columns} features each")
-    return count
 
 
 def without_values(dtype: torch.dtype, *shape: int) -> torch.Tensor:

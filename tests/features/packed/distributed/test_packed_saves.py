@@ -20,7 +20,7 @@ from tests.support.comparisons import read_folder, relative
 from tests.support.float8 import quantize_folder
 from tests.support.models import load, logits_of
 from tests.support.tiers import wide
-from tp_transformers.features.packed.int4 import Int4Cpu
+from tp_transformers.features.packed.integers import Int4Cpu
 from tp_transformers.features.presharded.offline import shard_checkpoint
 
 pytestmark = pytest.mark.distributed

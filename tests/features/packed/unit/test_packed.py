@@ -15,18 +15,16 @@ from torch.nn.functional import linear
 
 from tests.support.comparisons import relative
 from tests.unit.slices.test_lazy import ranges
-from tp_transformers.features.packed import float8, int4, int8
-from tp_transformers.features.packed.int4 import Int4
-from tp_transformers.features.packed.products import with_products
+from tp_transformers.features.packed import float8, integers
+from tp_transformers.features.packed.integers import Int4
 from tp_transformers.features.packed.tensor import PackedTensor
-from tp_transformers.features.packed.weight import PackedWeight, pack
-from tp_transformers.features.quantized.awq import Awq
+from tp_transformers.features.packed.weight import PackedWeight, pack, with_products
 from tp_transformers.features.quantized.bitsandbytes import BitsAndBytes
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
 from tp_transformers.features.quantized.format import Format
-from tp_transformers.features.quantized.gptq import Gptq
 from tp_transformers.features.quantized.mxfp4 import Mxfp4
+from tp_transformers.features.quantized.words import Awq, Gptq
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
 ROWS, COLUMNS, GROUP = 104, 224, 32
@@ -109,13 +107,13 @@ def fp8_by_rows() -> LazyTensor:
 
 
 FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
-    "gptq": (gptq, int4.Int4Cpu),
-    "awq": (awq, int4.Int4Cpu),
-    "int4": (int4_by_groups, int4.Int4Cpu),
-    "int4 with zeros": (int4_with_zeros, int4.Int4Cpu),
-    "int8 packed": (int8_packed, int8.Int8),
-    "int8": (int8_plain, int8.Int8),
-    "bitsandbytes": (int8_of_bitsandbytes, int8.Int8),
+    "gptq": (gptq, integers.Int4Cpu),
+    "awq": (awq, integers.Int4Cpu),
+    "int4": (int4_by_groups, integers.Int4Cpu),
+    "int4 with zeros": (int4_with_zeros, integers.Int4Cpu),
+    "int8 packed": (int8_packed, integers.Int8),
+    "int8": (int8_plain, integers.Int8),
+    "bitsandbytes": (int8_of_bitsandbytes, integers.Int8),
     "fp8 in blocks": (lambda: fp8((64, 96)), float8.Float8Cpu),
     "fp8": (lambda: fp8(None), float8.Float8Cpu),
     "fp8 by rows": (fp8_by_rows, float8.Float8Cpu),
@@ -190,7 +188,7 @@ def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
 def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     lazy = gptq()
     assert with_products(packed(lazy, torch.float32)).blocks[0].product is None
-    monkeypatch.setattr(int4, "_block_rows", lambda: None)  # as in a torch without the operator
+    monkeypatch.setattr(integers, "_block_rows", lambda: None)  # as in a torch without the operator
     assert with_products(packed(lazy)).blocks[0].product is None
     monkeypatch.undo()
     stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}

@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 from benchmarks.quantised import NF4
 from tests.features.packed.unit.test_packed import check_product, packed, scales
 from tests.unit.slices.test_lazy import ranges
-from tp_transformers.features.packed import blocks4, products
+from tp_transformers.features.packed import blocks4
 from tp_transformers.features.packed.blocks4 import Blocks4, Blocks4Cuda
-from tp_transformers.features.packed.products import with_products
+from tp_transformers.features.packed.weight import _OPERATORS, with_products
 from tp_transformers.features.quantized.bitsandbytes import BitsAndBytes
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
@@ -79,7 +79,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, product: Any) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU are handled as those of a GPU."""
     stand_in(monkeypatch, multiply_one)
-    monkeypatch.setattr(products, "_OPERATORS", {"cpu": products._OPERATORS["cuda"]})
+    monkeypatch.setattr("tp_transformers.features.packed.weight._OPERATORS", {"cpu": _OPERATORS["cuda"]})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 

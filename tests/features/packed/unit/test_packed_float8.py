@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 
 from tests.features.packed.unit.test_packed import check_stored, float8_values, of_module, packed, scales
 from tests.unit.slices.test_lazy import ranges
-from tp_transformers.features.packed import float8, products
+from tp_transformers.features.packed import float8
 from tp_transformers.features.packed.float8 import Float8Cuda
-from tp_transformers.features.packed.products import with_products
+from tp_transformers.features.packed.weight import with_products
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
 from tp_transformers.slices.lazy import LazyTensor
@@ -120,7 +120,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "scaled_mm", multiply)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    monkeypatch.setattr(products, "_OPERATORS", {"cpu": (Float8Cuda,)})
+    monkeypatch.setattr("tp_transformers.features.packed.weight._OPERATORS", {"cpu": (Float8Cuda,)})
 
 
 @pytest.mark.parametrize("name", FORMATS)

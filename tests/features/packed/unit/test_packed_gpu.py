@@ -18,11 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.features.packed.unit.test_packed import FORMATS, check_product, mxfp4_experts, packed
 from tests.unit.slices.test_lazy import ranges
-from tp_transformers.features.packed import int4, int8, products
-from tp_transformers.features.packed.int4 import Int4Cuda
-from tp_transformers.features.packed.int8 import Int8Gpu
-from tp_transformers.features.packed.products import with_products
-from tp_transformers.features.packed.weight import pack
+from tp_transformers.features.packed import integers
+from tp_transformers.features.packed.integers import Int4Cuda, Int8Gpu
+from tp_transformers.features.packed.weight import _OPERATORS, pack, with_products
 from tp_transformers.features.quantized import bundle
 from tp_transformers.features.quantized import format as formats
 from tp_transformers.slices.lazy import LazyTensor
@@ -75,16 +73,16 @@ def multiply(x: Tensor, weight: Tensor, group: int, scales_and_zeros: Tensor) ->
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the CPU are handled as those of a GPU, with the stand-ins as operators."""
-    monkeypatch.setattr(int4, "pack_int4_for_gpu", convert)
-    monkeypatch.setattr(int4, "int4_product_of_gpu", multiply)
+    monkeypatch.setattr(integers, "pack_int4_for_gpu", convert)
+    monkeypatch.setattr(integers, "int4_product_of_gpu", multiply)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(products, "_OPERATORS", {"cpu": (Int4Cuda,)})
+    monkeypatch.setattr("tp_transformers.features.packed.weight._OPERATORS", {"cpu": (Int4Cuda,)})
 
 
 @pytest.fixture
 def int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_OPERATORS", {"cpu": products._OPERATORS["cuda"][1:]})
-    monkeypatch.setattr(int8, "int8_product", lambda *_: pytest.fail("by torch's operator"))
+    monkeypatch.setattr("tp_transformers.features.packed.weight._OPERATORS", {"cpu": _OPERATORS["cuda"][1:]})
+    monkeypatch.setattr(integers, "int8_product", lambda *_: pytest.fail("by torch's operator"))
 
 
 def sliced(name: str, data: st.DataObject) -> LazyTensor:
@@ -181,5 +179,5 @@ def test_without_the_operators_weights_are_decoded(gpu: None, monkeypatch: pytes
         "capability": (torch.cuda, "get_device_capability", lambda device: (7, 5)),
         "hip": (torch.version, "hip", "6.4"),
     }
-    monkeypatch.setattr(*changes.get(lacks, (int4, lacks, None)))
+    monkeypatch.setattr(*changes.get(lacks, (integers, lacks, None)))
     assert with_products(packed(FORMATS["gptq"][0]())).blocks[0].product is None

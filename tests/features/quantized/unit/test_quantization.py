@@ -28,13 +28,12 @@ from tests.support.comparisons import equal_parameters
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tp_transformers import CheckpointError, PlanError, UnsupportedError
-from tp_transformers.features.quantized.awq import Awq
 from tp_transformers.features.quantized.bundle import Decoded
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
 from tp_transformers.features.quantized.format import Format, of_weights
-from tp_transformers.features.quantized.gptq import Gptq
 from tp_transformers.features.quantized.mxfp4 import Mxfp4
+from tp_transformers.features.quantized.words import Awq, Gptq
 from tp_transformers.loading import memory
 from tp_transformers.slices.lazy import Resident
 
@@ -279,11 +278,11 @@ AWQ = {
         (Gptq(4, 16, False, True), GPTQ, {}, "got 2 groups of scales and 2 of zero points, expected 4"),
         (Gptq(4, 32, False, True), GPTQ, {"scales": GPTQ["scales"].int()}, "got torch.int32 of shape (2, 16)"),
         (Gptq(4, 32, False, True), GPTQ, {"scales": GPTQ["scales"][:, :15]}, "scales of shape (2, 15), not (2, 16)"),
-        (Awq(32), AWQ, {"scales": None}, "tensor a.scales: got no such tensor"),
-        (Awq(32), AWQ, {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
-        (Awq(32), AWQ, {"qweight": None}, "got zero points of no weight"),
-        (Awq(16), AWQ, {}, "got 2 groups of scales and 2 of zero points, expected 4"),
-        (Awq(32), AWQ, {"qzeros": AWQ["qzeros"].half()}, "got torch.float16 of shape (2, 2)"),
+        (Awq(group=32), AWQ, {"scales": None}, "tensor a.scales: got no such tensor"),
+        (Awq(group=32), AWQ, {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
+        (Awq(group=32), AWQ, {"qweight": None}, "got zero points of no weight"),
+        (Awq(group=16), AWQ, {}, "got 2 groups of scales and 2 of zero points, expected 4"),
+        (Awq(group=32), AWQ, {"qzeros": AWQ["qzeros"].half()}, "got torch.float16 of shape (2, 2)"),
     ],
 )
 def test_packed_linears_that_do_not_fit_are_refused(form: Format, whole: Any, changes: Any, says: str) -> None:
