@@ -38,6 +38,8 @@ FOLDER = Path(__file__).with_name("features")
 RAISES, REFUSED = "its call raises UnsupportedError", "a load with tp_plan is refused"
 """Consequences of a private name that a library lacks."""
 
+Mixin: Any = object
+"""Base of a mixin for loaded models; in the class of a model, a PreTrainedModel follows the mixin in the MRO."""
 Loaded = Callable[[Any], object]
 """Called with a model at the end of its load."""
 Compute = Callable[[type, Any, Any, Any], Any]

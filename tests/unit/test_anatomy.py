@@ -14,7 +14,7 @@ from tests.support.architectures import ARCHITECTURES
 from tp_transformers import anatomy
 from tp_transformers.features.data_parallel import fsdp
 from tp_transformers.features.infer import seen
-from tp_transformers.features.mixers import channelwise
+from tp_transformers.features.mixers import strategies
 from tp_transformers.features.planner import kv_cache
 from tp_transformers.features.sequence import rewrite
 
@@ -93,7 +93,7 @@ def test_features_of_linears_and_embeddings() -> None:
         "lm_head": (64, 199),
     }
     assert answers("gpt2", anatomy.is_transposed).keys() == {name for name in found if ".h." in name}
-    assert answers("gpt2", channelwise.has_inputs_first).keys() == found.keys() - {"lm_head"}
+    assert answers("gpt2", strategies.has_inputs_first).keys() == found.keys() - {"lm_head"}
     norm = outline("gpt2").transformer.ln_f
     assert anatomy.features(norm) is None
     assert (anatomy.input_width(norm), anatomy.output_width(norm)) == (0, 0)
@@ -115,7 +115,7 @@ def test_experts(name: str, experts: set[str]) -> None:
     found = answers(name, anatomy.holds_experts)
     assert {path.rpartition(".")[2] for path in found} == experts
     assert answers(name, seen.stacked_experts) == {}
-    transposed = answers(name, channelwise.has_inputs_first).keys() & found.keys()
+    transposed = answers(name, strategies.has_inputs_first).keys() & found.keys()
     assert bool(transposed) == (name == "gpt_oss")
 
 

@@ -15,8 +15,8 @@ from transformers import CONFIG_MAPPING
 
 from tests.support import proofs, typed
 from tests.support.tiers import sampled
-from tp_transformers.features.architectures import latent
-from tp_transformers.features.architectures import sharded_norm as sharded_norm
+from tp_transformers.features.architectures import replicated as latent
+from tp_transformers.features.architectures import sharded as sharded_norm
 from tp_transformers.ranks import collectives
 from tp_transformers.strategies import experts, linear
 from tp_transformers.strategies.forward.block import Block

@@ -29,13 +29,11 @@ from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.environment import device_kind
 from ..ranks.group import TensorParallelGroup, agreed, differing
-from ..seams import collective
+from ..seams import Mixin, collective
 from ..strategies import local_tensor
 from ..transformers_api import BaseStreamer
 from .dropout import random_states, set_random_states
 
-_Model: Any = object
-"""Base of the mixin; in the class of a model, a PreTrainedModel with GenerationMixin follows it in the MRO."""
 OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that may be given to some ranks only."""
 CHOOSING = ("logits_processor", "prefix_allowed_tokens_fn")
@@ -47,7 +45,7 @@ _FAILED = 2
 """Vote of a rank that failed; 1 is stop, 0 is go on."""
 
 
-class TensorParallelGeneration(_Model):
+class TensorParallelGeneration(Mixin):
     """Methods of a model that can generate, overridden so that its ranks stay in step."""
 
     tp_group: TensorParallelGroup

@@ -26,17 +26,14 @@ from ..plans.attention import check_cache
 from ..plans.bind import Resolution
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..seams import collective, features, model_patches
+from ..seams import Mixin, collective, features, model_patches
 from ..strategies import SHARD, ParamShard, local_tensor, shard_of, unsharded_like
 from ..strategies.shards.tensors import is_sharded, laid_out, local_values
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
 
-_Model: Any = object
-"""Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
 
-
-class TensorParallelModel(_Model):
+class TensorParallelModel(Mixin):
     """Methods of a model loaded with a plan that differ from those of its own class; it stays an instance of it."""
 
     tp_group: TensorParallelGroup

@@ -32,7 +32,7 @@ from tp_transformers.checkpoint.saving.writer import Writer
 from tp_transformers.features.machines import sameness
 from tp_transformers.features.page_cache import prefetch
 from tp_transformers.features.presharded import save
-from tp_transformers.features.presharded.summed import SummedWriter
+from tp_transformers.features.presharded.save import SummedWriter
 from tp_transformers.features.watch import calls
 from tp_transformers.loading import load as loader
 from tp_transformers.loading import memory, request

@@ -18,7 +18,7 @@ import torch
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.saving import save, writer
 from tp_transformers.checkpoint.saving.writer import Writer
-from tp_transformers.features.presharded.summed import SummedWriter
+from tp_transformers.features.presharded.save import SummedWriter
 
 
 def test_a_writer_writes_in_order(tmp_path: Path) -> None:

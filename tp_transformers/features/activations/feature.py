@@ -21,7 +21,7 @@ class Activations(Feature):
 
     @contextmanager
     def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
-        from .attentions import return_full_attentions
+        from .activations import return_full_attentions
 
         def gather(model: Any) -> None:
             return_full_attentions(model, model.tp_resolution.attention, group)

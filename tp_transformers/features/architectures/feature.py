@@ -15,12 +15,14 @@ class Architectures(Feature):
     """Strategies for ALiBi, latent attention, sparse activations, products of parameters, norms over all heads, ..."""
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from .alibi import AlibiParallel
-        from .latent import MlaKvAProjParallel
-        from .replicated import IdentityExpertParallel, InnerReplicateParallel, ReplicateOnceParallel
-        from .sharded_moments import ShardedMomentsParallel
-        from .sharded_norm import ShardedNormParallel
-        from .sharded_products import ShardedProductsParallel
+        from .replicated import (
+            AlibiParallel,
+            IdentityExpertParallel,
+            InnerReplicateParallel,
+            MlaKvAProjParallel,
+            ReplicateOnceParallel,
+        )
+        from .sharded import ShardedMomentsParallel, ShardedNormParallel, ShardedProductsParallel
 
         return {
             "alibi": AlibiParallel(),

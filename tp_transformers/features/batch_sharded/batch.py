@@ -14,6 +14,7 @@ mean. Parameters outside get the gradient of the rank's own loss, which is still
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -27,11 +28,26 @@ from ...anatomy import cache_in
 from ...errors import MeshError, TensorParallelError, UnsupportedError, describe
 from ...ranks.collectives import Group, all_gather_uneven, apply_pair, same, scatter_to_region
 from ...ranks.group import agreed
+from ...seams import Mixin
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
 from ...torch_api import in_backward
 from ..sequence.region import Widths
-from .generation import SAME_INPUTS
+
+SAME_INPUTS: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
+"""True while all ranks of a model have the same inputs."""
+
+
+class BatchModel(Mixin):
+    """The method of a loaded model that gives all ranks the same inputs."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        token = SAME_INPUTS.set(True)
+        try:
+            return super()._generate(*args, **kwargs)
+        finally:
+            SAME_INPUTS.reset(token)
+
 
 BATCH_DIM = 0
 """The batch dim of a model's activations: (batch, sequence, hidden)."""

@@ -26,7 +26,6 @@ class BatchOption(PlanOption):
     excludes_because = "norms and losses are of a rank's own samples already"
 
     def fits(self, value: Any) -> bool:
-        """See `PlanOption.fits`."""
         from ...plans.parse import is_names
 
         return super().fits(value) or value == "experts" or is_names(value)
@@ -53,14 +52,14 @@ class BatchSharding(Feature):
             for name, strategy in model.tp_resolution.module_strategies.items():
                 takes, inside = strategy.signature.takes, strategy.signature.inside
                 if takes is BATCH and inside == (REPLICATED, REPLICATED) and group.device_mesh is not None:
-                    from .randomness import SharedRandomness
+                    from .batch_blocks import SharedRandomness
 
                     SharedRandomness(group).attach(model.get_submodule(name))
 
         yield share_randomness
 
     def model_methods(self) -> Sequence[type]:
-        from .generation import BatchModel
+        from .batch import BatchModel
 
         return (BatchModel,)
 

@@ -13,20 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...anatomy import fold_layers, holds_experts, is_inside
 from ...errors import hint_for
 from ...plans.rule import Pattern, Rule
 from ...plans.rules import Plan
-from ..sequence.stack import StackRewriter
+from ..sequence.rewrite import StackRewriter
 from .batch import BatchStates
 from .batch_blocks import BATCH_SHARDED, BatchGather, BatchReplicated
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def shard_batch(plan: Plan, model: PreTrainedModel) -> Plan:

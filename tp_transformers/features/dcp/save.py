@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import PreTrainedModel
 
 from ...anatomy import check_values
 from ...checkpoint.saving.folder import on_all_copies
@@ -21,18 +22,12 @@ from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.writer import make_folder, named
 from ...errors import UnsupportedError
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...seams import collective
+from ...seams import Mixin, collective
 from .chunks import chunk_files
 from .local_shard import LocalShard
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
-_Model: Any = object
-"""Base of the methods; in the class of a model, a PreTrainedModel follows it in the MRO."""
-
-
-class DistributedSaves(_Model):
+class DistributedSaves(Mixin):
     """Methods of a loaded model."""
 
     def save_pretrained(

@@ -35,7 +35,7 @@ class Debugging(Feature):
         yield check_if_enabled
 
     def model_methods(self) -> Sequence[type]:
-        from .drift import DriftingModel
+        from .replicas import DriftingModel
 
         return (DriftingModel,)
 

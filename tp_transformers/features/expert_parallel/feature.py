@@ -23,7 +23,6 @@ class ExpertOption(PlanOption):
     order = 0
 
     def fits(self, value: Any) -> bool:
-        """See `PlanOption.fits`."""
         return super().fits(value) or value == "alone"
 
     def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:

@@ -11,7 +11,7 @@ EXCHANGE = "tp_transformers"
 
 
 def _exchange(*args: Any) -> Any:
-    from .expert_exchange import ExpertExchange
+    from .exchange import ExpertExchange
 
     return ExpertExchange(*args)
 

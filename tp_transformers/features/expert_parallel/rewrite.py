@@ -10,14 +10,12 @@ The rules of experts change, and all others if the plan says `alone`:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from ...anatomy import fold_layers, holds_experts, is_inside
 from ...plans.rules import Plan
 from ..rewriting.rewriter import Rewriter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _SUMS, _EXCHANGES = "moe_tp_experts", "moe_all_to_all"
 _AROUND = (_SUMS, _EXCHANGES, "ep_dispatch_experts")

@@ -17,9 +17,8 @@ from ...errors import TensorParallelError, UnsupportedError
 from ...marks import Mark
 from ...strategies.shards.tensors import is_sharded, know, local_values, own_values
 from ...torch_api import as_torch, tree_leaves, tree_map, tree_map_only, version_of
-from .attributes import ATTRIBUTES
 from .functions import DRAWS_LIKE, FILLS, MAKES, OF_LISTS, READS, SHAPES, fits, is_elementwise, is_in_place, name_of
-from .values import empty_full, full_values, write
+from .values import ATTRIBUTES, empty_full, full_values, write
 
 
 def compute_on(kind: type, func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,14 +15,11 @@ from ...anatomy import features
 from ...marks import untyped
 from ...model.tensor_parallel_model import keep_state
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...seams import collective
+from ...seams import Mixin, collective
 from ...strategies import STRATEGY, full_tensor, shard_module, unsharded_like
 
-_Model: Any = object
-"""Base of the mixin; in the class of a model, a PreTrainedModel follows it in the MRO."""
 
-
-class ResizableModel(_Model):
+class ResizableModel(Mixin):
     """Methods of a loaded model that change its embeddings."""
 
     tp_group: TensorParallelGroup

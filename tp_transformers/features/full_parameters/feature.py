@@ -21,7 +21,7 @@ class FullParameters(Feature):
 
     public: ClassVar[Mapping[str, str]] = {
         "training.full_parameters": ".full_parameters",
-        "training.parameter_groups": ".optimizers.groups",
+        "training.parameter_groups": ".optimizers.scopes",
     }
     torch_names: ClassVar[Mapping[str, str]] = {
         "torch.amp.GradScaler._unscale_grads_": "GradScaler refuses shards",
@@ -48,7 +48,7 @@ class FullParameters(Feature):
             WRITES_PARTS.reset(token)
 
     def sharded(self, module: nn.Module) -> None:
-        from .pickled import check_state
+        from .values import check_state
 
         module.register_load_state_dict_pre_hook(check_state)
 
@@ -60,7 +60,7 @@ class FullParameters(Feature):
     def model_patches(self) -> Sequence[Patch]:
         from .optimizers.grad_scaler import SHARED_INFINITIES
         from .optimizers.step import STEPS_ON_SHARDS
-        from .patches import ASSIGNED_VALUES, FULL_BYTES
+        from .values import ASSIGNED_VALUES, FULL_BYTES
 
         return ASSIGNED_VALUES, FULL_BYTES, STEPS_ON_SHARDS, SHARED_INFINITIES
 

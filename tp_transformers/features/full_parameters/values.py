@@ -1,18 +1,54 @@
-"""Full tensors from shards, and shards from full tensors, with gradients."""
+"""Full tensors from shards, and shards from full tensors, with gradients; attributes of a shard as of the full one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
+from ...patches import Patch, Undo, nothing, replace, replace_all
 from ...ranks.collectives import apply_pair
-from ...strategies.shards.tensors import gather, is_sharded, local_values, take_own
-from ...torch_api import as_torch
-from .pickled import check_pickled
+from ...strategies.shards.shard import ParamShard, shard_of
+from ...strategies.shards.tensors import HAS_LOCAL, PICKLED, gather, is_sharded, know, local_values, take_own
+from ...torch_api import as_torch, memory_of
+from .functions import SHAPES, name_of
+
+
+def check_pickled(value: Any, param: Any, shard: ParamShard, name: str) -> None:
+    """Raise CheckpointError if `value`, for the `shard` that `param` is, was pickled by a rank with another shard."""
+    pickled = PICKLED.find(value)
+    if pickled is None:
+        if not (isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements == param.placements):
+            return
+        theirs, ours = (
+            {"rank": mesh.get_coordinate(), "size": tuple(mesh.shape), "indices": None}
+            for mesh in (value.device_mesh, param.device_mesh)
+        )
+        is_own = theirs == ours
+    else:
+        theirs, ours = pickled, shard.position
+        is_own = theirs["indices"] == ours["indices"]
+    if not is_own:
+        raise CheckpointError(
+            f"state of {name}",
+            got=f"the shard of rank {theirs['rank']} of {theirs['size']}",
+            expected=f"the shard of rank {ours['rank']} of {ours['size']}, or the full tensor",
+            fix="torch.save writes the state of one rank: let every rank save and load a file of its own, or save by "
+            "save_pretrained and torch.distributed.checkpoint.",
+        )
+
+
+def check_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Before `module` loads a state dict: check the values for sharded parameters."""
+    for name, param in module._parameters.items():
+        shard, value = shard_of(param), state.get(prefix + name)
+        if shard is not None and isinstance(value, Tensor):
+            check_pickled(value, param, shard, prefix + name)
 
 
 def full_values(tensor: Any) -> Tensor:
@@ -70,3 +106,86 @@ def assign(tensor: Any, value: Tensor) -> None:
                 expected=str(tensor.dtype),
                 fix="Cast the model with model.to(dtype).",
             )
+
+
+def _shape(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    return SHAPES[name_of(func)](torch.empty(tensor.tp_shard.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
+
+
+def _get(func: Any, tensor: Any) -> Any:
+    """`data` or `grad`."""
+    with as_torch():
+        value = func(tensor)
+    return know(value, tensor)
+
+
+def _set_grad(func: Any, tensor: Any, grad: Any) -> None:
+    shard = tensor.tp_shard
+    if isinstance(grad, Tensor) and not isinstance(grad, DTensor) and not is_sharded(grad):
+        check_pickled(grad, tensor, shard, "a gradient")
+        is_full = tuple(grad.shape) == tuple(shard.shape)
+        grad = know(shard.own(grad).clone() if is_full else grad, tensor)
+    with as_torch():
+        func(tensor, grad)
+
+
+def _set_values(func: Any, tensor: Any, *source: Any) -> Any:
+    """`source` may be one tensor, full or this rank's shard."""
+    if len(source) == 1 and isinstance(source[0], Tensor):
+        assign(tensor, source[0])
+        return tensor
+    with as_torch():
+        return func(tensor, *source)
+
+
+ATTRIBUTES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(SHAPES, _shape),
+    "alias": lambda func, tensor: local_values(tensor),
+    "data_ptr": lambda func, tensor: local_values(tensor).data_ptr(),
+    "untyped_storage": lambda func, tensor: local_values(tensor).untyped_storage(),
+    "data": _get,
+    "data =": lambda func, tensor, value: assign(tensor, value),
+    "grad": _get,
+    "grad =": _set_grad,
+    "set_": _set_values,
+}
+"""{name of a function: its handler here, called by `computing`}."""
+
+
+def _set(original: Any, parameter: Tensor, values: Tensor) -> None:
+    if is_sharded(parameter):
+        assign(parameter, values)
+    else:
+        original(parameter, values)
+
+
+ASSIGNED_VALUES = Patch(
+    "torch", "remove_parametrizations", lambda: replace(nn.utils.parametrize, "_maybe_set", _set), without=nothing
+)
+"""Lets `remove_parametrizations` write its result to a shard; torch would swap in the full tensor and fail."""
+
+
+def _bytes_of(original: Any, tensor: Tensor, *args: Any) -> Any:
+    return original(full_values(tensor).detach() if is_sharded(tensor) else tensor, *args)
+
+
+def _find_duplicates(original: Any, state: Any, **options: Any) -> Any:
+    """Find names of one tensor in a state of shards by the memory of the shards, which need not fill a storage."""
+    if any(isinstance(value, HAS_LOCAL) for value in state.values()):
+        tensors: dict[Any, Tensor] = {}
+        state = {
+            name: tensors.setdefault(memory_of(local_values(value)), torch.empty(1)) for name, value in state.items()
+        }
+    return original(state, **options)
+
+
+def _write_full() -> Undo:
+    older = [name for name in ("_to_ndarray", "_tobytes") if hasattr(safetensors.torch, name)]
+    changes = [(safetensors.torch, name, _bytes_of) for name in older or ["_to_ndarray"]]
+    return replace_all([*changes, (safetensors.torch, "_remove_duplicate_names", _find_duplicates)])
+
+
+FULL_BYTES = Patch("safetensors", "save_file", _write_full)
+"""Lets `safetensors.torch.save_file` write full tensors; it would read past the end of a shard's memory.
+
+`safetensors.torch.load_model` finds tied shards."""

@@ -32,7 +32,7 @@ class HubStreaming(Feature):
         return (Stream(),)
 
     def storages(self) -> Sequence[type[Storage]]:
-        from .storage import HubFiles
+        from .hub import HubFiles
 
         return (HubFiles,)
 

@@ -9,23 +9,26 @@ from __future__ import annotations
 import os
 import posixpath
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers.utils import cached_file
 
-from ...checkpoint.reading.header import HEADER_LIMIT, check_files, read_header, read_index
+from ...checkpoint.reading.header import HEADER_LIMIT, Checkpoint, check_files, read_header, read_index
+from ...checkpoint.reading.jobs import Request
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
-from ...loading.storage import with_variant
+from ...loading.storage import Asked, Storage, with_variant
 from ...ranks.group import TensorParallelGroup
+from ...slices.stored import Source
 from ...transformers_api import get_state_dict_dtype
+from .fetch import fetch
 from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile
 from .tries import ask_hub, hub_error, resolve
@@ -200,3 +203,55 @@ def _dtype(file: str | RemoteFile) -> torch.dtype:
     state_dict = {name: torch.empty(0, dtype=tensors[name].dtype, device="meta") for name in sorted(tensors)}
     dtype: torch.dtype = get_state_dict_dtype(state_dict)
     return dtype
+
+
+class HubFiles(Storage):
+    """Safetensors files of one commit on the Hub; those in the local cache are read from there."""
+
+    argument: ClassVar[str] = "tp_stream"
+    is_remote = True
+
+    def __init__(self, repository: str, revision: str | None, subfolder: str) -> None:
+        self.repository, self.revision, self.subfolder = repository, revision, subfolder
+        self.agreed = repository, revision, subfolder
+        self.commit = ""
+        """The commit of all files, once `prepare` has asked for it."""
+        self.remote: dict[str, RemoteFile] = {}
+        """Files that are not in the cache, by name."""
+
+    @classmethod
+    def find(cls, asked: Asked) -> Storage | None:
+        arguments = asked.arguments
+        is_local = bool(arguments.get("local_files_only")) or arguments.get("gguf_file") is not None
+        asked_for = asked.options.get("tp_stream")
+        streams = os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0") if asked_for is None else asked_for
+        if not streams or not is_on_hub(asked.name, local_files_only=is_local):
+            return None
+        return cls(str(asked.name), arguments.get("revision"), arguments.get("subfolder") or "")
+
+    def prepare(self, asked: Asked, group: TensorParallelGroup) -> None:
+        token = asked.arguments.get("token")
+        self.commit = pin(group, self.repository, self.revision, token=token, subfolder=self.subfolder)
+        asked.arguments["revision"] = self.commit
+
+    def files(
+        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
+    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+        files, metadata = open_weights(group, Weights(arguments, arguments.get("download_kwargs") or {}))
+        self.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
+        return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
+
+    def sources(self, files: Sequence[str]) -> Sequence[str | Source]:
+        return [self.remote.get(file, file) for file in files]
+
+    def fetch(
+        self,
+        reads: Sequence[Request],
+        checkpoint: Checkpoint,
+        group: TensorParallelGroup,
+        progress: Callable[[int], object],
+    ) -> None:
+        fetch(reads, sources=checkpoint.sources, group=group, progress=progress)
+
+    def origin(self, name: str, files: Sequence[str]) -> Mapping[str, Any]:
+        return {"name": name or None, "commit_hash": self.commit}

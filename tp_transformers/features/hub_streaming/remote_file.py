@@ -15,8 +15,23 @@ from huggingface_hub.utils import build_hf_headers, get_session
 
 from ...errors import CheckpointError
 from ...slices.stored import Source
-from .tries import TRANSIENT, Pace, StalledError, Tries, TryAgainError, hub_error, requested_wait, resolve, within
-from .urls import BAD_URL, HTTPError, followed, origin, printable, shown
+from .tries import (
+    BAD_URL,
+    TRANSIENT,
+    HTTPError,
+    Pace,
+    StalledError,
+    Tries,
+    TryAgainError,
+    followed,
+    hub_error,
+    origin,
+    printable,
+    requested_wait,
+    resolve,
+    shown,
+    within,
+)
 
 PROGRESS_BYTES = 1 << 20
 """Bytes of one response that reset the count of tries (or a quarter of the missing bytes, if that is less)."""

@@ -33,8 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ...plans.rules import Plan
     from ...plans.yaml_file import available_plans
     from ..command_line.models import own_class, read_config
-    from .prove import prove
-    from .suggestion import suggest
+    from .suggestion import prove, suggest
 
     out, size = arguments.out, arguments.tp_size
     if size < 2:

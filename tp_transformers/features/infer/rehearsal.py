@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...errors import error_text, shorten
 from ...plans.bind import Resolution
 from ...slices.layout import Layout
 from ...strategies.shards.slicing import take
-from ..mixers.channelwise import has_inputs_first
+from ..mixers.strategies import has_inputs_first
 from ..verify.small_models.trace import Trace, traced
 
 TOLERANCE = 1e-3
@@ -66,19 +67,13 @@ def _different(resolution: Resolution, size: int) -> list[int]:
     return sorted({rank_widths: rank for rank, rank_widths in reversed(list(enumerate(widths)))}.values())
 
 
-class _hooked:  # noqa: N801 - used as a function
+@contextmanager
+def _hooked(hooks: Iterator[Any]) -> Iterator[None]:
     """Context that removes hooks on exit."""
-
-    def __init__(self, hooks: Iterator[Any]) -> None:
-        self._hooks = hooks
-        self._made: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._made = list(self._hooks)
-
-    def __exit__(self, *exception: object) -> None:
-        for hook in self._made:
-            hook.remove()
+    with ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
 
 
 def _record(module: nn.Module, calls: Calls) -> Any:

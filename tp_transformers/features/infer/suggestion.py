@@ -16,7 +16,7 @@ import yaml
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy import base_prefix, fold_layers, inner
-from ...errors import PlanError
+from ...errors import PlanError, TensorParallelError
 from ...logs import get_logger
 from ...plans.attention import AttentionHeads
 from ...plans.bind import Resolution, resolve
@@ -25,6 +25,7 @@ from ...plans.rules import Plan
 from ..command_line.models import generating_class
 from ..verify.small_models import model as probe
 from ..verify.small_models.config import meta_model, shrink, supported
+from ..verify.verify import Verdict, verify
 from .block import Block
 from .blocks import find_blocks
 from .reach import Flow, flow_of
@@ -293,3 +294,41 @@ def _line(name: str, rule: Any) -> list[str]:
     value = yaml.safe_dump(rule, default_flow_style=True, sort_keys=False, width=10 * WIDTH).strip()
     line = f"  {name}: {value}"
     return [line] if len(line) <= WIDTH else [f"  {name}:", f"    {value}"]
+
+
+TRIES = 4
+"""Number of tries, each with one block less, after a plan is found wrong; then everything is replicated."""
+
+
+def prove(
+    suggestion: Suggestion,
+    config: PretrainedConfig,
+    size: int,
+    *,
+    check: Callable[..., list[Verdict]] = verify,
+    log: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> tuple[Suggestion, Verdict]:
+    """Verify a suggestion; returns the suggestion that passes, and its verdict.
+
+    Blocks that a verdict names are replicated one by one; after TRIES blocks, everything is.
+
+    Args:
+        check: a function with the signature of `verify`.
+        log: called with a line about each step, and about every failed try.
+        options: other arguments of `check`.
+    """
+    for tried in range(TRIES + 1):
+        try:
+            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True, log=log, **options)[0]
+        except TensorParallelError as error:
+            if not suggestion.blocks:
+                raise
+            verdict = Verdict(size, (str(error),))
+        if verdict.ok or not suggestion.blocks:
+            break
+        fault = verdict.faults[0].splitlines()[0]
+        for suspect in suggestion.suspects("\n".join(verdict.faults))[: 1 if tried < TRIES - 1 else None]:
+            log(f"{suspect.kind} {suspect.name} stays replicated: {fault}")
+            suggestion = suggestion.without(suspect, f"verify found it wrong when sharded: {fault}")
+    return suggestion, verdict

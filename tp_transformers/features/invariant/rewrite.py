@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...anatomy import features, fold_layers, holds_experts, is_inside
 from ...plans.attention import AttentionHeads
@@ -30,9 +30,6 @@ from ...strategies import TensorParallelLayer
 from ...strategies.registry import built_in
 from ..rewriting.rewriter import Rewriter
 from .norms import InvariantHeadNormParallel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _INVARIANT = {
     "colwise": "invariant_colwise",

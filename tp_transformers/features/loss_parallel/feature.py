@@ -36,7 +36,7 @@ class LossParallelism(Feature):
         return (LossOption(),)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from .head import LossColwiseParallel, LossParallel
+        from .cross_entropy import LossColwiseParallel, LossParallel
 
         return {"colwise_loss": LossColwiseParallel(), "loss_parallel": LossParallel()}
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from inspect import unwrap
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
 
 from ...anatomy import base_prefix
 from ...errors import PlanError
 from ...plans.rule import Rule
 from ...plans.rules import Plan
 from ...transformers_api import ForCausalLMLoss
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def shard_loss(plan: Plan, model: PreTrainedModel) -> Plan:

@@ -21,9 +21,7 @@ class Mixers(Feature):
         return (Mixer,)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from .channelwise import ChannelwiseParallel
-        from .gated_norm import GatedNormParallel
-        from .inner import InnerRowwiseParallel
+        from .strategies import ChannelwiseParallel, GatedNormParallel, InnerRowwiseParallel
 
         return {
             "channelwise": ChannelwiseParallel(use_dtensor=False),

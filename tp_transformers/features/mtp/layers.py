@@ -5,23 +5,64 @@ transformers reads them in each such `generate`, by `MtpModel.from_pretrained(mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
+from ...anatomy import base_prefix
 from ...errors import CheckpointError, UnsupportedError
 from ...loading.from_pretrained import load_with_plan
 from ...loading.hook import enable
 from ...patches import Patch, Undo, nothing, replace
+from ...plans.attention import Attention
 from ...plans.bind import Resolution
+from ...plans.rule import Entry, Rule
+from ...plans.rules import Plan
 from ...ranks.group import GROUP
 from ...seams import plan_options
 from ...strategies import State
 from ...transformers_api import LoadStateDictConfig, WeightRenaming, modeling_utils
-from .plan import drafting_plan
+
+P = TypeVar("P", Rule, Attention, Entry)
+
+PROJECTION = (
+    Rule("layers.*.eh_proj", "colwise_rep"),
+    *(Rule(f"layers.*.{norm}", "replicate", optional=True) for norm in ("enorm", "hnorm", "post_norm")),
+    Rule("shared_post_norm", "replicate", optional=True),
+)
+"""Rules of what is around the block of a layer: the projection of an embedding and a hidden state, and norms."""
+
+
+def drafting_plan(model: PreTrainedModel, plan: Plan) -> Plan:
+    """Rules of `plan`, of `model`, for the layers of transformers' MtpModel, whose blocks are the model's layers."""
+    return dataclasses.replace(
+        plan,
+        source=f"{plan.source}, for the layers of multi-token prediction",
+        rules=(*PROJECTION, *_in_blocks(plan.rules, model)),
+        attention=_in_blocks(plan.attention, model),
+        entries=_in_blocks(plan.entries, model),
+        model_types=(),
+        inner_models=(),
+        notes=(),
+    )
+
+
+def _in_blocks(entries: Iterable[P], model: Any) -> tuple[P, ...]:
+    """The entries of layers, by the names of blocks; of two with one name, that of the later layer."""
+    decoder = next(name for name, module in model.named_modules() if module is model.get_decoder())
+    layer = re.compile(rf"{re.escape(decoder)}\.layers\.(\*|\d+)(?=\.|$)")
+    found: dict[str, P] = {}
+    for entry in entries:
+        name, count = layer.subn("layers.*.mtp_block", entry.full(base_prefix(model)))
+        if count:
+            found[name] = dataclasses.replace(entry, pattern=name, in_base_model=False, optional=True)
+    return tuple(found.values())
+
 
 SHARED = ("embed_tokens", "shared_head", "rotary_emb")
 """Modules of transformers' MtpModel that are the model's own."""

@@ -22,7 +22,7 @@ class Adapters(Feature):
         return (AdaptedModel,)
 
     def model_patches(self) -> Sequence[Patch]:
-        from .hotswap import HOT_SWAPS
+        from .files import HOT_SWAPS
         from .inject import WATCH_ADAPTERS
 
         return (WATCH_ADAPTERS, HOT_SWAPS)

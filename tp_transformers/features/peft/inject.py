@@ -5,7 +5,7 @@
 
 Each matrix is a module with its own strategy, so gradients, state dicts and `full_tensor` work. A registration hook of
 torch sees every module that becomes a child of another. PEFT's tuner of a tensor-parallel model, and the PeftModel
-around it, get methods of this module. PEFT itself is not patched for it, except for swaps; see `hotswap`.
+around it, get methods of this module. PEFT itself is not patched for it, except for swaps; see `files`.
 """
 
 from __future__ import annotations

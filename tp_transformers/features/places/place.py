@@ -1,4 +1,6 @@
-"""The line of the user's code that this process is executing, from the stack frames of its threads."""
+"""The line of the user's code that this process is executing, from the stack frames of its threads, and the error for
+ranks that execute different ones.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...errors import shorten
+from ...errors import MeshError, shorten
 
 _PACKAGE = __name__.partition(".")[0]
 _NOT_CALLS = tuple(f"{_PACKAGE}.{name}" for name in ("patches", "seams", "commands", "__main__"))
@@ -157,3 +159,30 @@ def _line(frames: list[_Frame]) -> str:
         return "an unknown line"
     source = linecache.getline(frame.file, frame.line).strip()
     return shorten(f"{os.path.basename(frame.file)}:{frame.line}" + (f": {source}" if source else ""), 120)
+
+
+def this_collective(kind: str, x: object) -> str:
+    """The collective of `x` that this thread has begun: "all_reduce of float32 (2, 6, 48) in forward (...)"."""
+    name = f"{kind} of {str(x.dtype)[6:]} {tuple(x.shape)}" if isinstance(x, Tensor) else "a vote"
+    return f"{name} in {this_call()}"
+
+
+def this_call() -> str:
+    """The call of this package that this thread makes: "forward (train.py:12: model(ids)) with ids int64 (2, 6)"."""
+    place, inputs = of_this_thread(), inputs_of_this_thread()
+    where = f"{place.call} ({place.line})" if place.call else place.line
+    return where + f" with {', '.join(inputs)}" * bool(inputs)
+
+
+def out_of_step(texts: Sequence[str]) -> MeshError:
+    """The error of ranks in different collectives or calls. `texts`: that of each rank."""
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(str(rank))
+    return MeshError(
+        "the ranks of a model",
+        got="; ".join(f"{text} on rank {' and '.join(names)}" for text, names in ranks.items()),
+        expected="the same on all of them",
+        fix="Give all ranks of a model the same inputs, of one size, length and dtype, and call it equally often: "
+        "DistributedSampler(dataset, num_replicas=dp_size, rank=dp_rank); batches of their own need a dp axis.",
+    )

@@ -18,10 +18,8 @@ from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
-from ..mtp.layers import meta_layers
-from ..mtp.plan import drafting_plan
-from ..packed.products import with_products
-from ..packed.weight import pack
+from ..mtp.layers import drafting_plan, meta_layers
+from ..packed.weight import pack, with_products
 from .kv_cache import Cached, cached_attention
 from .states import States, mixer_states
 from .survey import Survey

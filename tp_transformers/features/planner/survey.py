@@ -20,8 +20,7 @@ from ...loading.targets import describe
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 from ..packed.holding import pack_weights, stays_packed
-from ..packed.products import with_products
-from ..packed.weight import DECODED, pack
+from ..packed.weight import DECODED, pack, with_products
 from ..quantized.find import Quantization
 from .described import described_packed
 

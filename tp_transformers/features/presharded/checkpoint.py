@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ...checkpoint.conversion.convert import identity
 from ...checkpoint.reading.header import Checkpoint, read_header
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError, list_faults
+from ...loading.storage import Asked, Storage
 from ...ranks.limits import visible_cores
 from ...slices.composed import Expression, concat
 from ...slices.layout import Layout, Range, ShardRange
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Source, Stored
-from .manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
+from ...transformers_api import LoadStateDictConfig
+from .manifest import MANIFEST_NAME, VARIANT, Manifest, ManifestTensor, RankFile, refuse_without_plan
 
 _CHUNK = 16 << 20
 """Bytes per read while a checksum is computed."""
@@ -184,3 +188,38 @@ def _fault(folder: Path, file: RankFile) -> str | None:
 def _changed(path: str | Path, *, got: str, expected: str) -> CheckpointError:
     fix = "The folder was copied in part or changed; copy all of it again, or save the model again."
     return CheckpointError(f"checkpoint file {path}", got=got, expected=expected, fix=fix)
+
+
+class RankFiles(Storage):
+    """The rank files of one manifest; a rank opens those that it reads."""
+
+    has_own_names = True
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.shares = manifest.shares
+
+    @classmethod
+    def find(cls, asked: Asked) -> Storage | None:
+        if asked.folder is None or asked.arguments.get("variant") not in (None, VARIANT):
+            return None
+        manifest = Manifest.find(asked.folder)
+        if manifest is None:
+            return None
+        asked.arguments["variant"] = VARIANT
+        return cls(manifest)
+
+    @classmethod
+    def check_unplanned(cls, asked: Asked) -> None:
+        if asked.folder is not None and asked.arguments.get("variant") in (None, VARIANT):
+            refuse_without_plan(asked.folder)
+
+    def open(self, files: Sequence[str | Source], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
+        return ShardedCheckpoint(self.manifest, rank=rank)
+
+    def applied(self, entries: Sequence[Any]) -> Sequence[Any]:
+        """Conversions of the load before the model was saved in shards; `save_pretrained` reverts them."""
+        return [entry for entry in entries if identity(entry) in self.manifest.conversions]
+
+    def origin(self, name: str, files: Sequence[str]) -> Mapping[str, Any]:
+        return self.manifest.source

@@ -25,7 +25,7 @@ class PreSharded(Feature):
         return {"shard": command}
 
     def storages(self) -> Sequence[type[Storage]]:
-        from .storage import RankFiles
+        from .checkpoint import RankFiles
 
         return (RankFiles,)
 

@@ -33,19 +33,48 @@ from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import LoadResult, place, restore_full, same_bytes, tie
 from ...loading.request import LoadRequest, open_together, read_together, split_reads
-from ...loading.targets import describe
+from ...loading.targets import Targets, describe
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
 from ...plans.rules import Plan
 from ...ranks.group import TensorParallelGroup
+from ...slices.composed import reshaped
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
-from ...strategies import layout_of
+from ...strategies import layout_of, unsharded_like
 from ..command_line.models import model_class, read_config
+from ..packed.holding import pack_weights
+from ..packed.stored_shards import StoredShards, place_stored, stored_layouts
 from ..packed.weight import packed_weights
 from .manifest import Manifest, RankFile
-from .packed import pack, stored_as
 from .save import check_no_ordinary_weights, check_save, complete_save, open_writer, rank_path
+
+
+def pack(
+    model: PreTrainedModel, targets: Targets, group: TensorParallelGroup, request: LoadRequest
+) -> dict[str, torch.Tensor]:
+    """Prepare parameters that stay packed, without values; returns their stored tensors on rank 0.
+
+    Empty if the request is to dequantise.
+    """
+    device = torch.device("meta")
+    ranks = [pack_weights(model, targets, targets.shards(rank), device, request) for rank in range(group.size)]
+    first = ranks[0]
+    if not first.weights:
+        return {}
+    first.kept.check_written()
+    first.hold(model)
+    state = place_stored(stored_layouts([StoredShards(rank.weights.values()).specs() for rank in ranks]), group)
+    return state | first.kept.beside_of(state)
+
+
+def stored_as(
+    packed: Mapping[str, torch.Tensor], tensors: Mapping[str, LazyTensor]
+) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the tensors of a checkpoint that are `packed`, in the full shapes that are sharded."""
+    for name, tensor in packed.items():
+        yield name, reshaped(tensors[name], unsharded_like(tensor).shape)
+
 
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),

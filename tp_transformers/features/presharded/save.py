@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...checkpoint.conversion.convert import identity
 from ...checkpoint.saving.folder import SaveFolder, on_all_copies
 from ...checkpoint.saving.save import config_last, names_in, saved_state, values_of, write_configs
-from ...checkpoint.saving.writer import STAGING, make_folder, named
+from ...checkpoint.saving.writer import STAGING, Writer, make_folder, named
 from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...marks import untyped
@@ -30,10 +32,28 @@ from ...seams import together
 from ...strategies import layout_of, local_tensor, unsharded_like
 from .checkpoint import ShardedCheckpoint
 from .manifest import MANIFEST_NAME, RANK_FILE, Manifest, ManifestTensor, RankFile, ordinary_weights
-from .summed import SummedWriter
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+
+class SummedWriter(Writer):
+    """A safetensors file that is written sequentially, with a running CRC-32."""
+
+    crc32 = 0
+    """CRC-32 of all bytes written so far, including the header."""
+    _end = 0
+
+    def write_all(self, values: Callable[[str], Tensor]) -> None:
+        """Write the `values` of all tensors in file order, and finish the file (synced to disk)."""
+        for name in list(self.pending):
+            self.write(name, values(name))
+        self.finish()
+
+    def _put(self, position: int, data: bytes | memoryview) -> None:
+        if position != self._end:
+            raise RuntimeError(f"{self.path}: written at byte {position} after byte {self._end}")
+        super()._put(position, data)
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self._end = self._file.tell()
+
 
 logger = get_logger(__name__)
 

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils import PushToHubMixin
 
-from ...seams import collective
+from ...seams import Mixin, collective
 
 if TYPE_CHECKING:
     from ...ranks.group import TensorParallelGroup
-
-_Model: Any = object
-"""Base of the methods; in the class of a model, a PreTrainedModel follows it in the MRO."""
 
 
 class _Saved(PushToHubMixin):
@@ -44,7 +41,7 @@ def push(
         return _upload(group, Path(folder).iterdir(), repo_id, tags=tags, **options)
 
 
-class PushedModel(_Model):
+class PushedModel(Mixin):
     """Methods of a loaded model."""
 
     @collective

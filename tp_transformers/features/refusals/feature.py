@@ -15,13 +15,12 @@ class Refusals(Feature):
     """Wrappers, replaced modules and kernels that do not fit shards raise on all ranks."""
 
     def model_methods(self) -> Sequence[type]:
-        from .kernels import KernelModel
+        from .refusals import KernelModel
 
         return (KernelModel,)
 
     def model_patches(self) -> Sequence[Patch]:
-        from .replaced import UNSHARDED_MODULES_RAISE
-        from .wrappers import UNSHARDED_MODELS_ONLY
+        from .refusals import UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE
 
         return (UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE)
 

@@ -6,18 +6,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from ...anatomy import base_prefix, folded
 from ...errors import PlanError, list_faults
 from ...plans.rule import Pattern, Rule
 from ...plans.rules import Plan
 from ...strategies import TensorParallelLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Rewriter(ABC):

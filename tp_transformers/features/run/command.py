@@ -7,7 +7,7 @@ import os
 
 from ...errors import UsageError
 from ..command_line.arguments import add_shares, count_ranks
-from .start import set_shares, start
+from .launch import set_shares, start
 
 NUMA = "TP_TRANSFORMERS_NUMA"
 """Environment variable of a rank; `auto` binds it to the cores of one NUMA node."""

@@ -30,8 +30,7 @@ from ...strategies.shards.shard import ParamShard
 from ...strategies.signature import PARTIAL, REPLICATED, SEQUENCE, Signature
 from ...torch_api import in_backward, top_saved_tensors_hooks
 from .hooks import gather_around_hooks, warn_of_global_hooks
-from .regather import remember
-from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths
+from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, remember
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching import cb_logits_processors as 
 from transformers.generation.continuous_batching import model_runner
 
 from ...errors import UnsupportedError
-from ..shares.capacity import free_memory
+from ..shares.measures import free_memory
 
 CPU_MEMORY = 0.1
 """Fraction of the free CPU memory for the caches of all ranks together; by default, each rank would take all."""

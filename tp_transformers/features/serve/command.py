@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from ...errors import UsageError, is_path
 from ..command_line.arguments import add_dtype, add_plan, add_shares, count_ranks, passed_on
-from ..run.start import set_shares, start
+from ..run.launch import set_shares, start
 from .ports import bound
 
 SUMMARY = "serve a model on N ranks of this machine, by transformers' own OpenAI-compatible server"

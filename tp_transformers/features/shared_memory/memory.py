@@ -33,10 +33,9 @@ from ...ranks.direct import MAX, SUM, Transport
 from ...ranks.group import agreed
 from ...ranks.limits import visible_cores
 from ...torch_api import current_backward
-from ..places.out_of_step import out_of_step, this_collective
+from ..places.place import out_of_step, this_collective
 from . import operators
-from .pieces import check_dtype, chunks, combine, starts_of
-from .segment import KIND, LENGTH, SLOT, WORDS, Segment
+from .segment import KIND, LENGTH, SLOT, WORDS, Segment, check_dtype, chunks, combine, starts_of
 
 ONE_STEP = 1 << 18
 """Most bytes of an all-reduce in one step, on more than two ranks."""
@@ -119,26 +118,21 @@ class SharedMemory(Transport):
 
     @property
     def ended(self) -> str:
-        """See `Transport`."""
         return self._ended
 
     def end(self, why: str) -> None:
-        """See `Transport`."""
         self._ended = why
 
     def enter(self) -> None:
-        """See `Transport`."""
         if not self._calls:
             self._entered = self.collectives
         self._calls += 1
 
     def leave(self) -> None:
-        """See `Transport`."""
         self._calls = max(0, self._calls - 1)
 
     @_in_turn
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
-        """See `Transport`."""
         x = x.detach() if x.requires_grad else x
         is_maximum = op is not SUM and op == MAX  # a comparison of ReduceOps takes 0.5 us
         kind, nbytes = _MAXIMUM if is_maximum else _ALL_REDUCE, x.nbytes
@@ -169,7 +163,6 @@ class SharedMemory(Transport):
 
     @_in_turn
     def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
-        """See `Transport`."""
         word = _word(_ALL_GATHER, x)
         for chunk, *out_chunks in chunks(SLOT, x, *outs):
             slots = self._write(chunk, word, by_backend)
@@ -181,7 +174,6 @@ class SharedMemory(Transport):
 
     @_in_turn
     def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
-        """See `Transport`."""
         check_dtype(x.dtype)
         word = _word(_REDUCE_SCATTER, x)
         rows, out = x.view(self.size, -1), own.view(-1)
@@ -195,7 +187,6 @@ class SharedMemory(Transport):
 
     @_in_turn
     def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
-        """See `Transport`."""
         x = x.detach() if x.requires_grad else x
         word = _word(_BROADCAST, x)
         dense = x.contiguous()
@@ -213,7 +204,6 @@ class SharedMemory(Transport):
     def all_to_all(
         self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int], *, by_backend: bool = False
     ) -> bool:
-        """See `Transport`."""
         width = prod(sent.shape[1:]) * sent.itemsize
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
@@ -239,7 +229,6 @@ class SharedMemory(Transport):
 
     @_in_turn
     def messages(self, message: bytes) -> list[bytes]:
-        """See `Transport`."""
         segment, received = self._segment, [bytearray() for _ in range(self.size)]
         longest, offset = 1, 0
         while offset < longest:

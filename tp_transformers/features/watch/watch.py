@@ -31,7 +31,7 @@ from ...marks import untyped
 from ...ranks import direct
 from ...ranks.direct import transport_of
 from ...ranks.group import TensorParallelGroup, agreed, is_agreed
-from ..places.out_of_step import out_of_step, this_call
+from ..places.place import out_of_step, this_call
 from .device import Steps, abort
 from .failure import FAILURE, GRACE, Failure, Report, follows, is_identical, judge, left, lost
 from .poller import BEAT, POLLER

@@ -28,7 +28,7 @@ from tests.support.models import headers, save_as_loaded
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.features.hub_streaming import fetch as exchange
-from tp_transformers.features.hub_streaming import storage
+from tp_transformers.features.hub_streaming import hub
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.memory import plan_memory
 from tp_transformers.features.presharded.offline import shard_checkpoint
@@ -120,7 +120,7 @@ def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
 
     bound = mock.Mock()
     with (
-        mock.patch.object(storage, "fetch", fetch),
+        mock.patch.object(hub, "fetch", fetch),
         mock.patch.object(exchange, "bind_thread", bound),
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
     ):

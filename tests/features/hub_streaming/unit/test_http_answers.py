@@ -16,8 +16,7 @@ from tests.support.hub_server import HubServer
 from tp_transformers import CheckpointError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.hub import Weights, _inquire_all
-from tp_transformers.features.hub_streaming.tries import resolve, within
-from tp_transformers.features.hub_streaming.urls import followed, shown
+from tp_transformers.features.hub_streaming.tries import followed, resolve, shown, within
 
 
 def fails(server: HubServer, **changes: Any) -> str:

@@ -10,8 +10,7 @@ import pytest
 
 from tests.support.commands import main
 from tests.support.unplanned import unplanned
-from tp_transformers.features.infer.prove import prove
-from tp_transformers.features.infer.suggestion import suggest
+from tp_transformers.features.infer.suggestion import prove, suggest
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
 from tp_transformers.verify import Verdict

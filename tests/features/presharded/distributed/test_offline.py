@@ -23,7 +23,7 @@ from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.features.presharded import offline
 from tp_transformers.features.presharded.offline import shard_checkpoint
-from tp_transformers.features.presharded.summed import SummedWriter
+from tp_transformers.features.presharded.save import SummedWriter
 
 pytestmark = pytest.mark.distributed
 

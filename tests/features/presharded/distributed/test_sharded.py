@@ -26,7 +26,7 @@ from tests.support.tiers import wide
 from tp_transformers import save_sharded
 from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.reading.local_file import LocalFile
-from tp_transformers.features.presharded.summed import SummedWriter
+from tp_transformers.features.presharded.save import SummedWriter
 
 pytestmark = pytest.mark.distributed
 

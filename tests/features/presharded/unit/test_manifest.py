@@ -20,7 +20,7 @@ from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.features.presharded.checkpoint import ShardedCheckpoint
 from tp_transformers.features.presharded.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
-from tp_transformers.features.presharded.summed import SummedWriter
+from tp_transformers.features.presharded.save import SummedWriter
 from tp_transformers.slices.layout import Layout, Ranks, Split, packed
 from tp_transformers.slices.stored import Stored
 from tp_transformers.strategies import take

@@ -17,7 +17,7 @@ from tests.support.models import load
 from tp_transformers import CheckpointError, UnsupportedError, save_sharded
 from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.features.presharded.manifest import Manifest
-from tp_transformers.features.presharded.summed import SummedWriter
+from tp_transformers.features.presharded.save import SummedWriter
 
 
 @pytest.fixture

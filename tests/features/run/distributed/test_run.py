@@ -19,7 +19,7 @@ from tp_transformers import RemoteRankError, TensorParallelError
 from tp_transformers.__main__ import main
 from tp_transformers.commands import cli
 from tp_transformers.features.run.errors import error_lines, keep_errors
-from tp_transformers.features.run.start import start
+from tp_transformers.features.run.launch import start
 
 
 def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

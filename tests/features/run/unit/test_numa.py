@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cores import ALL
-from tp_transformers.features.run import numa
+from tp_transformers.features.run import rank as numa
 
 
 def machine(folder: Path, *lists: str) -> Path:
@@ -44,7 +44,7 @@ def test_a_rank_keeps_to_its_cores(tmp_path: Path) -> None:
     machine(tmp_path, str(first), str(second))
     program = (
         f"import os; os.sched_setaffinity(0, {ALL})\n"
-        "from pathlib import Path; from tp_transformers.features.run import numa\n"
+        "from pathlib import Path; from tp_transformers.features.run import rank as numa\n"
         f"numa.cores_of.__defaults__ = (Path({str(tmp_path)!r}),); numa._GPU = Path('/nowhere')\n"
         "numa.bind_rank(); print(os.sched_getaffinity(0))"
     )

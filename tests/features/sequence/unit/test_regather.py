@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tp_transformers.features.sequence.regather import _Regathered, remember
+from tp_transformers.features.sequence.region import _Regathered, remember
 
 
 def normed(x: torch.Tensor) -> tuple[torch.Tensor, _Regathered]:

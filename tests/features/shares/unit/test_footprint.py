@@ -22,7 +22,7 @@ from tp_transformers import PlanError
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.fit import fit_shares, fullest, longest_context, more_ranks
 from tp_transformers.features.planner.memory import plan_memory
-from tp_transformers.features.shares import capacity
+from tp_transformers.features.shares import measures
 from tp_transformers.loading.options import Options
 from tp_transformers.plans import Plan
 from tp_transformers.slices.layout import Ranks
@@ -197,7 +197,7 @@ def test_shares_of_a_plan_need_as_many_ranks() -> None:
 
 LIMITED = """
 import resource, sys, torch
-from tp_transformers.features.shares.capacity import free_memory
+from tp_transformers.features.shares.measures import free_memory
 free = free_memory(torch.device("cpu"))
 limit = int(sys.argv[1])
 for name in ("RLIMIT_AS", "RLIMIT_DATA"):
@@ -214,15 +214,15 @@ def test_free_memory_follows_the_limits_of_the_process() -> None:
     for line in output.splitlines():
         free, limited = map(int, line.split())
         assert 0 < limited <= min(free * 1.05, limit)
-    assert capacity.free_memory(torch.device("cpu"), 2) <= capacity.free_memory(torch.device("cpu")) / 1.9
+    assert measures.free_memory(torch.device("cpu"), 2) <= measures.free_memory(torch.device("cpu")) / 1.9
 
 
 def test_sharers_of_a_processor_share_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "available_memory", lambda: 4300)
-    assert capacity.free_memory(torch.device("cpu")) == 4300
-    assert capacity.free_memory(torch.device("cpu"), 4) == 1075
+    monkeypatch.setattr(measures, "available_memory", lambda: 4300)
+    assert measures.free_memory(torch.device("cpu")) == 4300
+    assert measures.free_memory(torch.device("cpu"), 4) == 1075
 
 
 def test_products_are_timed() -> None:
-    one, many = capacity.seconds_of_products(torch.device("cpu"), torch.float32)
+    one, many = measures.seconds_of_products(torch.device("cpu"), torch.float32)
     assert 0 < one < many

@@ -23,7 +23,7 @@ from tests.features.verify.distributed.conftest import changed
 from tests.support.commands import main
 from tests.support.comparisons import different_tensors
 from tp_transformers import UnsupportedError
-from tp_transformers.features.loss_parallel.head import LossParallel
+from tp_transformers.features.loss_parallel.cross_entropy import LossParallel
 from tp_transformers.features.verify import verify
 from tp_transformers.features.verify.small_models.config import meta_model
 from tp_transformers.plans import Plan

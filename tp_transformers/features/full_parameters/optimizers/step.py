@@ -23,7 +23,7 @@ from ....patches import Patch, Undo, replace, replace_all
 from ....strategies import SHARD, local_tensor
 from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 from ..full_parameters import FULL, IS_OPEN
-from ..pickled import check_pickled
+from ..values import check_pickled
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
 

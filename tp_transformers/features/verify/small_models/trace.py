@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +44,11 @@ def traced(model: nn.Module, trace: Trace) -> Iterator[None]:
         call.returned = [value.clone() for value in _tensors(output)]
         trace.calls.append(call)
 
-    hooks: list[Any] = []
-    for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        hooks.append(module.register_forward_hook(after))
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            stack.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
