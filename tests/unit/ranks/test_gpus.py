@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,16 +70,64 @@ def test_a_mesh_of_the_user_is_checked_where_nccl_sums(
     monkeypatch: pytest.MonkeyPatch, backend: str, is_checked: bool
 ) -> None:
     found: list[Any] = []
-    monkeypatch.setattr(mesh, "_tp_axis", lambda given: given)
+    axis, given = (Mesh(backend=backend, device_type="cuda", mesh=torch.arange(2)) for _ in range(2))
+    monkeypatch.setattr(mesh, "_tp_axis", lambda _: axis)
     monkeypatch.setattr(mesh, "local_device", lambda kind: torch.device("cuda", 0))
     monkeypatch.setattr(mesh, "bind_thread", lambda device: None)
     monkeypatch.setattr(mesh, "prepare", lambda group, device: found.append("connect"))
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: group.backend)
     monkeypatch.setattr(mesh, "get_default_store", dist.HashStore)
     monkeypatch.setattr(mesh, "check_gpus", lambda store, *own: found.append(own))
-    monkeypatch.setattr(mesh.TensorParallelGroup, "of_mesh", lambda *_, **__: None)
-    mesh.join(Mesh(backend=backend, device_type="cuda", mesh=torch.arange(2)))  # type: ignore[arg-type]
+    monkeypatch.setattr(mesh.TensorParallelGroup, "of_mesh", lambda axis, _, *, mesh: (axis, mesh))
+    assert mesh.join(given) == (axis, given)  # type: ignore[arg-type, comparison-overlap]
     assert found == [(0, 2, torch.device("cuda", 0))] * is_checked + ["connect"]
+
+
+@pytest.mark.parametrize(
+    ("size", "backend", "sums"),
+    [(2, "cuda:nccl", 1), (2, "cpu:gloo,cuda:nccl", 1), (1, "cuda:nccl", 0), (2, "cpu:gloo,cuda:gloo", 0)],
+)
+def test_nccl_connects_while_all_ranks_are_there(
+    monkeypatch: pytest.MonkeyPatch, size: int, backend: str, sums: int
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(mesh, "connect", lambda group: calls.append("connect"))
+    monkeypatch.setattr(mesh, "get_backend_config", lambda group: backend)
+    monkeypatch.setattr(mesh.dist, "all_reduce", lambda x, group: calls.append("sum"))
+    module = SimpleNamespace(synchronize=lambda device: calls.append("wait"))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    mesh.prepare(SimpleNamespace(size=lambda: size), torch.device("cpu"))  # type: ignore[arg-type]
+    assert calls == ["connect"] + ["sum", "wait"] * sums
+
+
+@pytest.mark.parametrize(("has_gpu", "compiled"), [(True, True), (True, False), (False, True)])
+def test_graphs_go_where_they_may_hold_communicators(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, compiled: bool
+) -> None:
+    resets: list[None] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(None))
+    monkeypatch.setattr(mesh.sys, "modules", {"torch._dynamo": None} if compiled else {})
+    mesh.forget_graphs()
+    assert len(resets) == (has_gpu and compiled)
+
+
+def test_switches_of_threads_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (name, state, switches) in enumerate([("a", "S", 5), ("b", "S", 6), ("a", "S", 7), ("b", "R", 8)]):
+        (tmp_path / str(number)).mkdir()
+        counts = f"voluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t0"
+        text = f"Name:\t{name}\nState:\t{state} (state)\nVmRSS:\t{number} kB\n{counts}\n"
+        (tmp_path / str(number) / "status").write_text(text)
+    (tmp_path / "ended").mkdir()
+    monkeypatch.setattr(mesh, "Path", lambda _: tmp_path)
+    zero = "nonvoluntary_ctxt_switches:\t0"
+    assert sorted(mesh._context_switches("a") or []) == [
+        zero,
+        zero,
+        *(f"voluntary_ctxt_switches:\t{n}" for n in (5, 7)),
+    ]
+    assert mesh._context_switches("b") is None, "one runs"
+    assert mesh._context_switches("c") == []
 
 
 @pytest.mark.parametrize(("release", "binds"), [("2.8.0", False), ("2.9.1", False), ("2.10.0", True), ("2.13.0", True)])

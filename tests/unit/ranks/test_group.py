@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tp_transformers.errors import MeshError
+from tests.support.pool import forget_meshes
+from tp_transformers.errors import MeshError, RemoteRankError
 from tp_transformers.ranks import direct, mesh
 from tp_transformers.ranks import group as group_module
+from tp_transformers.ranks.environment import host_of, node_name
 from tp_transformers.ranks.group import TensorParallelGroup
-from tp_transformers.ranks.mesh import exchange, find_store
+from tp_transformers.ranks.mesh import exchange, find_store, ranks_of_copies
+
+
+class Subclass(torch.Tensor):
+    """A tensor that a transport does not know."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,62 @@ def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch:
     assert found == first
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ("a", "b", "a subject: got 'a' on rank 0 and 'b' on rank 1"),
+        ("a" * 999, "a" * 998 + "b", "a subject: got one on rank 0 and another on rank 1"),
+        ("a" * 999, "b" * 999, "a subject: got one on rank 0 and another on rank 1"),
+        ("a" * 999, "a" * 999, ""),
+    ],
+)
+def test_values_that_differ_are_shown(first: str, second: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    votes = [(None, [{"same": 1, "a subject": value}]) for value in (first, second)]
+    monkeypatch.setattr(TensorParallelGroup, "_gather", lambda *_: votes)
+    group = TensorParallelGroup(None, 0, 2, torch.device("cpu"))
+    with pytest.raises(MeshError, match=said) if said else nullcontext():
+        group.check_same({})
+    found = group_module.differing([vote[1][0] for vote in votes])
+    assert found == ((1, ["a subject"]) if said else (0, []))
+
+
+@pytest.mark.parametrize(
+    ("other", "raised", "said"),
+    [("own", ValueError, "^own$"), ("else", RemoteRankError, "^rank 0: ValueError: own$")],
+)
+def test_an_error_of_all_ranks_is_raised_as_it_is(
+    other: str, raised: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    votes = [(group_module.reported(ValueError(text)), []) for text in ("own", other)]
+    monkeypatch.setattr(TensorParallelGroup, "_gather", lambda *_: votes)
+    group = TensorParallelGroup(None, 0, 2, torch.device("cpu"))
+    with pytest.raises(raised, match=said), group.agree():
+        raise ValueError("own")
+
+
+def test_a_node_has_the_name_of_its_host() -> None:
+    assert host_of(node_name()) == socket.gethostname()
+    assert node_name() == node_name()
+
+
+@pytest.mark.parametrize(
+    ("axes", "copies"),
+    [
+        ({"dp": 2, "tp": 3}, ((0, 1, 2), (3, 4, 5))),
+        ({"tp": 3, "dp": 2}, ((0, 2, 4), (1, 3, 5))),
+        ({"pp": 2, "dp": 2, "tp": 3}, ((0, 1, 2), (3, 4, 5))),
+    ],
+)
+def test_copies_of_a_model_by_the_axes_of_a_mesh(axes: dict[str, int], copies: Any) -> None:
+    dist.init_process_group("fake", rank=0, world_size=prod(axes.values()), store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        assert ranks_of_copies(mesh, "dp") == copies
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
 def test_one_rank_calls_no_backend() -> None:
     group, x = mock.Mock(size=mock.Mock(return_value=1)), torch.ones(3)
     direct.all_reduce(x, group)
@@ -73,3 +141,13 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     store.set("seat 2", "0")
     with pytest.raises(MeshError, match="no sign of rank 1, 3 of 4 within 0 s"):
         exchange(store, "seat", 0, 0, 4)
+
+
+def test_plain_tensors_of_the_cpu_take_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, transport, operators = SimpleNamespace(group_name="a group"), direct.Transport(), object()
+    monkeypatch.setitem(direct._transports, id(group), transport)
+    monkeypatch.setitem(direct.OPERATORS, "a group", operators)
+    x = torch.ones(2)
+    takes = [x, nn.Parameter(x), x.to(torch.complex64), x.as_subclass(Subclass), x.to("meta")]
+    assert [direct.transport_for(group, each) is transport for each in takes] == [True, True, False, False, False]  # type: ignore[arg-type]
+    assert [direct._operators(each, group) for each in (x, x.to("meta"))] == [operators, None]  # type: ignore[arg-type]
