@@ -57,7 +57,7 @@ TESTS: dict[str, tuple[int, str]] = {
     ),
 }
 """Package -> (mutants of a run, its tests)."""
-READ = ("slices", "plans", "strategies", "checkpoint")  # packages whose survivors have been read
+READ = ("slices", "plans", "strategies", "checkpoint", "ranks")  # packages whose survivors have been read
 WIDE = "unit distributed features"
 """Tests for what the tests of a package let live."""
 SECONDS = float(os.environ.get("SECONDS", 300))  # of all tests of a mutant, without it; slower ones are left out
