@@ -16,7 +16,7 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
 from tests.support.models import VOCAB, headers, llama_config, load
 from tests.support.quantized import compressed
-from tests.support.tiers import wide
+from tests.support.tiers import sampled, wide
 from tests.support.tiny_mixers import MIXERS, states
 from tp_transformers import CheckpointError, PlanError
 from tp_transformers.features.planner.dry_load import survey
@@ -39,7 +39,7 @@ def llama(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, 5))
 def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> None:
     found = survey(config_of(name, *ARCHITECTURES[name].variants[-1], tmp_path))
     planned = {size: plan_memory(found, size, batch=3, context=9) for size in (1, 2, 3)}

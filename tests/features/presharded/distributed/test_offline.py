@@ -19,6 +19,7 @@ from tests.support.comparisons import read_folder
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
 from tests.support.saving import MANIFEST_NAME
+from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.features.presharded import offline
@@ -58,10 +59,10 @@ def save(folder: str, target: str, dtype: str) -> None:
         tp_transformers.save_sharded(load(folder, dtype=dtype), target)
 
 
-NAMES = ["llama", "llama in FP8", "tied", "tied, both stored", "tied, differently", "mixtral", "gpt_oss", "deepseek_v3"]
+NAMES = ["llama in FP8", "tied", "tied, differently", "mixtral", "deepseek_v3", "llama", "tied, both stored", "gpt_oss"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", wide(NAMES, 5))
 def test_files_are_those_that_ranks_save(pool: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = checkpoint(name, tmp_path)
     dtype = "bfloat16" if name == "mixtral" else "auto"

@@ -273,6 +273,14 @@ def test_copies_on_some_ranks_beside_a_group_of_the_users_own(pool: Pool, checkp
 # -- what goes wrong: one error on all ranks
 
 
+@pytest.fixture(scope="module")
+def another(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of another save of `sharded("9/3 heads", 2)`."""
+    target = str(tmp_path_factory.mktemp("another"))
+    pool.run(2, save, checkpoint("9/3 heads"), target)
+    return target
+
+
 def damage_missing(file: Path, other: Path) -> None:
     file.unlink()
 
@@ -300,14 +308,11 @@ def damage_manifest(file: Path, other: Path) -> None:
     ],
 )
 def test_damaged_folders(
-    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, damage: Any, says: str, size: int
+    pool: Pool, sharded: Any, another: str, tmp_path: Path, damage: Any, says: str, size: int
 ) -> None:
     folder = tmp_path / "sharded"
     shutil.copytree(sharded("9/3 heads", 2), folder)
-    file = max(folder.glob("rank-*"))  # of rank 1
-    (tmp_path / "other").mkdir()
-    pool.run(2, save, checkpoint("9/3 heads"), str(tmp_path / "other"))
-    damage(file, max((tmp_path / "other").glob("rank-*")))
+    damage(max(folder.glob("rank-*")), max(Path(another).glob("rank-*")))  # of rank 1
     error = pool.error(size, load, str(folder), timeout=60)
     assert error.startswith("CheckpointError: ")
     assert says in error
@@ -365,7 +370,6 @@ def load_own(folders: list[str]) -> None:
     load(folders[int(os.environ["RANK"])])
 
 
-def test_ranks_that_load_different_saves_all_stop(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path) -> None:
-    pool.run(2, save, checkpoint("9/3 heads"), str(tmp_path / "other"))
-    error = pool.error(2, load_own, [sharded("9/3 heads", 2), str(tmp_path / "other")], timeout=60)
+def test_ranks_that_load_different_saves_all_stop(pool: Pool, sharded: Any, another: str) -> None:
+    error = pool.error(2, load_own, [sharded("9/3 heads", 2), another], timeout=60)
     assert error.startswith("CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0")
