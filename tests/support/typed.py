@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +41,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from tests.support import proofs
 from tests.support.pool import forget_meshes
 from tp_transformers import local_tensor
-from tp_transformers.features.command_line.models import model_class
+from tp_transformers.errors import PlanError
+from tp_transformers.features.command_line.models import known_class, model_class
 from tp_transformers.features.verify.small_models import model as probe
 from tp_transformers.features.verify.small_models.config import shrink
 from tp_transformers.loading.load import partition_initialized
@@ -176,7 +180,7 @@ def rank_of(rank: int, size: int) -> Iterator[TensorParallelGroup]:
 
 
 def run_as(
-    rank: int, size: int, model: PreTrainedModel, plan: Plan, question: dict[str, Tensor], *, zeros: bool
+    rank: int, size: int, model: PreTrainedModel, plan: Plan, question: dict[str, Any], *, zeros: bool
 ) -> list[tuple[str, str, Tensor]]:
     """Run a copy of the unsharded `model` as one rank; with `zeros`, that rank holds shards of zeros."""
     model = copy.deepcopy(model)
@@ -221,7 +225,7 @@ def _adds_without_shard(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm) or hasattr(module, "identity_expert")
 
 
-def faults(model: PreTrainedModel, plan: Plan, size: int, question: dict[str, Tensor]) -> list[str]:
+def faults(model: PreTrainedModel, plan: Plan, size: int, question: dict[str, Any]) -> list[str]:
     """What breaks the rules, each with its module or parameter, in the order of the forward and backward."""
     ranks = [run_as(rank, size, model, plan, question, zeros=False) for rank in range(size)]
     empty = run_as(size - 1, size, model, plan, question, zeros=True)
@@ -249,25 +253,59 @@ def faults(model: PreTrainedModel, plan: Plan, size: int, question: dict[str, Te
     return list(dict.fromkeys(found))
 
 
-def small_model(config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Tensor], Plan | None]:
+def tower_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The class of a tower that no Auto class knows, from its module; None if there is one that an Auto class knows."""
+    if known_class(config) is not None:
+        return None
+    module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    classes = [
+        value for value in vars(module).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)
+    ]
+    classes = [cls for cls in classes if cls.config_class is type(config) and "forward" in vars(cls)]
+    return next((cls for cls in classes if cls.can_generate()), classes[-1] if classes else None)
+
+
+def states(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Arguments of a forward that takes states in place of tokens: those of a Q-Former; {} for others."""
+    takes, config = inspect.signature(model.forward).parameters, model.config
+    if "query_embeds" not in takes or "input_ids" in takes:
+        return {}
+    found = {"query_embeds": torch.randn(2, 5, config.hidden_size)}
+    if "encoder_hidden_states" in takes:
+        found["encoder_hidden_states"] = torch.randn(2, 6, config.encoder_hidden_size)
+    return found
+
+
+def small_model(config: PretrainedConfig) -> tuple[PreTrainedModel, dict[str, Any], Plan | None]:
     """(small random model, arguments of its forward, its plan)."""
-    small = shrink(copy.deepcopy(config), None)
-    model = probe.make(model_class(small), small).eval()
-    return model, probe.questions(model)[0], Plan.for_model(model)
+    tower = tower_class(config)
+    small = shrink(copy.deepcopy(config), tower)
+    model = probe.make(tower or model_class(small), small).eval()
+    question: dict[str, Any] = states(model) or probe.questions(model)[0]
+    if "use_cache" in inspect.signature(model.forward).parameters:  # some models overwrite its states in place
+        question = {**question, "use_cache": False}
+    return model, question, Plan.for_model(model)
 
 
 def check(model_type: str, kinds: Sequence[str], sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """What is found of a model type: faults by number of ranks, or the reason why it has no types."""
+    """What is found of a model type: faults by number of ranks, or why its plan is refused, or why it has no types."""
     try:
         config: PretrainedConfig = CONFIG_MAPPING[model_type](**proofs.NEEDED.get(model_type, {}))
         if list(kinds) == ["masked text"]:
             config.architectures = [proofs.KINDS["masked text"][model_type]]
         model, question, plan = small_model(config)
         if plan is None:
-            return {"untyped": "no plan"}
+            return {"refused": "no plan"}
         return {"faults": {str(size): faults(model, plan, size, question) for size in sizes}}
+    except PlanError as error:
+        return {"refused": proofs.shortened(str(error))}
     except Exception as error:
         return {"untyped": proofs.shortened(f"{type(error).__name__}: {error}")}
+
+
+def summary(found: dict[str, Any]) -> str:
+    """A word for what is found of a type."""
+    return ("wrong" if any(found["faults"].values()) else "right") if "faults" in found else next(iter(found))
 
 
 def known() -> dict[str, Any]:
@@ -282,7 +320,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    every, found = proofs.types(), known()
+    every, found, first = proofs.types(), known(), time.process_time()
     for model_type in names or [name for name in every if name not in found]:
         began = time.process_time()
         found[model_type] = check(model_type, every[model_type])
@@ -290,6 +328,7 @@ def main() -> None:
         if not names:
             lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in sorted(found.items()))
             FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(Counter(summary(value) for value in found.values()), f"{time.process_time() - first:.0f} s")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ FRAMES = 64
 SAMPLES = 6400
 """Samples of a waveform."""
 
-SEEN, HEARD = {"pixel_values", "flattened_patches"}, {"input_features", "input_values"}
+SEEN, HEARD = {"pixel_values", "flattened_patches", "grid_thw"}, {"input_features", "input_values"}
 KINDS = {"image": 1, "audio": 3}
 """Values of `mm_token_type_ids`."""
 OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
@@ -152,11 +152,12 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
     side, count = 2 * merge, (2 * merge) ** 2
     grid = torch.tensor([[1, side, side]] * 2)
     places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).flatten(0, 1)
-    if "image_grid_thw" in names:
+    if grids := {name: grid for name in ("image_grid_thw", "grid_thw") if name in names}:  # grid_thw: of a tower
+        first = "hidden_states" if "hidden_states" in names else "pixel_values"
         sizes = {"image_merge_sizes": torch.tensor([merge] * 2)} if "image_merge_sizes" in names else {}
-        for shape in ((channels * times * patch**2,), (channels * patch**2,), (channels, patch, patch)):
-            yield {"pixel_values": random(2 * count, *shape), "image_grid_thw": grid, **sizes}
-        yield {"pixel_values": random(2 * count, times, channels, patch, patch), "image_grid_thw": grid}
+        wide = channels * times * patch**2
+        for shape in ((wide,), (channels * patch**2,), (channels, patch, patch), (times, channels, patch, patch)):
+            yield {first: random(2 * count, *shape), **grids, **sizes}
     if "image_grid_hw" in names:
         yield {"pixel_values": random(2 * count, channels * patch**2), "image_grid_hw": grid[:, 1:]}
     if "spatial_shapes" in names:
@@ -167,8 +168,7 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
         for width in (channels * patch**2, channels * (patch * merge) ** 2):
             yield {"pixel_values": random(2, count, width), "image_position_ids": places.expand(2, -1, -1)}
     if "target_sizes" in names:
-        patches = {"pixel_values": random(1, channels, patch, 2 * count * patch), "target_sizes": grid[:, 1:]}
-        yield patches
+        yield {"pixel_values": random(1, channels, patch, 2 * count * patch), "target_sizes": grid[:, 1:]}
     if "flattened_patches" in names:
         tall = 1 + places.flip(-1).float().expand(2, -1, -1)
         width = _first(vision, ("patch_embed_hidden_size",), channels * patch**2)
