@@ -252,7 +252,7 @@ def test_no_thread_and_no_descriptor_is_left(
 ) -> None:
     served.add("org/model", cases(9, 3).folder)
     served.faults.ignore_range = ignores
-    counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(4)]
+    counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(3)]
     for *before, last in zip(*counts, strict=True):  # of each rank
         for kind in range(2):
             assert last[kind] <= max(count[kind] for count in before), counts
@@ -269,7 +269,7 @@ def _count_after(cache: str) -> tuple[int, int]:
     POLLER.soon()  # it closes the store's connection of a model that is gone
     counts = []
     for _ in range(10):
-        time.sleep(0.1)
+        time.sleep(0.05)
         counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
     return min(fds for fds, _ in counts), min(threads for _, threads in counts)
 
