@@ -15,8 +15,7 @@ class Clients(Feature):
     """Code that loads a model for a user, and is given a plan to pass on, or that saves one."""
 
     def clients(self) -> Sequence[Patch]:
-        from .harness import HARNESS
-        from .pipelines import PIPELINE
+        from .pipelines import HARNESS, PIPELINE
 
         return (PIPELINE, HARNESS)
 
