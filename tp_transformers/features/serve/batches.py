@@ -64,11 +64,21 @@ class TopP(processors.ContinuousBatchingTopPLogitsWarper):
 def start_batches(model: Any, options: Mapping[str, Any], silence: float) -> tuple[Any, int]:
     """Start continuous batching on this rank; returns its manager, and the most tokens that one request can have.
 
+    Arguments and errors: as `make_batches` and `check_caches`.
+    """
+    manager = make_batches(model, options, silence)
+    manager.start()
+    while manager.batch_processor is None and manager.is_running():
+        manager._generation_thread.join(0.01)
+    return manager, check_caches(model, manager)
+
+
+def make_batches(model: Any, options: Mapping[str, Any], silence: float) -> Any:
+    """The manager of continuous batching on this rank, which has not started. Collective.
+
     Args:
         model: the model. options: of `transformers serve`; `cb_num_blocks` and others are those of the caches.
         silence: seconds that ranks wait for one another between two steps, as in a step if the other's process exists.
-
-    Raises UnsupportedError on all ranks if the caches do not fit the memory.
     """
     given = {name.removeprefix("cb_"): value for name, value in options.items() if name.startswith("cb_")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -96,9 +106,14 @@ def start_batches(model: Any, options: Mapping[str, Any], silence: float) -> tup
     listed.logits_processor.extend(per_request)
     listed.tensors_required, listed.do_processing = len(per_request), True
     listed._retrieve_processors_kwargs()
-    manager.start()
-    while manager.batch_processor is None and manager.is_running():
-        manager._generation_thread.join(0.01)
+    return manager
+
+
+def check_caches(model: Any, manager: Any) -> int:
+    """The most tokens that one request can have in the caches. Collective.
+
+    Raises UnsupportedError on all ranks if the caches do not fit the memory.
+    """
     with model.tp_group.agree():
         if manager.batch_processor is None:
             raise UnsupportedError(
@@ -107,7 +122,7 @@ def start_batches(model: Any, options: Mapping[str, Any], silence: float) -> tup
                 expected="caches that fit the memory",
                 fix="Give --cb-num-blocks or --cb-max-memory-percent.",
             )
-    return manager, room_of(manager.batch_processor.cache)
+    return room_of(manager.batch_processor.cache)
 
 
 def room_of(cache: Any) -> int:

@@ -71,16 +71,15 @@ def read_options(name: str, options: Sequence[str]) -> Any:
     return context
 
 
-def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own: argparse.Namespace) -> None:
-    """Run transformers' server on `sockets` until a signal, and up to `own.drain` seconds more for its requests.
+def serve(answers: Answers, name: str, context: Any, sockets: list[socket.socket], drain: float) -> None:
+    """Run transformers' server on `sockets` until a signal, and up to `drain` seconds more for its requests.
 
-    `context` is the typer context with the options of the server. Raises the error of a batch, which ends the server.
+    `context` is the typer context with the options of the server. An error of a batch ends the server, too.
     """
     server: Any = import_module("uvicorn").Server
-    drain, silence = own.drain, BUSY * own.watch
-    manager, room = start_batches(model, context.params, silence)
+    model, manager = answers.model, answers.manager
     leave_out_tracebacks(manager)
-    Answers(model, manager, room).begin()
+    answers.begin()
 
     def end_requests() -> None:
         """Answer all requests with an error, and end the batches of all ranks."""
@@ -126,7 +125,6 @@ def serve(model: Any, name: str, context: Any, sockets: list[socket.socket], own
             context.command.invoke(context)
     finally:
         manager.stop(timeout=STOP, hard_stop=True)  # this also ends the other ranks
-    raise_error(model, manager, silence)
 
 
 def time_left(manager: Any, drain: float) -> float:
@@ -169,29 +167,54 @@ def raise_error(model: Any, manager: Any, silence: float) -> None:
         raise MeshError("a batch", got=got, expected="an answer", fix=fix) from remote
 
 
+class Rank:
+    """What a rank serves, and how."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        """Read the `arguments`: of `add_plan`, of `add_own`, `--`, the model, the options of the server.
+
+        Files of `--import` are imported, nothing is loaded. Raises UsageError for options or a model that cannot be
+        served.
+        """
+        divider = list(arguments).index("--")
+        self.name, *options = arguments[divider + 1 :]
+        parser = argparse.ArgumentParser()
+        add_plan(parser)
+        add_own(parser)
+        self.own = parser.parse_args(arguments[:divider])
+        self.context = read_options(self.name, options)
+        self.silence = BUSY * self.own.watch
+        """Seconds that ranks wait for one another between two steps."""
+        # This raises errors with the messages of this package.
+        read_config(self.name, trust_remote_code=self.context.params["trust_remote_code"])
+        import_files(self.own.imports)
+        enable()
+
+    def bound(self) -> list[socket.socket]:
+        """Sockets of the server. Raises UsageError if the port is in use."""
+        return bound(self.context.params["host"], self.context.params["port"])
+
+    def load(self, **where: Any) -> Any:
+        """Load the model, with further arguments of `from_pretrained`. Collective."""
+        own = self.own
+        given = {option: self.context.params[option] for option in ("trust_remote_code", "attn_implementation")}
+        given |= where | {"dtype": parse_dtype(own.dtype)} | ({"tp_dequantize": False} if own.packed else {})
+        return AutoModelForCausalLM.from_pretrained(self.name, tp_plan=own.plan, tp_watch=own.watch, **given)
+
+
 def main(arguments: Sequence[str]) -> None:
-    """Run one rank; `arguments`: of `add_plan`, of `add_own`, `--`, the model, the options of the server."""
-    divider = list(arguments).index("--")
-    name, *options = arguments[divider + 1 :]
-    parser = argparse.ArgumentParser()
-    add_plan(parser)
-    add_own(parser)
-    own = parser.parse_args(arguments[:divider])
+    """Run one rank; `arguments`: see `Rank`."""
     end_with_parent(signal.SIGKILL)
-    context = read_options(name, options)
+    rank = Rank(arguments)
     is_first = os.environ["RANK"] == "0"
-    # Before the load, which takes long.
-    sockets = bound(context.params["host"], context.params["port"]) if is_first else []
-    where = {option: context.params[option] for option in ("trust_remote_code", "attn_implementation")}
-    read_config(name, trust_remote_code=where["trust_remote_code"])  # raises errors with the messages of this package
-    import_files(own.imports)
-    enable()
-    given = where | {"dtype": parse_dtype(own.dtype)} | ({"tp_dequantize": False} if own.packed else {})
-    model = AutoModelForCausalLM.from_pretrained(name, tp_plan=own.plan, tp_watch=own.watch, **given)
+    sockets = rank.bound() if is_first else []  # before the load, which takes long
+    model = rank.load()
     if is_first:
-        serve(model, name, context, sockets, own)
+        manager, room = start_batches(model, rank.context.params, rank.silence)
+        serve(Answers(model, manager, room), rank.name, rank.context, sockets, rank.own.drain)
+        raise_error(model, manager, rank.silence)
     else:
-        follow(model, context, BUSY * own.watch)
+        follow(model, rank.context, rank.silence)
 
 
 if __name__ == "__main__":
