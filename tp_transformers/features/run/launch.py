@@ -86,7 +86,7 @@ def torchrun(
         start_new_session=True,  # signals of the terminal reach torchrun once, through this process
     ) as process:
         try:
-            with _passed_on(process, ended_by) as came:
+            with signals_passed_on(process, ended_by) as came:
                 code = process.wait(timeout)
         except BaseException:  # torchrun forwards SIGTERM to its ranks; SIGKILL would orphan them
             process.terminate()
@@ -101,7 +101,7 @@ def torchrun(
 
 
 @contextmanager
-def _passed_on(process: subprocess.Popen[bytes], ended_by: signal.Signals | None) -> Iterator[list[int]]:
+def signals_passed_on(process: subprocess.Popen[bytes], ended_by: signal.Signals | None) -> Iterator[list[int]]:
     """Pass signals that would end this process on to `process`; yields the list of those that came.
 
     The second request is passed on as well, and ends ranks that do not answer the first. Signals that this process

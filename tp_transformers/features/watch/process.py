@@ -23,7 +23,7 @@ class Process(NamedTuple):
     @property
     def runs(self) -> bool:
         """True if it is alive on this machine, and not stopped by a signal or a debugger."""
-        own, status = this_process(), _status(self.number)
+        own, status = this_process(), status_of(self.number)
         is_here = self.began != "" and (self.machine, self.namespace) == (own.machine, own.namespace)
         return is_here and status[_BEGAN:][:1] == [self.began] and status[0] not in "TtZX"
 
@@ -32,14 +32,14 @@ def this_process() -> Process:
     """The process that calls."""
     namespace = "/proc/self/ns/pid"
     name = os.readlink(namespace) if os.path.exists(namespace) else ""
-    return Process(machine_name(), name, os.getpid(), "".join(_status(os.getpid())[_BEGAN:][:1]))
+    return Process(machine_name(), name, os.getpid(), "".join(status_of(os.getpid())[_BEGAN:][:1]))
 
 
 _BEGAN = 19
-"""Index of the start time in `_status`."""
+"""Index of the start time in `status_of`."""
 
 
-def _status(process: int) -> list[str]:
+def status_of(process: int) -> list[str]:
     """State, parent, ... of a process: the fields of /proc/<id>/stat that follow its name; [] without such a file."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

@@ -74,6 +74,11 @@ def connections(store: Store) -> dict[int, Ends]:
     }
 
 
+def connections_to(port: int) -> dict[int, Ends]:
+    """The TCP connections of this process to a `port`, of a store for instance, by file descriptor."""
+    return {descriptor: ends for descriptor, _, ends in _all() if ends[1][1] == port}
+
+
 def _polled() -> set[int]:
     """The descriptors that epoll watches: gloo's connections, not NCCL's. Empty if /proc has no list."""
     found: set[int] = set()

@@ -220,7 +220,7 @@ class Watch:
             waits = self._depth and now - max(self._entered_at, self._unreachable_at) > self.limit
             if self.is_urgent or waits:
                 text = "or the launcher has ended: the store at which the ranks met cannot be reached"
-                self._conclude(Failure(0, text, is_lost=True))
+                self.conclude(Failure(0, text, is_lost=True))
         self._polled_at = now
 
     def _ask(self, now: float) -> None:
@@ -266,7 +266,7 @@ class Watch:
                     return
             self._rule(failure)
         decided = json.loads(self._store.get(verdict))
-        self._conclude(Failure(**decided) if decided is not None else None)
+        self.conclude(Failure(**decided) if decided is not None else None)
 
     def _rule(self, failure: Failure | None) -> None:
         """Publish a verdict unless another rank has done so; None if all ranks failed by themselves."""
@@ -302,8 +302,11 @@ class Watch:
             rank: Report(**json.loads(self._store.get(key))) for rank, key in keys.items() if self._store.check([key])
         }
 
-    def _conclude(self, failure: Failure | None) -> None:
-        """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks."""
+    def conclude(self, failure: Failure | None) -> None:
+        """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks.
+
+        A caller outside of the polling thread knows the failure by other means.
+        """
         self._round, self._began = self._round + 1, None
         if failure is not None:
             ended = watches(self.process_group)

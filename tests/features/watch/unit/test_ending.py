@@ -70,7 +70,7 @@ def test_all_communicators_are_aborted_at_once_and_the_poller_goes_on(groups: li
     watch.steps.begin()
     watch.steps.end()
     with mock.patch.object(POLLER, "all", return_value=[watch]), ThreadPoolExecutor(1) as poller:
-        poller.submit(watch._conclude, lost(1, 10)).result(WAIT / 4)
+        poller.submit(watch.conclude, lost(1, 10)).result(WAIT / 4)
     assert watch.steps.is_aborted.wait(2 * WAIT)
     assert calls[0] == "query", "before an abort lets kernels go on"
     assert sorted(calls[1:]) == ["abort dp", "abort tp"]
@@ -81,7 +81,7 @@ def test_a_group_that_is_never_aborted_blocks_nothing(groups: list[Any], calls: 
     groups[0].abort.side_effect = groups[1].abort.side_effect = lambda: (waits.wait(WAIT), never.wait(WAIT))
     watch = watch_on("cuda:0")
     with mock.patch.object(POLLER, "all", return_value=[watch]), ThreadPoolExecutor(1) as poller:
-        poller.submit(watch._conclude, lost(1, 10)).result(WAIT)
+        poller.submit(watch.conclude, lost(1, 10)).result(WAIT)
     waits.wait(WAIT)
     assert watch._concluded.is_set()
     assert not watch.steps.is_aborted.is_set()

@@ -55,7 +55,7 @@ def test_the_verdict_is_known_where_every_call_of_the_gpu_raises(monkeypatch: py
     broken = mock.Mock(**{"set_device.side_effect": torch.AcceleratorError("an illegal memory access")})
     monkeypatch.setattr(torch, "get_device_module", lambda kind: broken)
     with mock.patch.object(POLLER, "all", return_value=[watch]):
-        watch._conclude(lost(1, 10))
+        watch.conclude(lost(1, 10))
     assert watch.failure is not None
     assert watch._concluded.is_set(), "the thread that failed waits for it"
 
