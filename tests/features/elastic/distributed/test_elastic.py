@@ -1,0 +1,222 @@
+"""`tp-transformers serve --elastic`: requests outlive ranks; their texts are those of one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.features.serve.distributed.test_serve import QUESTIONS, folder, processes_of, served
+from tests.support.models import load
+from tests.support.pool import Pool
+from tp_transformers.slices.layout import union
+from tp_transformers.strategies import layout_of, unsharded_like
+
+pytestmark = pytest.mark.distributed
+
+__all__ = ["folder"]
+
+NEW = 40
+WAIT = 300
+"""Seconds in which a server says something, on a busy machine too."""
+FAULTS = """
+import os, signal
+from tp_transformers.features.elastic import member
+from tp_transformers.features.reshard import moves
+block = moves._block
+def faulty(*arguments):
+    file = os.environ["FAULTS"] + "/reshard" + os.environ["LOCAL_RANK"]
+    if os.path.exists(file):
+        os.remove(file)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return block(*arguments)
+moves._block = faulty
+free = member.free_memory
+member.free_memory = lambda *given: 0 if os.path.exists(os.environ["FAULTS"] + "/full") else free(*given)
+"""
+"""Imported by ranks: one dies at its first move of a reshard, or no rank has memory, while a file says so."""
+
+
+class Server:
+    """A server, with its clients."""
+
+    def __init__(self, folder: str, client: Any, process: Any, log: Path) -> None:
+        self.folder, self.client, self.process, self.log = folder, client, process, log
+        self.threads = ThreadPoolExecutor(16)
+
+    def text(self, question: str, new: int = NEW) -> tuple[str, float]:
+        """The streamed answer, and the longest time between two tokens, in seconds."""
+        answer, pause, text = self.stream(question, new), 0.0, ""
+        last = time.monotonic()
+        for chunk in answer:
+            text += chunk.choices[0].delta.content or "" if chunk.choices else ""
+            pause, last = max(pause, time.monotonic() - last), time.monotonic()
+        return text, pause
+
+    def stream(self, question: str, new: int = NEW) -> Any:
+        chat = [{"role": "user", "content": question}]
+        return self.client.with_options(max_retries=0).chat.completions.create(
+            model=self.folder, messages=chat, temperature=0, max_tokens=new, stream=True
+        )
+
+    def ask(self, questions: Sequence[str], new: int = NEW) -> list[Future[tuple[str, float]]]:
+        return [self.threads.submit(self.text, question, new) for question in questions]
+
+    def ranks(self) -> dict[int, int]:
+        """Slot -> process id of the ranks that run."""
+        found = {}
+        for pid in processes_of(self.folder, b"tp_transformers.features.elastic.rank"):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found[next(int(each.partition(b"=")[2]) for each in variables if each.startswith(b"LOCAL_RANK="))] = pid
+        return found
+
+    def kill(self, *slots: int, by: signal.Signals = signal.SIGKILL) -> None:
+        ranks = self.ranks()
+        for slot in slots:
+            os.kill(ranks[slot], by)
+
+    def said(self) -> list[str]:
+        """Lines about changes of the ranks."""
+        return [line for line in self.log.read_text().splitlines() if "ranks serve after" in line]
+
+    def until(self, count: int, ranks: int) -> str:
+        """Wait for `count` changes, of which the last leaves that many ranks; returns the last line."""
+        deadline = time.monotonic() + WAIT
+        while time.monotonic() < deadline:
+            said = self.said()
+            if len(said) >= count and f": {ranks} of " in said[-1]:
+                return said[-1]
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+
+@contextmanager
+def elastic(folder: str, tmp_path: Path, *options: str, ranks: int = 3) -> Iterator[Server]:
+    (tmp_path / "tp_faults.py").write_text(FAULTS)
+    environment = {**os.environ, "FAULTS": str(tmp_path)}
+    given = ["--elastic", "--import", str(tmp_path / "tp_faults.py"), *options]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        served(folder, ranks, given, stdout=log, stderr=log, env=environment) as (client, process),
+    ):
+        yield Server(folder, client, process, tmp_path / "log")
+
+
+def expected(folder: str, questions: Sequence[str], new: int = NEW) -> list[str]:
+    """The texts of one process."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        tokens = model.generate(**inputs, max_new_tokens=new, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        found.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    return found
+
+
+def ranges(folder: str) -> list[tuple[int, int, list[list[tuple[int, int]]]]]:
+    """Run on every rank: bytes and length of the parameters that are sharded, and the ranges of each rank."""
+    model = load(folder)
+    return [
+        (unsharded_like(param).nbytes, layout.split.length, [list(each) for each in layout.split.ranges])
+        for param in {id(param): param for param in model.parameters()}.values()
+        if (layout := layout_of(param)) is not None
+    ]
+
+
+def only_of(lost: int, held: list[tuple[int, int, list[list[tuple[int, int]]]]]) -> int:
+    """Bytes that no other rank holds."""
+    count = 0
+    for nbytes, length, of_ranks in held:
+        left = union(each for rank, of_rank in enumerate(of_ranks) if rank != lost for each in of_rank)
+        count += (length - sum(b - a for a, b in left)) * nbytes // length
+    return count
+
+
+def test_a_rank_that_is_killed_costs_a_pause(pool: Pool, folder: str, tmp_path: Path) -> None:
+    """During decode; what only that rank had is read again, and no other byte."""
+    texts = expected(folder, QUESTIONS, 200)
+    held = pool.run(3, ranges, folder)[0]
+    with elastic(folder, tmp_path, "--rejoin", "0") as server:
+        answers = server.ask(QUESTIONS, 200)
+        next(iter(server.stream("w7 w8", 1)))
+        server.kill(1)
+        given = [answer.result(WAIT) for answer in answers]
+        assert [text for text, _ in given] == texts
+        line = server.until(1, 2)
+        print(line, max(pause for _, pause in given))
+        assert "rank 1 ended by SIGKILL: 2 of 3 ranks serve after " in line
+        assert int(re.search(r"([\d,]+) bytes read", line)[1].replace(",", "")) == only_of(1, held) > 0  # type: ignore[index]
+        assert [server.text(question, 200)[0] for question in QUESTIONS] == texts
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(WAIT) == 128 + signal.SIGTERM
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_ranks_that_are_lost_come_back(folder: str, tmp_path: Path) -> None:
+    """On request, by SIGUSR1; after both were lost at once, the first serves alone."""
+    texts = expected(folder, QUESTIONS)
+    with elastic(folder, tmp_path, "--rejoin", "500") as server:
+        server.kill(1, 2)
+        assert [answer.result(WAIT)[0] for answer in server.ask(QUESTIONS)] == texts
+        server.until(1, 1)
+        server.process.send_signal(signal.SIGUSR1)
+        over = threading.Event()
+
+        def asked() -> list[list[str]]:
+            return [[server.text(each)[0] for each in QUESTIONS] for _ in iter(over.is_set, True)]
+
+        running = server.threads.submit(asked)
+        assert "has come" in server.until(2, 3)
+        over.set()
+        assert all(given == texts for given in running.result(WAIT))
+        assert [server.text(each)[0] for each in QUESTIONS] == texts
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_resharding(folder: str, tmp_path: Path) -> None:
+    """Rank 2 dies at the first move of the reshard without rank 1."""
+    texts = expected(folder, QUESTIONS)
+    with elastic(folder, tmp_path, "--rejoin", "0") as server:
+        (tmp_path / "reshard2").touch()
+        answers = server.ask(QUESTIONS)
+        server.kill(1)
+        assert [answer.result(WAIT)[0] for answer in answers] == texts
+        line = server.until(1, 1)
+        assert "rank 1 ended by SIGKILL; rank 2 ended by SIGKILL: 1 of 3 ranks" in line
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_ended(folder: str, tmp_path: Path) -> None:
+    texts = expected(folder, QUESTIONS)
+    with elastic(folder, tmp_path, "--rejoin", "0", "--watch", "3") as server:
+        server.kill(2, by=signal.SIGSTOP)
+        answers = server.ask(QUESTIONS)
+        assert [answer.result(WAIT)[0] for answer in answers] == texts
+        assert re.search("rank 2 (was stopped for 3 s|gave no sign of life): 2 of 3", server.until(1, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["rank 0", "no memory"])
+def test_what_cannot_go_on_ends_with_one_error(folder: str, tmp_path: Path, case: str) -> None:
+    with elastic(folder, tmp_path, "--rejoin", "0") as server:
+        if case == "no memory":
+            (tmp_path / "full").touch()
+        server.kill(0 if case == "rank 0" else 2)
+        code = server.process.wait(WAIT)
+    said = (tmp_path / "log").read_text()
+    assert code == (137 if case == "rank 0" else 2)
+    assert said.count("rank 0 ended by SIGKILL" if case == "rank 0" else "the ranks that are left: got") == 1
+    assert "Traceback" not in said
