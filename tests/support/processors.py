@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -122,6 +123,28 @@ def _paligemma(config: Any, words: Any) -> Any:
     return lambda prompts: processor(images=[[image()], [image()]], text=prompts, padding=True, return_tensors="pt")
 
 
+def _by_hand(images: Any, words: Any, token: str, count: Callable[[Any], int], prompts: list[str]) -> dict[str, Any]:
+    """Two images by the family's image processor, and `count` tokens for each, as its processor would write them.
+
+    The processor itself wants torchvision, for videos, or num2words.
+    """
+    seen = images(images=[image(), image()], return_tensors="pt")
+    texts = [prompt.replace(token, " ".join([token] * count(seen))) for prompt in prompts]
+    found = {**words(texts, padding=True, return_tensors="pt"), **seen}
+    return {name: value for name, value in found.items() if not name.startswith("num_")}
+
+
+def _mistral3(config: Any, words: Any) -> Any:
+    patch, merge = config.vision_config.patch_size, config.spatial_merge_size
+    images = transformers.PixtralImageProcessorPil(size={"longest_edge": 4 * patch}, patch_size=patch)
+
+    def count(seen: Any) -> int:
+        height, width = seen["image_sizes"][0]
+        return int(height // (patch * merge)) * int(width // (patch * merge))
+
+    return lambda prompts: _by_hand(images, words, "[IMG]", count, prompts)
+
+
 def _mllama(config: Any, words: Any) -> Any:
     vision = config.vision_config
     images = transformers.MllamaImageProcessorPil(size=_square(config), max_image_tiles=vision.max_num_tiles)
@@ -129,20 +152,83 @@ def _mllama(config: Any, words: Any) -> Any:
     return lambda prompts: processor(images=[[image()], [image()]], text=prompts, padding=True, return_tensors="pt")
 
 
-def _qwen3_vl(config: Any, words: Any) -> Any:
-    """The processor wants torchvision, for videos: tokens of the images by hand."""
+def _llama4(config: Any, words: Any) -> Any:
+    """The image processor wants torchvision: an image of one tile, by hand."""
+    side = config.vision_config.image_size
+    tokens = int((side // config.vision_config.patch_size) ** 2 * config.vision_config.pixel_shuffle_ratio**2)
+    return lambda prompts: _by_hand(_tiles(side), words, "<|patch|>", lambda _: tokens, prompts)
+
+
+def _kimi(config: Any, words: Any) -> Any:
+    """The image processor wants torchvision: patches in a row, by hand."""
+    patch = config.vision_config.patch_size
+
+    def patches(*, images: list[Any], **_: Any) -> dict[str, Tensor]:
+        pixels = _tiles(4 * patch)(images=images)["pixel_values"].unfold(2, patch, patch).unfold(3, patch, patch)
+        grid = torch.tensor([[1, 4, 4]] * len(images))
+        return {"pixel_values": pixels.permute(0, 2, 3, 1, 4, 5).flatten(0, 2), "image_grid_thw": grid}
+
+    return lambda prompts: _by_hand(patches, words, "<|media_pad|>", lambda _: 4, prompts)
+
+
+def _tiles(side: int) -> Any:
+    def tiles(*, images: list[Any], **_: Any) -> dict[str, Tensor]:
+        pixels = [np.asarray(each.resize((side, side)), dtype=np.float32) / 127.5 - 1 for each in images]
+        return {"pixel_values": torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).contiguous()}
+
+    return tiles
+
+
+def _smolvlm(config: Any, words: Any) -> Any:
+    size = config.vision_config.image_size
+    processor = transformers.SmolVLMImageProcessorPil(
+        size={"longest_edge": size}, max_image_size={"longest_edge": size}, do_image_splitting=False
+    )
+    tokens = (size // config.vision_config.patch_size // config.scale_factor) ** 2
+
+    def one_each(*, images: list[Any], **options: Any) -> Any:
+        return processor([[each] for each in images], **options)
+
+    return lambda prompts: _by_hand(one_each, words, "<image>", lambda _: tokens, prompts)
+
+
+def _internvl(config: Any, words: Any) -> Any:
+    square = _square(config)
+    images = transformers.GotOcr2ImageProcessorPil(size=square, crop_to_patches=False)
+    patch = config.vision_config.patch_size
+    patch = patch[0] if isinstance(patch, list | tuple) else patch
+    tokens = int((square["height"] // patch) ** 2 * config.downsample_ratio**2)
+    return lambda prompts: _by_hand(images, words, "<IMG_CONTEXT>", lambda _: tokens, prompts)
+
+
+def _grids(name: str, token: str) -> Any:
+    def make(config: Any, words: Any) -> Any:
+        vision = config.vision_config
+        merge, pixels = vision.spatial_merge_size, (4 * vision.patch_size) ** 2
+        images = getattr(transformers, name)(
+            patch_size=vision.patch_size, merge_size=merge, temporal_patch_size=vision.temporal_patch_size,
+            size={"shortest_edge": pixels, "longest_edge": 4 * pixels},
+        )  # fmt: skip
+
+        def inputs(prompts: list[str]) -> dict[str, Any]:
+            found = _by_hand(
+                images, words, token, lambda seen: int(seen["image_grid_thw"][0].prod()) // merge**2, prompts
+            )
+            return {**found, "mm_token_type_ids": (found["input_ids"] == config.image_token_id).long()}
+
+        return inputs
+
+    return make
+
+
+def _gemma4(config: Any, words: Any) -> Any:
     vision = config.vision_config
-    merge, pixels = vision.spatial_merge_size, (4 * vision.patch_size) ** 2
-    images = transformers.Qwen2VLImageProcessorPil(
-        patch_size=vision.patch_size, merge_size=merge, temporal_patch_size=vision.temporal_patch_size,
-        size={"shortest_edge": pixels, "longest_edge": 4 * pixels},
-    )  # fmt: skip
+    images = transformers.Gemma4ImageProcessorPil(
+        patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size, max_soft_tokens=70
+    )
 
     def inputs(prompts: list[str]) -> dict[str, Any]:
-        seen = images(images=[image(), image()], return_tensors="pt")
-        tokens = " ".join(["<|image_pad|>"] * (int(seen["image_grid_thw"][0].prod()) // merge**2))
-        texts = [prompt.replace("<|image_pad|>", tokens) for prompt in prompts]
-        found = {**words(texts, padding=True, return_tensors="pt"), **seen}
+        found = _by_hand(images, words, "<|image|>", lambda seen: int(seen["num_soft_tokens_per_image"][0]), prompts)
         return {**found, "mm_token_type_ids": (found["input_ids"] == config.image_token_id).long()}
 
     return inputs
@@ -161,6 +247,20 @@ def _whisper(config: Any, words: Any) -> Any:
     }
 
 
+def _voxtral(config: Any, words: Any) -> Any:
+    """The processor wants mistral_common's tokenizer: tokens by hand."""
+    audio = config.audio_config
+    features = transformers.WhisperFeatureExtractor(
+        feature_size=audio.num_mel_bins, chunk_length=1, hop_length=RATE // (2 * audio.max_source_positions)
+    )
+    tokens = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+
+    def hear(**_: Any) -> Any:
+        return features([wave(0.5), wave(1)], sampling_rate=RATE, return_tensors="pt")
+
+    return lambda prompts: _by_hand(hear, words, "[AUDIO]", lambda _: tokens, prompts)
+
+
 def _qwen2_audio(config: Any, words: Any) -> Any:
     positions = config.audio_config.max_source_positions
     features = transformers.WhisperFeatureExtractor(
@@ -177,18 +277,33 @@ QWEN = {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>",
 }  # fmt: skip
+SEEN = "<|vision_start|> <|image_pad|> <|vision_end|>"
+GLM = {"image_token": "<|image|>", "video_token": "<|video|>"}
 GEMMA = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+GEMMA4 = {"image_token": "<|image|>", "audio_token": "<|audio|>", "video_token": "<|video|>"}
+LLAMA = {"image_token": "<|patch|>", "i": "<|image|>", "s": "<|image_start|>", "e": "<|image_end|>"}
 HEARD = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
 LARGE = {"mm_tokens_per_image": 256, "vision_config": {"image_size": 896, "patch_size": 14}}
+QWEN_IMAGES = _grids("Qwen2VLImageProcessorPil", "<|image_pad|>")
+GLM_IMAGES = _grids("Glm4vImageProcessorPil", "<|image|>")
 FAMILIES = {
     family.model_type: family
     for family in (
         Family("llava", IMAGE, _llava, "<image>"),
         Family("gemma3", GEMMA, _gemma3, "<start_of_image>", LARGE),
         Family("paligemma", IMAGE, _paligemma, "<image>"),
+        Family("mistral3", {"image_token": "[IMG]"}, _mistral3, "[IMG]"),
         Family("mllama", {"image_token": "<|image|>"}, _mllama, "<|image|>"),
-        Family("qwen3_vl", QWEN, _qwen3_vl, "<|vision_start|> <|image_pad|> <|vision_end|>"),
+        Family("llama4", LLAMA, _llama4, "<|image_start|> <|image|> <|patch|> <|image_end|>"),
+        Family("kimi_k25", {"image_token": "<|media_pad|>"}, _kimi, "<|media_pad|>", {"projection_hidden_size": 192}),
+        Family("smolvlm", IMAGE, _smolvlm, "<image>"),
+        Family("internvl", {"image_token": "<IMG_CONTEXT>"}, _internvl, "<IMG_CONTEXT>"),
+        Family("qwen3_vl", QWEN, QWEN_IMAGES, SEEN),
+        Family("qwen3_5", QWEN, QWEN_IMAGES, SEEN),
+        Family("glm4v", GLM, GLM_IMAGES, "<|image|>"),
+        Family("gemma4", GEMMA4, _gemma4, "<|image|>", {"vision_config": {}}),
         Family("whisper", {}, _whisper, "w90"),
+        Family("voxtral", {"audio_token": "[AUDIO]"}, _voxtral, "[AUDIO]"),
         Family("qwen2_audio", HEARD, _qwen2_audio, "<|audio_bos|> <|AUDIO|> <|audio_eos|>"),
     )
 }
