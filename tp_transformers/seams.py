@@ -185,11 +185,11 @@ class Feature:
     def sharded(self, module: nn.Module) -> None:
         """Add hooks to a module of a loaded model whose parameters have been sharded."""
 
-    def before_reads(
+    def around_reads(
         self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options
-    ) -> Mapping[str, int]:
-        """Called on all ranks before a load reads `requests`; returns numbers of the load's report. Collective."""
-        return {}
+    ) -> AbstractContextManager[Mapping[str, int]]:
+        """Context of the reads of `requests`, on all ranks; it gives numbers of the load's report. Collective."""
+        return nullcontext({})
 
     def after_save(self, group: TensorParallelGroup, file: Path, *, writes: bool) -> None:
         """Called on all ranks of all copies when `file` is written, on the ranks where `writes` is true. Collective."""

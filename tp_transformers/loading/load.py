@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -74,19 +75,21 @@ def load(
             memory = Memory(model, targets, group, request)
             if resolution.keeps_order:
                 memory.holding.check_in_order()
-        # 4. Features see to the files before they are read: all ranks have the same, in a warm cache.
-        counts: dict[str, int] = {}
-        for feature in features().values():
-            counts |= feature.before_reads(checkpoint, memory.local_reads, group, request.options)
         group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.holding.weights)]})
         if group.rank == 0:
             request.encoding.log(memory.nbytes_in_files, memory.nbytes, is_kept=bool(memory.holding.weights))
-        # 5. Read; all ranks share bytes from the Hub.
+        # 4. Read; all ranks share bytes from the Hub. Features see to the files: all ranks have the same, cached.
+        counts: dict[str, int] = {}
         title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
-        total = memory.nbytes_in_files
-        with transformers_logging.tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=is_quiet) as bar:
+        bar = transformers_logging.tqdm(
+            total=memory.nbytes_in_files, unit="B", unit_scale=True, desc=title, disable=is_quiet
+        )
+        with bar, ExitStack() as stack:
+            for feature in features().values():
+                around = feature.around_reads(checkpoint, memory.local_reads, group, request.options)
+                counts |= stack.enter_context(around)
             statistics = memory.fill(checkpoint, bar.update)
-    # 6. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
+    # 5. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
     missing = install(model, targets, memory, group)
     missing -= {name for name, _, _ in targets.mismatched}
     report = LoadReport(

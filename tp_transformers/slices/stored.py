@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import product
@@ -33,6 +33,8 @@ class Source(AbstractContextManager["Source"]):
     """Name of the content on the Hub, if known."""
     is_remote: bool = False
     """True if reads cross a network, so that ranks should fetch each byte once and share it."""
+    wait: Callable[[int, int], object] | None = None
+    """Waits until the bytes [start, stop) are in the page cache, which somebody fills meanwhile; None: nobody does."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -171,6 +171,8 @@ class Job:
         """Read the blocks, through a staging buffer if `is_staged`."""
         began = perf_counter()
         block, destination = self.requests[0].tensor, self.requests[0].destination
+        if block.source.wait is not None and self.method != "contiguous":
+            block.source.wait(block.start, block.stop)
         if len(self.requests) > 1:
             copied = self.nbytes
             for request in self.requests:
@@ -254,7 +256,8 @@ def _method(request: Request, is_mapped: bool) -> str:
     block = request.tensor
     if is_mapped:
         assert isinstance(block.source, LocalFile)
-        is_mapped = block.start % block.dtype.itemsize == 0 and block.source.is_resident([(block.start, block.stop)])
+        is_cached = block.source.wait is not None or block.source.is_resident([(block.start, block.stop)])
+        is_mapped = block.start % block.dtype.itemsize == 0 and is_cached
     if block.rows > 1:
         return cheapest(block, may_map=is_mapped)
     return "map" if is_mapped and request.destination.device.type == "cpu" else "contiguous"

@@ -35,10 +35,13 @@ class Machines(Feature):
             warn_of_crossing(group)
         yield unchanged
 
-    def before_reads(self, checkpoint: Checkpoint, requests: Any, group: Any, options: Any) -> Mapping[str, int]:
+    @contextmanager
+    def around_reads(
+        self, checkpoint: Checkpoint, requests: Any, group: Any, options: Any
+    ) -> Iterator[Mapping[str, int]]:
         from .sameness import check_same_files
 
-        return {"sampled": check_same_files(group, checkpoint)}
+        yield {"sampled": check_same_files(group, checkpoint)}
 
     def after_save(self, group: TensorParallelGroup, file: Path, *, writes: bool) -> None:
         from .saves import warn_of_lacking

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from ...seams import Feature, Option
@@ -26,13 +27,12 @@ class PageCache(Feature):
     def options(self) -> Sequence[Option]:
         return (Prefetch(),)
 
-    def before_reads(
+    def around_reads(
         self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options
-    ) -> Mapping[str, int]:
-        from .prefetch import prefetch
+    ) -> AbstractContextManager[Mapping[str, int]]:
+        from .prefetch import prefetching
 
-        wanted = options.get("tp_prefetch")
-        return {"prefetched": prefetch(checkpoint.opened, requests, group, wanted=wanted)}
+        return prefetching(checkpoint.opened, requests, group, wanted=options.get("tp_prefetch"))
 
 
 FEATURE = PageCache()

@@ -1,15 +1,17 @@
-"""Prefetching into a cold page cache: the ranks of a node read each block of the files once, before they read shards.
+"""Prefetching into a cold page cache: the ranks of a node read each block of the files once, while they read shards.
 
 Otherwise every rank would read a few bytes of every row for a row-parallel shard: from a disk or a network, that is the
 complete file. So the spans that the ranks of a node need are split into blocks in file order, and the ranks that need
-bytes of a file read its blocks in turn. Blocks in the page cache are skipped; nothing is prefetched if memory is too
-small.
+bytes of a file read its blocks in turn. Reads of shards follow: those of ranges of rows wait for their bytes. Blocks in
+the page cache are skipped; nothing is prefetched if memory is too small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from time import sleep
 
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.reading.local_file import LocalFile
@@ -27,58 +29,107 @@ BLOCK_BYTES = 16 << 20
 _THREADS = 4
 """Concurrent reads per rank; the threads wait for a disk, not for a core."""
 
+_POLL = 0.001
+"""Seconds between two looks for bytes that another rank may read."""
 
-def prefetch(
+_PATIENCE = 1.0
+"""Seconds that the reads of a load wait, in all, for other ranks after this rank has read its blocks."""
+
+
+@contextmanager
+def prefetching(
     opened: Sequence[Source | None],
     requests: Sequence[Request],
     group: TensorParallelGroup,
     *,
     wanted: bool | None = None,
-) -> int:
-    """Read the bytes of `requests` into the page cache, together with the other ranks of this node. Collective.
+) -> Iterator[Mapping[str, int]]:
+    """Read the bytes of `requests` into the page cache during the block, with the other ranks of this node. Collective.
 
     `opened` lists the files in one order on all ranks (ranks with another number of files do not share blocks), None
-    for a file that this rank does not need. `wanted`:
-    True prefetches even if the bytes seem cached, None if some are not cached; False ignores the requests of this rank.
+    for a file that this rank does not need. `wanted`: True prefetches even if the bytes seem cached, None if some are
+    not cached; False ignores the requests of this rank.
 
-    Returns the bytes that this rank prefetched. Raises CheckpointError on all ranks if one cannot read a file.
+    Gives the number of bytes that this rank prefetches. At the end of the block, all bytes are in the page cache.
+    Raises CheckpointError on all ranks if one cannot read a file.
     """
     files = [source if isinstance(source, LocalFile) else None for source in opened]
+    blocks, may_overlap = _own_blocks(files, requests, group, wanted)
+    with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
+        reads = [pool.submit(file.prefetch, start, stop) for file, start, stop in blocks or ()]
 
-    def need() -> tuple[tuple[str, int], int, bool, list[list[Range]], int]:
+        def join() -> None:
+            for read in reads:
+                read.result()
+
+        try:
+            if not may_overlap:
+                group.together(join)
+            elif blocks is not None:
+                for file in filter(None, files):
+                    file.wait = Arrival(file, reads)
+            yield {"prefetched": sum(stop - start for _, start, stop in blocks or ())}
+            if may_overlap:
+                group.together(join)
+        finally:
+            for read in reads:
+                read.cancel()
+            for file in filter(None, files):
+                file.wait = None
+
+
+class Arrival:
+    """Waits for bytes of a file that the ranks of this node read into the page cache."""
+
+    def __init__(self, file: LocalFile, reads: Sequence[Future[None]]) -> None:
+        """`reads`: those of this rank, of all files."""
+        self.file, self.reads, self.patience = file, reads, _PATIENCE
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Return when the bytes [start, stop) are in the page cache, or can no longer be expected."""
+        while self.patience > 0 and not self.file.is_resident([(start, stop)]):
+            sleep(_POLL)
+            if all(read.done() for read in reversed(self.reads)):
+                self.patience -= _POLL
+
+
+Block = tuple[LocalFile, int, int]
+"""(file, start, stop) in bytes."""
+
+
+def _own_blocks(
+    files: Sequence[LocalFile | None], requests: Sequence[Request], group: TensorParallelGroup, wanted: bool | None
+) -> tuple[list[Block] | None, bool]:
+    """The blocks that this rank reads, None if nobody on the node reads; whether all ranks can see bytes arrive."""
+
+    def need() -> tuple[tuple[str, int], int, bool, bool, list[list[Range]], int]:
         spans = _spans(files, () if wanted is False else requests)
         pairs = zip(files, spans, strict=True)
         cold = wanted or not all(file is None or file.is_resident(ranges) for file, ranges in pairs)
+        tells = all(file is None or file.is_resident([(0, 1)]) for file in files)  # headers have been read
         on_host = sum(request.tensor.nbytes for request in requests) if group.device.type == "cpu" else 0
-        return (node_name(), len(files)), group.rank, cold, spans, on_host
+        return (node_name(), len(files)), group.rank, cold, tells, spans, on_host
 
     per_rank = group.everywhere(need)
+    may_overlap = all(entry[3] for entry in per_rank)
     peers = [entry for entry in per_rank if entry[0] == per_rank[group.rank][0]]
     if not any(entry[2] for entry in peers):
-        peers = []  # continue to the vote, since another node may be cold
+        return None, may_overlap
     total = number = 0
-    own_blocks: list[tuple[LocalFile, int, int]] = []
+    own: list[Block] = []
     for index, file in enumerate(files):
-        readers = [entry[1] for entry in peers if entry[3][index]]
-        for first, stop in union(span for entry in peers for span in entry[3][index]):
+        readers = [entry[1] for entry in peers if entry[4][index]]
+        for first, stop in union(span for entry in peers for span in entry[4][index]):
             total += stop - first
             for start in range(first, stop, BLOCK_BYTES):
                 if file is not None and readers[number % len(readers)] == group.rank:
-                    own_blocks.append((file, start, min(start + BLOCK_BYTES, stop)))
+                    own.append((file, start, min(start + BLOCK_BYTES, stop)))
                 number += 1
-
-    def read_own() -> int:
-        if total + sum(entry[4] for entry in peers) > available_memory():
-            if group.rank == peers[0][1]:
-                logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
-            return 0
-        missing = [block for block in own_blocks if wanted or not block[0].is_resident([block[1:]])]
-        with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
-            for _ in pool.map(lambda block: block[0].prefetch(*block[1:]), missing):
-                pass
-        return sum(stop - start for _, start, stop in missing)
-
-    return group.together(read_own)
+    if total + sum(entry[5] for entry in peers) > available_memory():
+        if group.rank == peers[0][1]:
+            logger.info("the page cache has no room for %s that this node needs; not prefetched", size(total))
+        return None, may_overlap
+    return [block for block in own if wanted or not block[0].is_resident([block[1:]])], may_overlap
 
 
 def _spans(files: Sequence[LocalFile | None], requests: Sequence[Request]) -> list[list[Range]]:

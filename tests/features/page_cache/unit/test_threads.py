@@ -24,7 +24,8 @@ def test_threads_that_prefetch(
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096))
-        prefetch.prefetch(checkpoint.opened, [request], group, wanted=True)
+        with prefetch.prefetching(checkpoint.opened, [request], group, wanted=True):
+            pass
     assert any(name.startswith("prefetch") for name in device.of_others())
     assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
 
@@ -42,6 +43,7 @@ def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(
     for ranks in (replace(group, device=torch.device("cpu")), group):
         with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
             request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096, device="meta"))  # as of a later round
-            read[ranks.device.type] = prefetch.prefetch(checkpoint.opened, [request], ranks, wanted=True)
+            with prefetch.prefetching(checkpoint.opened, [request], ranks, wanted=True) as counts:
+                read[ranks.device.type] = counts["prefetched"]
     assert read["cpu"] == 0
     assert read["cuda"] > 0
