@@ -80,10 +80,8 @@ def load(
             request.encoding.log(memory.nbytes_in_files, memory.nbytes, is_kept=bool(memory.holding.weights))
         # 4. Read; all ranks share bytes from the Hub. Features see to the files: all ranks have the same, cached.
         counts: dict[str, int] = {}
-        title, is_quiet = f"Loading shard 1 of {group.size}", group.rank > 0
-        bar = transformers_logging.tqdm(
-            total=memory.nbytes_in_files, unit="B", unit_scale=True, desc=title, disable=is_quiet
-        )
+        total, title, is_quiet = memory.nbytes_in_files, f"Loading shard 1 of {group.size}", group.rank > 0
+        bar = transformers_logging.tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=is_quiet)
         with bar, ExitStack() as stack:
             for feature in features().values():
                 around = feature.around_reads(checkpoint, memory.local_reads, group, request.options)

@@ -107,7 +107,7 @@ def test_residence(big) -> None:
     """Bytes that were just written are in memory; a file system that does not say counts as cold."""
     checkpoint, _, _ = big
     (source,) = checkpoint.sources
-    source.prefetch(0, source.size)
+    source.read_bytes(0, source.size)
     assert source.is_resident([(0, source.size)])
 
 

@@ -18,7 +18,7 @@ from ...slices.stored import Source
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 _SAMPLE_BYTES = 1 << 20
-"""Distance between the bytes that `is_resident` probes, and bytes per read of `prefetch`."""
+"""Distance between the bytes that `is_resident` probes."""
 
 
 class FileMap:
@@ -139,12 +139,6 @@ class LocalFile(Source):
         # 36 35 98:0 /root /mount options ... - type source options: https://docs.kernel.org/filesystems/proc.html
         types = {fields[fields.index("-") + 1] for fields in map(str.split, mounts) if fields[2] == number}
         return bool(types & {"tmpfs", "ramfs"})
-
-    def prefetch(self, start: int, stop: int) -> None:
-        """Read the bytes [start, stop) into the page cache and discard them."""
-        scratch = memoryview(bytearray(min(stop - start, _SAMPLE_BYTES)))
-        for offset in range(start, stop, _SAMPLE_BYTES):
-            self.preadv([scratch[: stop - offset]], offset)
 
     def check_unchanged(self) -> None:
         """See `Source.check_unchanged`; compares inode, size and modification time."""

@@ -26,6 +26,7 @@ from ...slices.stored import Source
 logger = get_logger(__name__)
 
 BLOCK_BYTES = 16 << 20
+_CALL_BYTES = 1 << 20
 _THREADS = 4
 """Concurrent reads per rank; the threads wait for a disk, not for a core."""
 
@@ -56,7 +57,7 @@ def prefetching(
     files = [source if isinstance(source, LocalFile) else None for source in opened]
     blocks, may_overlap = _own_blocks(files, requests, group, wanted)
     with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
-        reads = [pool.submit(file.prefetch, start, stop) for file, start, stop in blocks or ()]
+        reads = [pool.submit(fetch, *block) for block in blocks or ()]
 
         def join() -> None:
             for read in reads:
@@ -91,6 +92,13 @@ class Arrival:
             sleep(_POLL)
             if all(read.done() for read in reversed(self.reads)):
                 self.patience -= _POLL
+
+
+def fetch(file: LocalFile, start: int, stop: int) -> None:
+    """Read the bytes [start, stop) into the page cache and discard them."""
+    scratch = memoryview(bytearray(min(stop - start, _CALL_BYTES)))
+    for offset in range(start, stop, _CALL_BYTES):
+        file.preadv([scratch[: stop - offset]], offset)
 
 
 Block = tuple[LocalFile, int, int]

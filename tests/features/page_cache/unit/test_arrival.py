@@ -36,14 +36,14 @@ def test_ranges_wait_until_the_bytes_have_been_read(checkpoint: Checkpoint, monk
     """The cache seems empty but for headers until the prefetch has run, which starts after the read of the shard."""
     arrived, waits = threading.Event(), threading.Event()
     order: list[str] = []
-    fetch, arrival = LocalFile.prefetch, prefetch.Arrival.__call__
+    fetch, arrival = prefetch.fetch, prefetch.Arrival.__call__
 
     def seeming(self: LocalFile, spans: list[tuple[int, int]]) -> bool:
         return arrived.is_set() or list(spans) == [(0, 1)]
 
-    def late(self: LocalFile, start: int, stop: int) -> None:
+    def late(file: LocalFile, start: int, stop: int) -> None:
         assert waits.wait(30)
-        fetch(self, start, stop)
+        fetch(file, start, stop)
         order.append("prefetched")
         arrived.set()
 
@@ -53,7 +53,7 @@ def test_ranges_wait_until_the_bytes_have_been_read(checkpoint: Checkpoint, monk
         order.append("read")
 
     monkeypatch.setattr(LocalFile, "is_resident", seeming)
-    monkeypatch.setattr(LocalFile, "prefetch", late)
+    monkeypatch.setattr(prefetch, "fetch", late)
     monkeypatch.setattr(prefetch.Arrival, "__call__", awaited)
     request = columns(checkpoint)
     with checkpoint, prefetch.prefetching(checkpoint.opened, [request], GROUP):
@@ -75,7 +75,7 @@ def test_bytes_that_never_arrive_are_read_all_the_same(checkpoint: Checkpoint, m
 def test_a_file_system_that_cannot_tell_is_read_before(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[int] = []
     monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: False)
-    monkeypatch.setattr(LocalFile, "prefetch", lambda self, start, stop: fetched.append(stop - start))
+    monkeypatch.setattr(prefetch, "fetch", lambda file, start, stop: fetched.append(stop - start))
     request = columns(checkpoint)
     with checkpoint, prefetch.prefetching(checkpoint.opened, [request], GROUP) as counts:
         assert sum(fetched) == counts["prefetched"] > 0
@@ -85,10 +85,10 @@ def test_a_file_system_that_cannot_tell_is_read_before(checkpoint: Checkpoint, m
 def test_a_disk_that_fails_ends_the_load(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if no shard is read: those in maps would end the process."""
 
-    def fails(self: LocalFile, start: int, stop: int) -> None:
+    def fails(file: LocalFile, start: int, stop: int) -> None:
         raise CheckpointError("the disk fails")
 
-    monkeypatch.setattr(LocalFile, "prefetch", fails)
+    monkeypatch.setattr(prefetch, "fetch", fails)
     context = prefetch.prefetching(checkpoint.opened, [columns(checkpoint)], GROUP, wanted=True)
     with checkpoint, pytest.raises(CheckpointError, match="the disk fails"), context:
         pass
