@@ -44,12 +44,13 @@ THREE_RANKS = (
 NO_STATIC_CACHE = ("falcon with alibi",)
 """Architectures whose own code takes no mask of a static cache."""
 INDUCTOR: list[Any] = [
-    pytest.param("mixtral", ("decode",), {}),
-    pytest.param("olmo2", ("decode",), {}),
-    pytest.param("llama", ("decode", "train"), {}),
-    pytest.param("llama", ("train",), {"tp_sequence_parallel": True}, marks=needs("sequence")),
+    pytest.param("mixtral", (9, 3), ("decode",), {}),
+    pytest.param("olmo2", (9, 3), ("decode",), {}),
+    pytest.param("llama", (9, 3), ("decode", "train"), {}),
+    pytest.param("llama", (8, 4), ("decode", "train"), {}),
+    pytest.param("llama", (8, 4), ("train",), {"tp_sequence_parallel": True}, marks=needs("sequence")),
 ]
-"""Experts, norms over features that are cut, and a training; what is computed, options of the load."""
+"""Experts, norms over features that are cut, and a training, also of DTensors (8 heads); what, options of the load."""
 
 BREAKS = pytest.mark.xfail(reason="a rank keeps its part of a state in a tuple by Tensor.data, which is not traced")
 
@@ -160,9 +161,11 @@ def test_graphs_of_a_model_with_moments_of_cut_features(pool: Pool, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "which", "options"), INDUCTOR)
-def test_inductor_computes_as_one_process(pool: Pool, tmp_path: Path, name: str, which: Any, options: Any) -> None:
-    check(pool, tmp_path, 2, name, (9, 3), backend="inductor", which=which, options=options)
+@pytest.mark.parametrize(("name", "heads", "which", "options"), INDUCTOR)
+def test_inductor_computes_as_one_process(
+    pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], which: Any, options: Any
+) -> None:
+    check(pool, tmp_path, 2, name, heads, backend="inductor", which=which, options=options)
 
 
 def drop(folder: str) -> list[dict[str, Any]]:

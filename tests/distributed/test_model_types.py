@@ -72,8 +72,11 @@ def load_frozen(folders: dict[str, str]) -> list[bool]:
     return [trained(load(folder, kind)) == trained(kind.from_pretrained(folder)) for folder, kind in kinds.items()]
 
 
-def test_positions_that_a_class_freezes_are_trained_as_in_one_process(pool: Pool, tmp_path: Path) -> None:
-    folders = {name: str(tmp_path / name) for name in ("whisper", "roformer")}
+@pytest.mark.parametrize("names", wide([["whisper", "roformer"], ["pegasus", "marian"]], 1))
+def test_positions_that_a_class_freezes_are_trained_as_in_one_process(
+    pool: Pool, tmp_path: Path, names: list[str]
+) -> None:
+    folders = {name: str(tmp_path / name) for name in names}
     for name, folder in folders.items():
         MODELS[name].make().save_pretrained(folder)
     for same in pool.run(2, load_frozen, folders):

@@ -111,14 +111,14 @@ def test_a_module_around_an_embedding_or_a_head(pool: Pool, cases: Any, options:
         assert max(found.values()) < TOLERANCE, found
 
 
-FEW = ((False, 2), (True, 1))
+FEW, FEW_TOO = ((False, 2), (True, 1)), ((False, 1), (True, 2))
 """Whether a model's embeddings are tied, and their rows."""
 
 
-def few_rows(folder: str, scratch: str, options: dict[str, bool]) -> dict[str, float]:
+def few_rows(folder: str, scratch: str, few: Any, options: dict[str, bool]) -> dict[str, float]:
     """The worst difference of models with fewer rows than ranks, by the checkpoint or by a resize; saves are equal."""
     found = {}
-    for tied, rows in FEW:
+    for tied, rows in few:
         for name, place in (("loaded", f"{scratch}/{tied}-{rows}"), ("resized", folder)):
             model, whole = load_both(place, **options)
             if name == "resized":
@@ -135,11 +135,14 @@ def few_rows(folder: str, scratch: str, options: dict[str, bool]) -> dict[str, f
 
 
 @needs("full_parameters", "invariant")
-@pytest.mark.parametrize("options", wide([{}, {"tp_invariant": True}], 1))
-def test_fewer_rows_than_ranks(pool: Pool, cases: Any, tmp_path: Path, options: dict[str, bool]) -> None:
-    for tied, rows in FEW:
+@pytest.mark.parametrize(
+    ("few", "options"),
+    wide([(few, options) for options in ({}, {"tp_invariant": True}) for few in (FEW, FEW_TOO)], 1),
+)
+def test_fewer_rows_than_ranks(pool: Pool, cases: Any, tmp_path: Path, few: Any, options: dict[str, bool]) -> None:
+    for tied, rows in few:
         names = {"bos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied}
         config = llama_config(9, 3, vocab_size=rows, **names)
         LlamaForCausalLM(config).save_pretrained(tmp_path / f"{tied}-{rows}")
-    for found in pool.run(3, few_rows, cases(9, 3).folder, str(tmp_path), options):
+    for found in pool.run(3, few_rows, cases(9, 3).folder, str(tmp_path), few, options):
         assert max(found.values()) < TOLERANCE, found

@@ -48,7 +48,7 @@ def gather_and_count(copies: int) -> dict[str, Any]:
     group, data_parallel = join(mesh), mesh["dp"].get_group() if copies > 1 else None
     found: dict[str, Any] = {}
     with mock.patch.object(gather, "CHUNK_BYTES", CHUNK):
-        for dtype in (torch.float32, torch.float8_e4m3fn):
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool):
             value = values_of(SHAPE, dtype)
             for name, layout in layouts(group.size).items():
                 shard = ParamShard(value.shape, layout, group, resharded_over=data_parallel)

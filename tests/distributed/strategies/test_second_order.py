@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ TOLERANCE = 1e-6  # sums in another order, in fp64
 SETTINGS: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
 MODES: dict[str, dict[str, bool]] = {
     "plain": {},
+    "sequence": {"tp_sequence_parallel": True},
+    "loss": {"tp_loss_parallel": True},
     "both": {"tp_sequence_parallel": True, "tp_loss_parallel": True},
 }
 
@@ -54,7 +57,7 @@ def hessian_product(model: Any) -> dict[str, torch.Tensor]:
     return full_gradients(model)
 
 
-def second_order(folder: str) -> dict[str, float]:
+def second_order(folder: str, modes: Sequence[str]) -> dict[str, float]:
     whole, found = LlamaForCausalLM.from_pretrained(folder, **SETTINGS), {}
     embeddings = whole.model.embed_tokens(PROMPTS).detach()
     expected, product, short = (
@@ -62,8 +65,8 @@ def second_order(folder: str) -> dict[str, float]:
         hessian_product(whole),
         penalty(whole, embeddings[:, :5]),
     )
-    for mode, options in MODES.items():
-        model = load(folder, **SETTINGS, **options)
+    for mode in modes:
+        model = load(folder, **SETTINGS, **MODES[mode])
         found[f"{mode}, penalty"] = max(relative_errors(penalty(model, embeddings), expected).values())
         found[f"{mode}, another length"] = max(relative_errors(penalty(model, embeddings[:, :5]), short).values())
         found[f"{mode}, Hessian"] = max(relative_errors(hessian_product(model), product).values())
@@ -71,12 +74,15 @@ def second_order(folder: str) -> dict[str, float]:
     return found
 
 
-CASES = [(3, (9, 3)), (2, (9, 3)), (2, (8, 4)), (3, (8, 2))]  # the last with KV heads that some ranks share
+SHAPES = [(3, (9, 3)), (2, (9, 3)), (2, (8, 4)), (3, (8, 2))]  # the last with KV heads that some ranks share
+CASES = [(*shape, modes) for modes in (("plain", "both"), ("sequence", "loss")) for shape in SHAPES]
 
 
-@pytest.mark.parametrize(("size", "heads"), wide(CASES, 1))
-def test_gradients_of_gradients(pool: Any, cases: Any, size: int, heads: tuple[int, int]) -> None:
-    for found in pool.run(size, second_order, cases(*heads).folder, timeout=120):
+@pytest.mark.parametrize(("size", "heads", "modes"), wide(CASES, 1))
+def test_gradients_of_gradients(
+    pool: Any, cases: Any, size: int, heads: tuple[int, int], modes: tuple[str, str]
+) -> None:
+    for found in pool.run(size, second_order, cases(*heads).folder, modes, timeout=120):
         assert max(found.values()) < TOLERANCE, found
 
 

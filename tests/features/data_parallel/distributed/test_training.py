@@ -303,3 +303,22 @@ def test_what_does_not_fit_is_refused(pool: Pool, cases: Any) -> None:
         assert "'ddp'" in axis
         assert "mode='shared'" in mode
         assert "mp_policy" in option
+
+
+# -- tp alone
+
+
+def one_axis(folder: str) -> dict[str, float]:
+    """Run on every rank: clipped steps of a fused optimizer."""
+    model = load(folder)
+    groups = tp_transformers.training.parameter_groups(model)
+    seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
+    return compare_trained(model, seen, *one_process(folder))
+
+
+@needs("full_parameters")
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2)])
+def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+    for result in pool.run(3, one_axis, cases(*heads).folder):
+        check(result)

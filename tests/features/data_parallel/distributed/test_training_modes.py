@@ -108,7 +108,7 @@ QUICK = (
     "shard, shares",
 )
 """What the fast suite runs of copies, beside the plain ones; compiled models it trains in
-tests/distributed/model/test_inductor.py."""
+tests/distributed/test_compiled.py."""
 
 
 def start(folder: str, mode: Mode) -> tuple[Any, Tensor]:

@@ -54,7 +54,7 @@ time.sleep(60)
             ("said", 1, ["enough", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], False),
             ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"], False),
         ],
-        1,
+        2,
     ),
 )
 def test_an_error_is_printed_once(

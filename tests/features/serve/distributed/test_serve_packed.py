@@ -85,8 +85,8 @@ OPTIONS = ["--packed", "--dtype", "fp32"]
     ("name", "quantise", "by_command"),
     wide(
         [
+            ("llama", quantized.gptq, True),  # the one start of the command in the quick tests
             ("llama", quantized.gptq, False),
-            ("llama", quantized.gptq, True),
             ("llama", quantized.awq, True),
             ("gpt_oss", quantized.mxfp4, True),
         ],
