@@ -46,6 +46,17 @@ def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:
     return config
 
 
+def most_tokens(config: PretrainedConfig) -> int | None:
+    """The most tokens of a sequence that the model of `config` takes; None if the config does not say it."""
+    text = config.get_text_config(decoder=True)
+    most: int | None = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for scaled in (rope, *(entry for entry in rope.values() if isinstance(entry, dict))):  # may be by type of layer
+        if most and scaled.get("rope_type") in ("dynamic", "linear", "yarn"):
+            most = max(most, int(scaled.get("original_max_position_embeddings", most) * scaled["factor"]))
+    return most
+
+
 def own_class(config: PretrainedConfig, **where: Any) -> type[PreTrainedModel] | None:
     """The custom model class of a repository, whose code this runs; None if it has none or is not trusted.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import PlanError
-from .memory import MemoryPlan, most_context, plan_memory, replan
+from ..command_line.models import most_tokens
+from .memory import MemoryPlan, plan_memory, replan
 from .survey import Survey
 
 MOST_RANKS = 64
@@ -130,7 +131,7 @@ def longest_context(planned: MemoryPlan, memory: Sequence[int]) -> int | None:
 
     It is no longer than the model's own; where the config does not say that, than the planned one.
     """
-    low, high = 0, (most_context(planned.survey.model) or planned.context) + 1
+    low, high = 0, (most_tokens(planned.survey.model.config) or planned.context) + 1
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fullest(replan(planned, context=middle), memory) <= 1 else (low, middle)

@@ -18,6 +18,7 @@ from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
+from ..command_line.models import most_tokens
 from ..mtp.layers import drafting_plan, meta_layers
 from ..packed.weight import pack, with_products
 from .kv_cache import Cached, cached_attention
@@ -136,12 +137,7 @@ class MemoryPlan:
 
 def default_context(model: PreTrainedModel) -> int:
     """Tokens of the sequence in the KV cache if nothing else is asked for: CONTEXT, or as many as the model takes."""
-    return min(CONTEXT, most_context(model) or CONTEXT)
-
-
-def most_context(model: PreTrainedModel) -> int | None:
-    """The most tokens of a sequence that the model takes; None if its config does not say it."""
-    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(CONTEXT, most_tokens(model.config) or CONTEXT)
 
 
 def plan_memory(

@@ -12,6 +12,7 @@ import torch
 from ...anatomy import folded, layer_number
 from ...errors import size, spans
 from ...plans.yaml_file import available_plans
+from ..command_line.models import most_tokens
 from .fit import MOST_RANKS
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .room import Room
@@ -80,7 +81,8 @@ def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
         verdict = "it fits" if room.fits else "it does not fit"
         yield f"{verdict}: the fullest rank holds {size(held)} of {size(memory)} ({held / memory:.0%})"
         if room.fits and room.context:
-            yield f"the longest context: {_counted(room.context, 'token')}"
+            limit = ", all that the model takes" * (room.context == most_tokens(planned.survey.model.config))
+            yield f"the longest context: {_counted(room.context, 'token')}{limit}"
     if room is not None and room.is_even:
         answer = _counted(room.smallest, "rank") if room.smallest else f"none up to {MOST_RANKS} ranks"
         yield f"the smallest number of ranks that fits: {answer}"

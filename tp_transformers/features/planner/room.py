@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import size
+from ..command_line.models import most_tokens
 from .fit import fullest, longest_context, more_ranks, refit, smallest_size
-from .memory import MemoryPlan
+from .memory import MemoryPlan, replan
 from .survey import Survey
 
 
@@ -52,6 +53,11 @@ def _remedies(
     context: int | None,
 ) -> list[str]:
     found = []
+    most = most_tokens(planned.survey.model.config) or planned.context
+    if planned.context > most:  # no memory helps
+        planned = replan(planned, context=most)
+        if fullest(planned, memory) <= 1:
+            return [f"--context {most}, the most that the model takes"]
     other = None if is_fitted else refit(planned, memory)
     if other is not None and fullest(other, memory) <= 1:
         return [f"--shares {','.join(map(str, other.survey.plan.numbers or ()))}"]

@@ -15,6 +15,7 @@ from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, CBWor
 
 from ...errors import describe, shown
 from ...patches import replace
+from ..command_line.models import most_tokens
 
 UNHEARD = {"frequency_penalty", "logit_bias", "stop"}
 """Fields that transformers' server reads, and its continuous batching ignores."""
@@ -100,7 +101,8 @@ class Answers:
 
     def __init__(self, model: Any, manager: Any, room: int) -> None:
         """`manager`: the continuous batching of `model`, which runs. `room`: most tokens of a prompt and its answer."""
-        self.model, self.manager, self.room = model, manager, room
+        self.model, self.manager = model, manager
+        self.room = min(room, most_tokens(model.config) or room)
         self._known = {*self._processors(model.generation_config), "TemperatureLogitsWarper", "TopKLogitsWarper"}
         self._known.add("TopPLogitsWarper")
 
@@ -164,7 +166,8 @@ class Answers:
         """`add_request` with the request's settings of sampling; refuses a prompt that has no room."""
         config, length, room = _settings.get(), len(input_ids), self.room
         if not 0 < length < room:
-            fix = "Send a shorter prompt, or serve with more --cb-num-blocks." if length else "Send a text."
+            fix = "Send a shorter prompt, or serve with more --cb-num-blocks, up to the model's own context."
+            fix = fix if length else "Send a text."
             refuse("prompt", got=f"{length} tokens", expected=f"between 1 and {room - 1}", fix=fix)
         # The handler reads from the config whether an answer has reached its length.
         config.max_new_tokens = kwargs["max_new_tokens"] = min(config.max_new_tokens or room, room - length)
@@ -177,7 +180,7 @@ class Answers:
         except RuntimeError as error:
             if not self.manager.background_thread_status.local_status:
                 raise
-            raise CBWorkerDeadError(f"the server ends: {error}") from None
+            raise CBWorkerDeadError("the server ends before this answer is complete") from error
 
     def batched(self, original: Any, state: Any, model_id: str, use_cb: bool = False) -> Any:
         """`GenerationState.get_manager`, which refuses to call the model on rank 0 alone."""

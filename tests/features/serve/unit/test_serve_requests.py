@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
 
 from tp_transformers.features.serve import chat
 
@@ -61,7 +62,7 @@ def test_what_changes_nothing_is_accepted(body: dict[str, Any]) -> None:
 def built(body: dict[str, Any]) -> GenerationConfig:
     """The config of a request, of a model with two end tokens."""
     default = GenerationConfig(eos_token_id=[2, 7], pad_token_id=0)
-    model = SimpleNamespace(generation_config=default, _get_logits_processor=lambda config: [])
+    model = SimpleNamespace(config=LlamaConfig(), generation_config=default, _get_logits_processor=lambda config: [])
 
     def original(handler: Any, body: dict[str, Any], default: GenerationConfig) -> GenerationConfig:
         text = body.get("generation_config")  # as transformers' handlers do
@@ -104,11 +105,26 @@ def test_answers_end_at_the_end_tokens_of_model_tokenizer_and_chat(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w5", chat_template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["w7"]})
     config = GenerationConfig(eos_token_id=configured)
-    model = SimpleNamespace(generation_config=config, _get_logits_processor=lambda config: [])
+    model = SimpleNamespace(config=LlamaConfig(), generation_config=config, _get_logits_processor=lambda config: [])
     for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):
         config.eos_token_id = configured
         requests.Answers(model, None, 100).processor(partial(next, iter([processor])))
         assert config.eos_token_id == expected
+
+
+def test_a_prompt_longer_than_the_models_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with learned positions would raise in the batch, and so end the server for all requests."""
+    asked: list[int] = []
+    config = GenerationConfig(max_new_tokens=50)
+    requests._settings.set(config)
+    for scaling, most in ((None, 40), ({"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}, 80)):
+        text = LlamaConfig(max_position_embeddings=40, rope_parameters=scaling)
+        model = SimpleNamespace(config=text, generation_config=config, _get_logits_processor=lambda config: [])
+        answers = requests.Answers(model, None, 100)
+        for length in (most - 10, most):
+            with suppress(fastapi.HTTPException):
+                answers.add(lambda manager, ids, max_new_tokens, **_: asked.append(max_new_tokens), None, [1] * length)
+    assert asked == [10, 10], "an answer ends with the context"
 
 
 def test_a_temperature_asks_for_sampling() -> None:

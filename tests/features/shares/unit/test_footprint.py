@@ -117,10 +117,10 @@ def test_plan_prints_shares_for_the_memory_of_each_rank(
     out = capsys.readouterr().out
     assert "it fits: the fullest rank holds" in out
     assert "load it with tp_shares=[" in out
-    assert "the longest context: 2048 tokens" in out
+    assert "the longest context: 2048 tokens, all that the model takes" in out
     header = next(line for line in out.splitlines() if "share" in line and "query/KV heads" in line)
     assert header.split()[-3:] == ["total", "memory", "left"]
-    assert main(["plan", wide, "--context", "8192", "--memory", "60MB,30MB"]) == 1
+    assert main(["plan", wide, "--context", "2048", "--batch", "4", "--memory", "60MB,30MB"]) == 1
     out = capsys.readouterr().out
     assert "it does not fit" in out
     assert "it would fit with --context " in out
@@ -134,6 +134,15 @@ def test_plan_prints_shares_for_the_memory_of_each_rank(
     out = capsys.readouterr().out
     assert "75.0%" in out
     assert "training" in out
+
+
+def test_no_memory_helps_a_context_that_the_model_does_not_take(
+    wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert main(["plan", wide, "--context", "200000", "--memory", "90MB,45MB"]) == 1
+    remedies = [line for line in capsys.readouterr().out.splitlines() if "would fit" in line]
+    assert remedies == ["it would fit with --context 2048, the most that the model takes"]
 
 
 def test_other_shares_are_named_before_more_ranks(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
