@@ -91,6 +91,8 @@ def serve(answers: Answers, name: str, context: Any, sockets: list[socket.socket
 
     def run(original: Any, self: Any) -> None:
         threading.Thread(target=end_with_batches, args=(self,), daemon=True).start()
+        for listener in sockets:
+            listener.listen()  # whoever connects from now on is answered
         host, port = sockets[0].getsockname()[:2]
         line = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1/chat/completions answers for model {name!r}"
         print(f"tp-transformers serve: {line}", file=sys.stderr, flush=True)
