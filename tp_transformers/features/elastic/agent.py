@@ -107,7 +107,8 @@ class Agent:
         """How often each slot has lost its rank; slot -> the time at which a rank is started again."""
         self.causes, self.since = list[str](), 0.0
         """What has happened since all ranks served, and when the first of it did."""
-        self.has_served = False
+        self.has_served, self.took = False, START
+        """If all ranks have served; the seconds that the first generation of ranks took to load."""
         self.came: list[int] = []
         """Signals that end the server."""
         self.end_at = float("inf")
@@ -175,7 +176,7 @@ class Agent:
             self.noted = len(self.causes)
             has_served = self._until_it_ends()
             self.store.set(f"stop {self.generation}", "")
-            self._until_stopped(BUSY * self.watch if has_served else START)  # a read of weights is not broken off
+            self._until_stopped(self._patience(has_served))
 
     def _told(self, what: str) -> list[Process]:
         """The processes that have written a key."""
@@ -220,14 +221,15 @@ class Agent:
 
     def _until_it_ends(self) -> bool:
         """Watch a generation until a rank is lost, or has come, or cannot reach the others; True if all have served."""
-        is_ready, deadline = False, time.monotonic() + START
+        is_ready, began = False, time.monotonic()
         while all(each in self.processes for each in self.members):
             self._tick()
             ready = self._told(f"ready {self.generation}")
             if not is_ready and ready == self.members:
-                is_ready = self.has_served = True
+                is_ready, self.took = True, self.took if self.has_served else time.monotonic() - began
+                self.has_served = True
                 self._say()
-            if not is_ready and time.monotonic() > deadline:
+            if not is_ready and time.monotonic() > began + START:
                 for each in self.members:
                     if each not in ready:
                         each.kill(f"did not serve within {START:.0f} s")
@@ -253,6 +255,10 @@ class Agent:
                 f"{read:,} bytes read from files, {size(received)} sent by ranks, {count} requests go on"
             )
         self.causes, self.noted = [], 0
+
+    def _patience(self, has_served: bool) -> float:
+        """Seconds for ranks to stop: a read of weights is not broken off, but takes not much longer than the first."""
+        return BUSY * self.watch if has_served else min(START, BUSY * (self.watch + self.took))
 
     def _until_stopped(self, seconds: float) -> None:
         """Wait for the ranks of a generation to leave; those that do not in time are killed."""
