@@ -1,4 +1,4 @@
-"""Measurements with tables in `results`: `python -m benchmarks load`, or `forward`, `collectives`, `quantised`."""
+"""Measurements with tables in `results`: `python -m benchmarks NAME`, a name of NAMES."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import machine
 from .processes import ProcessError
 from .report import save
 
-NAMES = ("load", "forward", "collectives", "quantised")
+NAMES = ("load", "forward", "collectives", "quantised", "speeds")
 """Each is a module `bench_NAME` with `parse` (its options), `measure`, `table`, and `file`, the name of the table."""
 RESULTS = Path(__file__).parent / "results"
 

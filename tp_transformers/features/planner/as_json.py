@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .report import dtype_name
 from .room import Room
+from .speed import Speed
+from .speed_report import speeds_as_json
 
 
-def as_json(planned: MemoryPlan, room: Room | None) -> dict[str, Any]:
+def as_json(planned: MemoryPlan, room: Room | None, speeds: Sequence[Speed] = ()) -> dict[str, Any]:
     """The complete report; `version` changes when a key is removed or changes its meaning."""
     survey, stock = planned.survey, planned.survey.stock
     return {
@@ -71,6 +74,7 @@ def as_json(planned: MemoryPlan, room: Room | None) -> dict[str, Any]:
         "longest_context": room and room.context,
         "remedies": room and room.remedies,
         "smallest_tp_size": room and room.smallest,
+        "speeds": speeds_as_json(speeds),
     }
 
 

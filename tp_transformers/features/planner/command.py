@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import sys
-from fractions import Fraction
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ...errors import UsageError
 from ..command_line.arguments import add_dtype, add_plan, add_shares, count_ranks, parse_dtype, parse_shares
+from .devices import HELP, parse_count, parse_devices
 
-SUMMARY = "say what every rank would hold of a model, and whether it fits, from config and headers alone"
-EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --gpu-memory 24GB"
-
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-LEAST = 1000
-"""Minimum bytes of a rank's memory; for fewer, the unit is probably missing."""
+SUMMARY = "say what every rank would hold of a model, whether it fits, and how fast, from config and headers alone"
+EXAMPLE = "tp-transformers plan meta-llama/Llama-3.1-70B --tp-size 8 --batch 8 --context 8192 --device H100"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="memory of every rank, 24GB (10^9 bytes) or 80GiB (2^30); or of each, 48GB,24GB,24GB: finds their shares",
     )
+    parser.add_argument("--device", metavar="DEVICE,...", help=HELP)
     parser.add_argument("--revision", help="of a model on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code of the repository's own")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
@@ -52,8 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     from .memory import OPTIMIZERS, default_context, plan_memory
     from .report import as_text
     from .room import judge
+    from .speed import compare, with_fast_shares
 
-    memory = [_bytes(text) for text in arguments.memory.split(",")] if arguments.memory is not None else []
+    given = arguments.memory.split(",") if arguments.memory is not None else []
+    memory = [parse_count(text, "--memory") for text in given]
     shares = parse_shares(arguments.shares)
     if arguments.png is not None:
         fix = "Leave it out; --json has the shape of each weight on each rank, to draw from."
@@ -68,37 +66,34 @@ def run(arguments: argparse.Namespace) -> int:
     take = partial(survey, arguments.model, **asked, **where)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
-    listed, counted = len(memory) if len(memory) > 1 else None, len(shares) if shares is not None else None
-    ranks = count_ranks({"--tp-size": arguments.tp_size, "--shares": counted, "--memory": listed})
-    memory = memory * ranks if len(memory) == 1 else memory
+    devices = parse_devices(arguments.device, is_fp32=surveyed.model.dtype.itemsize > 2)
+    listed, each = (len(values) if len(values) > 1 else None for values in (memory, devices))
+    counted = len(shares) if shares is not None else None
+    ranks = count_ranks({"--tp-size": arguments.tp_size, "--shares": counted, "--memory": listed, "--device": each})
     _check("--tp-size", ranks, 1)
+    devices = devices * ranks if len(devices) == 1 else devices
+    memory = memory * ranks if len(memory) == 1 else memory or [device.memory for device in devices if device.memory]
+    if memory:
+        devices = [replace(device, memory=held) for device, held in zip(devices, memory, strict=False)]
     options: dict[str, Any] = {
         "batch": arguments.batch,
         "context": default_context(surveyed.model) if arguments.context is None else arguments.context,
         "optimizer": arguments.optimizer,
         "allow_replicated": arguments.allow_replicated,
     }
-    fits_shares = shares is None and len(set(memory)) > 1
-    planned = fit_shares(surveyed, memory, **options) if fits_shares else plan_memory(surveyed, ranks, **options)
+    fits_shares = shares is None and len(set(devices or memory)) > 1
+    fit = fits_shares and not devices
+    planned = fit_shares(surveyed, memory, **options) if fit else plan_memory(surveyed, ranks, **options)
+    planned = with_fast_shares(planned, devices) if fits_shares and devices else planned
     room = None
     if memory:
         stays = not arguments.packed and surveyed.is_quantized
         room = judge(planned, memory, partial(take, packed=True) if stays else None, is_fitted=fits_shares)
-    print(json.dumps(as_json(planned, room)) if arguments.json else as_text(planned, room))
+    speeds = compare(planned, devices) if devices else []
+    print(json.dumps(as_json(planned, room, speeds)) if arguments.json else as_text(planned, room, speeds))
     return 0 if room is None or room.fits else 1
 
 
 def _check(argument: str, value: int, least: int) -> None:
     if value < least:
         raise UsageError(argument, got=str(value), expected=f"{least} or more", fix="Give such a number.")
-
-
-def _bytes(text: str) -> int:
-    """Parse a number of bytes. Raises UsageError if `text` is not one."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    known = match is not None and match[2] in UNITS
-    count = min(int(Fraction(match[1]) * UNITS[match[2]]), sys.maxsize) if match is not None and known else 0
-    if count < LEAST:
-        fix = "Say it as 24GB (10^9 bytes) or 24GiB (2^30), of three ranks as 24GB,24GB,24GB."
-        raise UsageError("--memory", got=repr(text), expected="a number of bytes with its unit", fix=fix)
-    return count

@@ -103,6 +103,8 @@ class MemoryPlan:
     """The optimizer that the memory of training is counted for; None: no training."""
     allow_replicated: bool = False
     """As in `from_pretrained`."""
+    summed: tuple[str, ...] = ()
+    """Modules whose outputs are summed over the ranks."""
 
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
@@ -176,6 +178,7 @@ def plan_memory(
         tuple(note for note in (*survey.notes, *resolution.notes, warning) if note is not None),
         optimizer,
         allow_replicated,
+        tuple(name for name, strategy in resolution.module_strategies.items() if strategy.signature.sums),
     )
 
 

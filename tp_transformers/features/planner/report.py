@@ -16,6 +16,8 @@ from ..command_line.models import most_tokens
 from .fit import MOST_RANKS
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .room import Room
+from .speed import Speed
+from .speed_report import speed_lines
 from .survey import Survey
 from .tables import columns, fold, terminal_width
 
@@ -25,13 +27,14 @@ Tree = dict[str, Any]
 _NO_CELLS = ("", "", "")
 
 
-def as_text(planned: MemoryPlan, room: Room | None) -> str:
-    """The report in the width of the terminal: memory first, then the shards of the model."""
+def as_text(planned: MemoryPlan, room: Room | None, speeds: Sequence[Speed] = ()) -> str:
+    """The report in the width of the terminal: memory and speeds first, then the shards of the model."""
     width = terminal_width()
     titles = ("", "full", "on every rank" if planned.size > 1 else "on the rank", "strategy")
     sections = [
         _head(planned),
         [*columns(table(planned, room), right=True, width=width), *_verdict(planned, room)],
+        speed_lines(speeds, width=width),
         _caches(planned),
         columns([titles, *tree(planned)], width=width),
         (f"{_REPLICATED}{line}" for line in (replicated_lines(planned) if planned.size > 1 else ())),

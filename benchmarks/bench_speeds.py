@@ -1,0 +1,103 @@
+"""Predicted speeds beside measured ones, on CPU ranks: `python -m benchmarks speeds`.
+
+Each checkpoint of random weights (2,048 features, 6 layers) is decoded and prefilled by 1 and 2 ranks, which share the
+cores of the machine; then `tp-transformers plan --device cpu` measures the machine, and predicts the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from . import machine, processes
+from .report import shown_machine, slowest, spread
+from .speeds import DTYPES, PROMPT, Job
+
+MODELS = ("llama", "mixtral", "phi3")
+CONTEXT = 68
+"""Tokens in the cache of a decode step: the mean of those that are timed."""
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Add the options, and read them."""
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=MODELS)
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    add("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks (default: 1 2)")
+    add("--rounds", type=int, default=3, help="how often each is timed (default: 3)")
+    add("--timeout", type=float, default=200, help="seconds that one checkpoint may take on one number of ranks")
+    return parser.parse_args(argv)
+
+
+def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure all models. Raises ProcessError if a process fails or takes too long."""
+    result |= {"rounds": arguments.rounds, "rows": []}
+    for model in arguments.models:
+        for dtype in arguments.dtypes:
+            with tempfile.TemporaryDirectory() as scratch:
+                timed = {size: _run(arguments, model, dtype, size, scratch) for size in arguments.ranks}
+                predicted = _plan(f"{scratch}/model", max(arguments.ranks), dtype, arguments.timeout)
+            for size, ranks in timed.items():
+                seconds = slowest(ranks)
+                row = {"model": model, "dtype": dtype, "ranks": size, "predicted": predicted[size]}
+                row["measured"] = {name: spread(values) for name, values in seconds.items()}
+                result["rows"].append(row)
+                print(_line(row), flush=True)
+
+
+def file(arguments: argparse.Namespace) -> str:
+    """The name of the table."""
+    return "speeds-cpu"
+
+
+def _run(arguments: argparse.Namespace, model: str, dtype: str, size: int, scratch: str) -> list[dict[str, Any]]:
+    job = Job(model, dtype, f"{scratch}/model", size, 0, arguments.rounds, f"{scratch}/store{size}")
+    threads = str(max(1, machine.facts()["cores"] // size))
+    return processes.run(
+        "benchmarks.speeds",
+        [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
+        timeout=arguments.timeout,
+        env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": threads} for rank in range(size)],
+    )
+
+
+def _plan(folder: str, size: int, dtype: str, timeout: float) -> dict[int, Any]:
+    """Number of ranks -> the predicted speeds. Raises OSError if the command fails."""
+    command = [sys.executable, "-m", "tp_transformers", "plan", folder, "--tp-size", str(size), "--device", "cpu"]
+    command += ["--context", str(CONTEXT), "--json", *["--packed"] * (dtype == "int4")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    if found.returncode:
+        raise OSError(found.stderr)
+    return {row["ranks"]: row for row in json.loads(found.stdout)["speeds"]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all rows; the machine and versions are below it."""
+    lines = [
+        "| model | dtype | ranks | decode: predicted, measured, ratio | bound by | prompt: the same |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *map(_line, result["rows"]),
+    ]
+    about = result["machine"]
+    remarks = [
+        f"tokens a second, the slowest rank; measured: the median of {result['rounds']} rounds (min to max); decode "
+        f"after 64 tokens, prompts of {PROMPT}; {about['date']}",
+        shown_machine(about),
+        f"`{result['command']}`",
+    ]
+    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = []
+    for kind, tokens in (("decode", 1), ("prefill", PROMPT)):
+        at = row["measured"][kind]
+        said, low, middle, high = row["predicted"][kind], *(tokens / at[name] for name in ("max", "median", "min"))
+        speed = said["tokens_per_second"]
+        cells += [f"{speed:.1f}, {middle:.1f} ({low:.1f} to {high:.1f}), {speed / middle:.2f}", said["bound"]]
+    return f"| {row['model']} | {row['dtype']} | {row['ranks']} | {' | '.join(cells[:3])} |"
