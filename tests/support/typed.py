@@ -258,7 +258,7 @@ def tower_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     if known_class(config) is not None:
         return None
     module = import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    classes = [
+    classes: list[type[PreTrainedModel]] = [
         value for value in vars(module).values() if isinstance(value, type) and issubclass(value, PreTrainedModel)
     ]
     classes = [cls for cls in classes if cls.config_class is type(config) and "forward" in vars(cls)]

@@ -258,7 +258,8 @@ class Agent:
 
     def _patience(self, has_served: bool) -> float:
         """Seconds for ranks to stop: a read of weights is not broken off, but takes not much longer than the first."""
-        return BUSY * self.watch if has_served else min(START, BUSY * (self.watch + self.took))
+        watch: float = self.watch
+        return BUSY * watch if has_served else min(START, BUSY * (watch + self.took))
 
     def _until_stopped(self, seconds: float) -> None:
         """Wait for the ranks of a generation to leave; those that do not in time are killed."""

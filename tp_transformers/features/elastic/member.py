@@ -190,7 +190,12 @@ class Member:
         manager, room = self._batches()
         failures: list[Exception] = []
         step = manager._generation_loop_body
-        manager._generation_loop_body = lambda *args, **kwargs: self._check() or step(*args, **kwargs)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self._check()
+            return step(*args, **kwargs)
+
+        manager._generation_loop_body = checked
         manager._handle_critical_error = lambda error, _: failures.append(error)
         if self.answers is None and union.rank == 0:
             self.answers = Answers(stand_in(self.model), manager, room)

@@ -8,8 +8,7 @@ from typing import Any
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .report import dtype_name
 from .room import Room
-from .speed import Speed
-from .speed_report import speeds_as_json
+from .speed import Speed, speeds_as_json
 
 
 def as_json(planned: MemoryPlan, room: Room | None, speeds: Sequence[Speed] = ()) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from ..command_line.models import most_tokens
 from .fit import MOST_RANKS
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .room import Room
-from .speed import Speed
-from .speed_report import speed_lines
+from .speed import Speed, speed_lines
 from .survey import Survey
 from .tables import columns, fold, terminal_width
 

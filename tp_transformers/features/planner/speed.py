@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -23,6 +23,7 @@ from .fit import refit
 from .kv_cache import cached_widths
 from .measured import this_machine
 from .memory import MemoryPlan, Parameter, replan
+from .tables import columns
 
 CHOSEN = ("num_experts_per_tok", "moe_topk", "top_k_experts", "experts_per_token", "moe_k", "moe_top_k")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -186,3 +187,54 @@ def _attended(planned: MemoryPlan, rank: int, tokens: int) -> float:
         kept = tokens / 2 if tokens > 1 else tokens_of.get(heads.name, 0)
         total += 4 * tokens * kept * heads.ranks[rank][0] * width
     return total
+
+
+# -- report
+
+NOT_COUNTED = "other programs, links between machines, and eager forwards on a GPU, which wait for the host"
+
+
+def speed_lines(speeds: Sequence[Speed], *, width: int) -> Iterator[str]:
+    """Lines of a table with a row for each number of ranks, and of the fastest."""
+    if not speeds:
+        return
+    last = speeds[-1]
+    yield f"speed of {last.planned.batch} x {last.prompt} tokens: tokens a second, and what bounds them"
+    yield from columns([("", "decode", "prompt", "fits"), *map(_row, speeds)], right=True, width=width)
+    fitting = [speed for speed in speeds if speed.fits]
+    if fitting:
+        best = max(fitting, key=lambda speed: speed.decoded)
+        shares = best.planned.survey.plan.numbers
+        given = f" with tp_shares={list(shares)}" if shares else ""
+        yield f"decode is fastest on {_counted(best)}{given}, bound by {best.decode.bound}"
+    yield f"not counted: {NOT_COUNTED}"
+
+
+def _row(speed: Speed) -> tuple[str, ...]:
+    names = [device.name for device in speed.devices]
+    on = names[:1] if are_alike(speed.devices) else names
+    cells = (f"{speed.decoded:.1f} ({speed.decode.bound})", f"{speed.prefilled:.0f} ({speed.prefill.bound})")
+    return (f"{_counted(speed)}: {', '.join(on)}", *cells, "yes" if speed.fits else "no")
+
+
+def _counted(speed: Speed) -> str:
+    return f"{speed.planned.size} rank{'s' * (speed.planned.size > 1)}"
+
+
+def speeds_as_json(speeds: Sequence[Speed]) -> list[dict[str, Any]]:
+    return [
+        {
+            "ranks": speed.planned.size,
+            "devices": [device.name for device in speed.devices],
+            "shares": speed.planned.survey.plan.shares,
+            "fits": speed.fits,
+            "decode": {"tokens_per_second": speed.decoded, **_seconds(speed.decode)},
+            "prefill": {"tokens_per_second": speed.prefilled, **_seconds(speed.prefill)},
+        }
+        for speed in speeds
+    ]
+
+
+def _seconds(times: Times) -> dict[str, Any]:
+    parts = {f"{name}_seconds": seconds for name, seconds in times._asdict().items()}
+    return {"bound": times.bound, **parts}

@@ -101,8 +101,7 @@ class Answers:
 
     def __init__(self, model: Any, manager: Any, room: int) -> None:
         """`manager`: the continuous batching of `model`, which runs. `room`: most tokens of a prompt and its answer."""
-        self.model, self.manager = model, manager
-        self.room = min(room, most_tokens(model.config) or room)
+        self.model, self.manager, self.room = model, manager, room
         self._known = {*self._processors(model.generation_config), "TemperatureLogitsWarper", "TopKLogitsWarper"}
         self._known.add("TopPLogitsWarper")
 
@@ -164,7 +163,8 @@ class Answers:
 
     def add(self, original: Any, manager: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """`add_request` with the request's settings of sampling; refuses a prompt that has no room."""
-        config, length, room = _settings.get(), len(input_ids), self.room
+        config, length = _settings.get(), len(input_ids)
+        room = min(self.room, most_tokens(self.model.config) or self.room)
         if not 0 < length < room:
             fix = "Send a shorter prompt, or serve with more --cb-num-blocks, up to the model's own context."
             fix = fix if length else "Send a text."

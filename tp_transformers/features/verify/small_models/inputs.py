@@ -152,7 +152,8 @@ def _images(model: Any, generator: torch.Generator) -> Iterator[Arguments]:
     side, count = 2 * merge, (2 * merge) ** 2
     grid = torch.tensor([[1, side, side]] * 2)
     places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), -1).flatten(0, 1)
-    if grids := {name: grid for name in ("image_grid_thw", "grid_thw") if name in names}:  # grid_thw: of a tower
+    grids: Arguments = {name: grid for name in ("image_grid_thw", "grid_thw") if name in names}  # grid_thw: of a tower
+    if grids:
         first = "hidden_states" if "hidden_states" in names else "pixel_values"
         sizes = {"image_merge_sizes": torch.tensor([merge] * 2)} if "image_merge_sizes" in names else {}
         wide = channels * times * patch**2
