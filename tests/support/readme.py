@@ -108,7 +108,7 @@ def _anchor(title: str) -> str:
 
 def architectures(page: Path) -> str:
     """A link to each plan, with the title that is the first comment of the file."""
-    from tp_transformers.features.planner.listing import catalogue
+    from tp_transformers.features.planner.plans import catalogue
 
     return ";\n".join(f"[{entry.title}]({entry.file.name})" for entry in catalogue())
 

@@ -19,9 +19,8 @@ from tests.support.commands import main
 from tests.support.models import llama_config
 from tp_transformers.errors import size, spans
 from tp_transformers.features.planner.dry_load import survey
-from tp_transformers.features.planner.listing import catalogue
 from tp_transformers.features.planner.memory import plan_memory
-from tp_transformers.features.planner.plans import PROVEN_WITH
+from tp_transformers.features.planner.plans import PROVEN_WITH, catalogue
 from tp_transformers.features.planner.report import by_rank
 from tp_transformers.plans import Plan
 from tp_transformers.plans.yaml_file import available_plans
