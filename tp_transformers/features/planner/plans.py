@@ -28,7 +28,7 @@ class Entry:
 
 
 def catalogue() -> list[Entry]:
-    """List every plan that ships with the package, by file name. Raises PlanError if a file does not begin with its title and its URL."""
+    """The plans that ship with the package. Raises PlanError if a file does not begin with its title and its URL."""
     from ...plans.rules import Plan
     from ...plans.yaml_file import available_plans
 
