@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .fit import Room
 from .memory import MemoryPlan, Parameter, draft_bytes
 from .report import dtype_name
-from .room import Room
 from .speed import Speed, speeds_as_json
 
 

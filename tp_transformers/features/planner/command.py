@@ -44,10 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; returns 1 if the largest rank does not fit into the memory, else 0."""
     from .as_json import as_json
     from .dry_load import survey
-    from .fit import fit_shares
+    from .fit import fit_shares, judge
     from .memory import OPTIMIZERS, default_context, plan_memory
     from .report import as_text
-    from .room import judge
     from .speed import compare, with_fast_shares
 
     given = arguments.memory.split(",") if arguments.memory is not None else []

@@ -21,8 +21,7 @@ from ...strategies import take
 from ..command_line.models import most_tokens
 from ..mtp.layers import drafting_plan, meta_layers
 from ..packed.weight import pack, with_products
-from .kv_cache import Cached, cached_attention
-from .states import States, mixer_states
+from .kv_cache import Cached, States, cached_attention, mixer_states
 from .survey import Survey
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}

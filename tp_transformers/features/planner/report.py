@@ -13,9 +13,8 @@ from ...anatomy import folded, layer_number
 from ...errors import size, spans
 from ...plans.yaml_file import available_plans
 from ..command_line.models import most_tokens
-from .fit import MOST_RANKS
+from .fit import MOST_RANKS, Room
 from .memory import MemoryPlan, Parameter, draft_bytes
-from .room import Room
 from .speed import Speed, speed_lines
 from .survey import Survey
 from .tables import columns, fold, terminal_width
