@@ -75,9 +75,6 @@ def load(
             memory = Memory(model, targets, group, request)
             if resolution.keeps_order:
                 memory.holding.check_in_order()
-        group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.holding.weights)]})
-        if group.rank == 0:
-            request.encoding.log(memory.nbytes_in_files, memory.nbytes, is_kept=bool(memory.holding.weights))
         # 4. Read; all ranks share bytes from the Hub. Features see to the files: all ranks have the same, cached.
         counts: dict[str, int] = {}
         total, title, is_quiet = memory.nbytes_in_files, f"Loading shard 1 of {group.size}", group.rank > 0
@@ -86,6 +83,9 @@ def load(
             for feature in features().values():
                 around = feature.around_reads(checkpoint, memory.local_reads, group, request.options)
                 counts |= stack.enter_context(around)
+            group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.holding.weights)]})
+            if group.rank == 0:
+                request.encoding.log(memory.nbytes_in_files, memory.nbytes, is_kept=bool(memory.holding.weights))
             statistics = memory.fill(checkpoint, bar.update)
     # 5. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
     missing = install(model, targets, memory, group)

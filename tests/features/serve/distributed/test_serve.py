@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from tests.support.commands import main
 from tests.support.models import VOCAB
@@ -42,6 +42,9 @@ END = 60
 def folder(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> str:
     target = tmp_path_factory.mktemp("served") / "checkpoint"
     shutil.copytree(cases(9, 3).folder, target)
+    config = LlamaConfig.from_pretrained(target)
+    config.max_position_embeddings = 4096  # longer than any request here
+    config.save_pretrained(target)
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
