@@ -22,8 +22,9 @@ API = ROOT / "torch_api.py"
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path != API]
 
 OTHERS = {
-    *("_current_frames", "_exit", "_getframe"),  # Python's
+    *("_asdict", "_current_frames", "_exit", "_getframe"),  # Python's
     *("_cb", "_config", "_generation_thread", "_model"),  # of transformers' server, and of lm_eval
+    *("_generation_loop_body", "_handle_critical_error", "_original_attn_impl", "_run_generation_loop"),  # of batches
     *(
         "_get_logits_processor",
         "_loss_function",

@@ -15,6 +15,7 @@ from tp_transformers import transformers_api
 ROOT = Path(tp_transformers.__file__).parent
 
 ALLOWED = {
+    ("features/elastic/running.py", "transformers.generation.continuous_batching.continuous_api"),
     ("features/expert_parallel/patch.py", "transformers.distributed.expert_parallel"),
     ("features/foreign_styles/registration.py", "transformers.distributed.tensor_parallel"),
     ("features/foreign_styles/registration.py", "transformers.integrations.tensor_parallel"),
