@@ -305,10 +305,12 @@ class Watch:
     def conclude(self, failure: Failure | None) -> None:
         """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks.
 
-        A caller outside of the polling thread knows the failure by other means.
+        A caller outside of the polling thread knows the failure by other means; the polling thread may be deciding
+        meanwhile. The first failure stands.
         """
-        self._round, self._began = self._round + 1, None
-        if failure is not None:
+        if failure is None:
+            self._round, self._began = self._round + 1, None
+        elif self.failure is None:
             ended = watches(self.process_group)
             for watch in ended:
                 watch.failure = failure

@@ -72,6 +72,27 @@ def test_a_store_that_is_gone_is_not_asked_again_and_again() -> None:
     assert watch._store.add.call_count == 1
 
 
+def test_a_group_may_end_while_a_verdict_is_being_decided() -> None:
+    """By another thread: elastic serving hears from its agent that the ranks change."""
+    watch, ended = watch_on("cpu"), lost(1, 10)
+    watch.group.__dict__["global_ranks"] = [0, 1]
+    watch._store, watch._waits = dist.HashStore(), mock.Mock()
+    watch._collectives, watch._entered = lambda: 0, 0  # type: ignore[method-assign]
+    looked: list[None] = []
+
+    def beats() -> list[int]:
+        looked.append(None)
+        if len(looked) == 2:
+            watch.conclude(ended)
+        return [len(looked), len(looked)]
+
+    watch._beats = beats  # type: ignore[method-assign]
+    with mock.patch.object(POLLER, "all", return_value=[watch]):
+        watch.poll()
+    assert len(looked) == 2
+    assert watch.failure is ended
+
+
 def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = WATCHED_CALLS[1]
     monkeypatch.setattr(patch, "missing", "")
