@@ -305,8 +305,7 @@ class Watch:
     def conclude(self, failure: Failure | None) -> None:
         """Apply a verdict: None continues; a failure ends the process group, for all models of these ranks.
 
-        A caller outside of the polling thread knows the failure by other means; the polling thread may be deciding
-        meanwhile. The first failure stands.
+        A caller outside of the polling thread knows the failure by other means. The first failure stands.
         """
         if failure is None:
             self._round, self._began = self._round + 1, None

@@ -44,7 +44,7 @@ def test_trial_of_many_kills(folder: str, tmp_path: Path) -> None:
         clients = [server.threads.submit(asks, index) for index in range(CLIENTS)]
         killed = 0
         while killed < KILLS:
-            moment = MOMENTS[killed % len(MOMENTS)]
+            moment = MOMENTS[sum(counts.values()) % len(MOMENTS)]
             victims = draw.sample([1, 2], 2)
             time.sleep(draw.uniform(0.1, 2))
             if moment == "between":
