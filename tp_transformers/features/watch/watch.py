@@ -256,8 +256,7 @@ class Watch:
         """Read the verdict on the reports, or decide it."""
         verdict = f"verdict {self._round}"
         if not self._store.check([verdict]):
-            if self._began is None:
-                self._began = now, self._beats()
+            self._began = self._began or (now, self._beats())
             reports = self._reports()
             failure = None
             if not is_identical(reports, self.group.size):
