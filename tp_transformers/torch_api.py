@@ -1,7 +1,7 @@
 """The private API of torch that this package uses, and a check that it exists.
 
 Private are names that begin with an underscore, and all names in modules that do. Functions and classes are bound here
-once, and imported from here; attributes of objects (`param._local_tensor`) are read in place. `PRIVATE` lists both, but
+once, and imported from here; attributes of objects (`param._local_tensor`) are read in place. `PRIVATE` has both, but
 for names that one feature alone uses: its `torch_names` lists them, and it binds them by `take`. A test lets no module
 use more. A function that torch lacks raises UnsupportedError when it is called.
 """
@@ -9,7 +9,6 @@ use more. A function that torch lacks raises UnsupportedError when it is called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from inspect import getattr_static
@@ -24,102 +23,48 @@ from .seams import RAISES, REFUSED, features
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_OTHER = "the other name of the same function is called"
-
-
-@dataclass(frozen=True)
-class Private:
-    """The use of one private name of torch."""
-
-    use: str
-    users: str
-    """Packages that use it."""
-    without: str = REFUSED
-    """The consequence if the installed torch lacks it."""
-
-
-PRIVATE: dict[str, Private] = {
-    # Functions and classes, bound below.
-    "torch.Tensor._make_wrapper_subclass": Private("tensors without data", "features strategies", RAISES),
-    "torch._C.DisableTorchFunctionSubclass": Private("operators of torch on shards", "features strategies"),
-    "torch._C._are_functorch_transforms_active": Private("torch.func is refused", "ranks"),
-    "torch._C._autograd._top_saved_tensors_default_hooks": Private(
-        "other hooks on saved tensors keep their tensors", "features", RAISES
-    ),
-    "torch._C._current_graph_task_id": Private("one for each backward", "features", RAISES),
-    "torch._C._dynamo.eval_frame._FrameAction": Private("`untraced`", "features ranks", "torch.compiler.disable"),
-    "torch._C._dynamo.eval_frame._FrameExecStrategy": Private("`untraced`", "features ranks", "the same"),
-    "torch._C._dynamo.eval_frame.set_code_exec_strategy": Private("`untraced`", "features ranks", "the same"),
-    "torch._C._len_torch_dispatch_stack": Private("dispatch modes see every collective", "ranks"),
-    "torch._foreach_norm": Private("the norms of many gradients in one call", "model", RAISES),
-    "torch._guards.CompileContext": Private("patches stay during a compilation", "patches.py"),
-    "torch._guards.TracingContext": Private("torch.compile sees the shards alone", "strategies"),
-    "torch.distributed._functional_collectives.all_gather_single": Private("compiled graphs", "ranks", _OTHER),
-    "torch.distributed._functional_collectives.all_gather_tensor": Private("until torch 2.12", "ranks", _OTHER),
-    "torch.distributed._functional_collectives.reduce_scatter_single": Private("compiled graphs", "ranks", _OTHER),
-    "torch.distributed._functional_collectives.reduce_scatter_tensor": Private("until torch 2.12", "ranks", _OTHER),
-    "torch.distributed._functional_collectives.wait_tensor": Private("functional collectives", "ranks", RAISES),
-    "torch.distributed.distributed_c10d._get_default_store": Private("the ranks meet in it", "features ranks"),
-    "torch.distributed.distributed_c10d._resolve_process_group": Private("groups by name", "features strategies"),
-    "torch.distributed.distributed_c10d._world": Private("all process groups", "features", RAISES),
-    "torch.ops._c10d_functional.all_reduce": Private("sums that dispatch modes may keep", "ranks", RAISES),
-    "torch.ops.aten._is_any_true.default": Private("detect_anomaly", "strategies", "detect_anomaly raises"),
-    "torch.ops.aten._to_copy": Private("a style's partition_tensor may cast", "strategies", "such a style is refused"),
-    "torch.utils._foreach_utils._group_tensors_by_device_and_dtype": Private(
-        "the order of norms with tp_invariant", "model", RAISES
-    ),
-    "torch.utils._python_dispatch.TorchDispatchMode": Private(
-        "masks of dropout with tp_invariant", "features strategies", "such a dropout raises AttributeError"
-    ),
-    "torch.ops.mkldnn._is_mkldnn_bf16_supported": Private("products in fp32 elsewhere", "features", "in fp32"),
-    "torch.utils._pytree.tree_leaves": Private("nested arguments", "features strategies"),
-    "torch.utils._pytree.tree_map": Private("tensors in nested arguments", "features strategies"),
-    "torch.utils._pytree.tree_map_only": Private("tensors in nested arguments", "features strategies"),
+PRIVATE: dict[str, str] = {
     # Attributes, methods and arguments, used in place.
-    "torch.Tensor._backward_hooks": Private("hooks of tensors, as torch keeps them", "ranks strategies"),
-    "torch.Tensor._is_view": Private("a sum in place would write to its base", "ranks"),
-    "torch.Tensor._version": Private("values that have changed since", "features strategies"),
-    "torch.UntypedStorage._cdata": Private("tensors that share memory", "features"),
-    "torch.autograd.Function._register_hook_dict": Private("a hook without a handle", "ranks"),
-    "torch.autograd.forward_ad._current_level": Private("forward-mode differentiation is refused", "ranks"),
-    "torch.distributed.ProcessGroup._get_backend": Private("collectives without a dispatcher", "features ranks"),
-    "torch.distributed.ProcessGroupGloo._allgather_base": Private("collectives without a dispatcher", "ranks"),
-    "torch.distributed.ProcessGroupGloo._get_sequence_number_for_group": Private("their number", "ranks"),
-    "torch.distributed.ProcessGroupGloo._reduce_scatter_base": Private("collectives without a dispatcher", "ranks"),
-    "torch.distributed.device_mesh.DeviceMesh._init_backend": Private("a mesh without ranks", "strategies", "no mesh"),
-    "torch.distributed.device_mesh.DeviceMesh._rank": Private("a mesh without ranks", "strategies", "no mesh"),
-    "torch.distributed.tensor.DTensor._local_tensor": Private("this rank's shard", "features strategies"),
-    "torch.distributed.tensor.DTensor._spec": Private("a DTensor with the same placements", "strategies"),
-    "torch.distributed.tensor.parallel.ParallelStyle._apply": Private("styles of torch", "features"),
-    "torch.nn.Module._apply": Private("`to`, `half`, ...: overridden", "model"),
-    "torch.nn.Module._buffers": Private("the module's own", "features loading"),
-    "torch.nn.Module._forward_hooks": Private("left out of copies; hooks of users under FSDP", "features"),
-    "torch.nn.Module._modules": Private("the module's own", "features strategies"),
-    "torch.nn.Module._parameters": Private(
-        "the module's own, exchanged in a forward", "anatomy.py features loading model strategies"
-    ),
-    "torch.nn.Parameter.__new__._is_param": Private("shards that are nn.Parameter", "strategies"),
-    "torch.nn.utils.parametrize._cache": Private("shards in `parametrize.cached`", "strategies"),
-    "torch.nn.utils.parametrize._cache_enabled": Private("shards in `parametrize.cached`", "strategies"),
+    "torch.Tensor._backward_hooks": REFUSED,  # hooks of tensors, as torch keeps them
+    "torch.Tensor._is_view": REFUSED,  # a sum in place would write to its base
+    "torch.Tensor._version": REFUSED,  # values that have changed since
+    "torch.UntypedStorage._cdata": REFUSED,  # tensors that share memory
+    "torch.autograd.Function._register_hook_dict": REFUSED,  # a hook without a handle
+    "torch.autograd.forward_ad._current_level": REFUSED,  # forward-mode differentiation is refused
+    "torch.distributed.ProcessGroup._get_backend": REFUSED,  # collectives without a dispatcher, as the next two
+    "torch.distributed.ProcessGroupGloo._allgather_base": REFUSED,
+    "torch.distributed.ProcessGroupGloo._reduce_scatter_base": REFUSED,
+    "torch.distributed.device_mesh.DeviceMesh._init_backend": "no mesh",  # a mesh without ranks, as the next
+    "torch.distributed.device_mesh.DeviceMesh._rank": "no mesh",
+    "torch.distributed.tensor.DTensor._local_tensor": REFUSED,  # this rank's shard
+    "torch.distributed.tensor.DTensor._spec": REFUSED,  # a DTensor with the same placements
+    "torch.distributed.tensor.parallel.ParallelStyle._apply": REFUSED,  # styles of torch
+    "torch.nn.Module._apply": REFUSED,  # `to`, `half`, ...: overridden
+    "torch.nn.Module._buffers": REFUSED,
+    "torch.nn.Module._forward_hooks": REFUSED,  # left out of copies; hooks of users under FSDP
+    "torch.nn.Module._modules": REFUSED,
+    "torch.nn.Module._parameters": REFUSED,  # exchanged in a forward
+    "torch.nn.Parameter.__new__._is_param": REFUSED,  # shards that are nn.Parameter
+    "torch.nn.utils.parametrize._cache": REFUSED,  # shards in `parametrize.cached`, as the next
+    "torch.nn.utils.parametrize._cache_enabled": REFUSED,
 }
+"""Private name -> the consequence if the installed torch lacks it; `_bind` adds the functions and classes below."""
 
 
 def check() -> None:
     """Raise UnsupportedError if torch lacks a name that every tensor-parallel model needs."""
-    missing = _lacking(REFUSED)
+    missing = lacking(REFUSED)
     if missing:
         raise lacks("torch", f"no {', '.join(missing)}", subject="tp_plan")
 
 
-def lacking() -> dict[str, str]:
-    """{name: consequence} for the private names that the installed torch lacks; imports torch's compiler."""
-    return dict(_lacking())
-
-
 @cache
-def _lacking(consequence: str = "") -> Mapping[str, str]:
-    """As `lacking`; with `consequence`, the names with that consequence alone."""
-    listed = {name: private.without for name, private in PRIVATE.items()}
+def lacking(consequence: str = "") -> Mapping[str, str]:
+    """{name: consequence} for the private names that the installed torch lacks; imports torch's compiler.
+
+    With `consequence`: the names with that consequence alone.
+    """
+    listed = dict(PRIVATE)
     for feature in features().values():
         listed.update(feature.torch_names)
     return {name: then for name, then in listed.items() if consequence in ("", then) and not _exists(name)}
@@ -173,44 +118,53 @@ def take(path: str, *default: Any) -> Any:
         return default[0] if default else _Missing(path)
 
 
-as_torch = take("torch._C.DisableTorchFunctionSubclass")
+def _bind(path: str, without: str = REFUSED, *default: Any) -> Any:
+    """List an object in PRIVATE, with the consequence `without` if torch lacks it, and `take` it."""
+    PRIVATE[path] = without
+    return take(path, *default)
+
+
+_OTHER = "the other name of the same function is called"
+_UNTRACED = "torch.compiler.disable"
+
+as_torch = _bind("torch._C.DisableTorchFunctionSubclass")
 """Context manager in which operators treat a shard as a plain tensor."""
-make_wrapper_subclass = take("torch.Tensor._make_wrapper_subclass")
-is_transformed = take("torch._C._are_functorch_transforms_active")
-top_saved_tensors_hooks = take("torch._C._autograd._top_saved_tensors_default_hooks")
+make_wrapper_subclass = _bind("torch.Tensor._make_wrapper_subclass", RAISES)
+is_transformed = _bind("torch._C._are_functorch_transforms_active")
+top_saved_tensors_hooks = _bind("torch._C._autograd._top_saved_tensors_default_hooks", RAISES)
 """Return the active hooks on saved tensors, or None."""
-current_backward = take("torch._C._current_graph_task_id")
+current_backward = _bind("torch._C._current_graph_task_id", RAISES)
 """Return the id of the running backward; -1 outside of one."""
-is_watched = take("torch._C._len_torch_dispatch_stack")
+is_watched = _bind("torch._C._len_torch_dispatch_stack")
 """Return the number of active dispatch modes."""
-foreach_norm = take("torch._foreach_norm")
-CompileContext = take("torch._guards.CompileContext")
-TracingContext = take("torch._guards.TracingContext")
-traced_all_gather = take("torch.distributed._functional_collectives.all_gather_single", None) or take(
-    "torch.distributed._functional_collectives.all_gather_tensor"
+foreach_norm = _bind("torch._foreach_norm", RAISES)
+CompileContext = _bind("torch._guards.CompileContext")
+TracingContext = _bind("torch._guards.TracingContext")
+traced_all_gather = _bind("torch.distributed._functional_collectives.all_gather_single", _OTHER, None) or _bind(
+    "torch.distributed._functional_collectives.all_gather_tensor"  # until torch 2.12
 )
-traced_reduce_scatter = take("torch.distributed._functional_collectives.reduce_scatter_single", None) or take(
-    "torch.distributed._functional_collectives.reduce_scatter_tensor"
+traced_reduce_scatter = _bind("torch.distributed._functional_collectives.reduce_scatter_single", _OTHER, None) or _bind(
+    "torch.distributed._functional_collectives.reduce_scatter_tensor"  # until torch 2.12
 )
-wait_tensor = take("torch.distributed._functional_collectives.wait_tensor")
-functional_all_reduce = take("torch.ops._c10d_functional.all_reduce")
-get_default_store = take("torch.distributed.distributed_c10d._get_default_store")
-resolve_process_group = take("torch.distributed.distributed_c10d._resolve_process_group")
-world = take("torch.distributed.distributed_c10d._world")
-is_any_true = take("torch.ops.aten._is_any_true.default")
-to_copy = take("torch.ops.aten._to_copy")
-group_tensors = take("torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
-TorchDispatchMode: Any = take("torch.utils._python_dispatch.TorchDispatchMode", object)
-has_bfloat16 = take("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
+wait_tensor = _bind("torch.distributed._functional_collectives.wait_tensor", RAISES)
+functional_all_reduce = _bind("torch.ops._c10d_functional.all_reduce", RAISES)
+get_default_store = _bind("torch.distributed.distributed_c10d._get_default_store")
+resolve_process_group = _bind("torch.distributed.distributed_c10d._resolve_process_group")
+world = _bind("torch.distributed.distributed_c10d._world", RAISES)
+is_any_true = _bind("torch.ops.aten._is_any_true.default", "detect_anomaly raises")
+to_copy = _bind("torch.ops.aten._to_copy", "a style whose partition_tensor casts is refused")
+group_tensors = _bind("torch.utils._foreach_utils._group_tensors_by_device_and_dtype", RAISES)
+TorchDispatchMode: Any = _bind(
+    "torch.utils._python_dispatch.TorchDispatchMode", "dropout with tp_invariant raises AttributeError", object
+)
+has_bfloat16 = _bind("torch.ops.mkldnn._is_mkldnn_bf16_supported", "products in fp32", lambda: False)
 """Return True if the processor multiplies bfloat16 (AVX-512 and later)."""
-tree_leaves = take("torch.utils._pytree.tree_leaves")
-tree_map = take("torch.utils._pytree.tree_map")
-tree_map_only = take("torch.utils._pytree.tree_map_only")
-
-
-def in_backward() -> int:
-    """Return the id of the running backward (checkpointing recomputes activations there); -1 outside a backward."""
-    return -1 if torch.compiler.is_compiling() else int(current_backward())
+tree_leaves = _bind("torch.utils._pytree.tree_leaves")
+tree_map = _bind("torch.utils._pytree.tree_map")
+tree_map_only = _bind("torch.utils._pytree.tree_map_only")
+_FrameAction = _bind("torch._C._dynamo.eval_frame._FrameAction", _UNTRACED, None)
+_FrameExecStrategy = _bind("torch._C._dynamo.eval_frame._FrameExecStrategy", _UNTRACED, None)
+_set_strategy = _bind("torch._C._dynamo.eval_frame.set_code_exec_strategy", _UNTRACED, None)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -229,10 +183,7 @@ def untraced(function: F) -> F:
     As `torch.compiler.disable`, but without a wrapper and without importing Dynamo; and a traced caller still inlines
     the function.
     """
-    action = take("torch._C._dynamo.eval_frame._FrameAction", None)
-    strategy = take("torch._C._dynamo.eval_frame._FrameExecStrategy", None)
-    set_strategy = take("torch._C._dynamo.eval_frame.set_code_exec_strategy", None)
-    if None in (action, strategy, set_strategy):
+    if None in (_FrameAction, _FrameExecStrategy, _set_strategy):
         return cast(F, torch.compiler.disable(function))
-    set_strategy(function.__code__, strategy(action.SKIP, action.SKIP))
+    _set_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function

@@ -234,12 +234,6 @@ def broadcast(x: Tensor, group: Group | None, source: int) -> None:
         dist.broadcast(x, group=group, group_src=source)
 
 
-def begun(group: Group, device: torch.device) -> int:
-    """Number of collectives that this rank has begun."""
-    own = group._get_backend(device)._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return int(own) + transport_of(group).collectives
-
-
 def transport_for(group: Group, x: Tensor) -> Transport:
     """The transport that `x` takes. Raises UnsupportedError inside of a transform, which would not see it."""
     refuse_transforms()

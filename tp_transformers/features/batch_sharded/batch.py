@@ -31,8 +31,7 @@ from ...ranks.group import agreed
 from ...seams import Mixin
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
-from ...torch_api import in_backward
-from ..sequence.region import Widths
+from ..sequence.region import Widths, in_backward
 
 SAME_INPUTS: ContextVar[bool] = ContextVar("tp_transformers_same_inputs", default=False)
 """True while all ranks of a model have the same inputs."""

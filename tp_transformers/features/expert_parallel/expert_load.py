@@ -17,7 +17,7 @@ from ...patches import Patch, nothing, replace
 from ...ranks.group import GROUP
 from ...slices.layout import Split
 from ...strategies import STRATEGY
-from ...torch_api import in_backward
+from ..sequence.region import in_backward
 from .exchange import takes_expert_ids
 
 

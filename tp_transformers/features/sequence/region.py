@@ -34,7 +34,7 @@ from ...ranks.group import agreed
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import Forward, forward_of
 from ...strategies.local import to_local
-from ...torch_api import top_saved_tensors_hooks, version_of
+from ...torch_api import current_backward, top_saved_tensors_hooks, version_of
 
 View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""
@@ -51,6 +51,11 @@ class _Made(NamedTuple):
     """Parameters of the module in that forward; `torch.func.functional_call` replaces them for one forward."""
     made: int
     """Version of the output."""
+
+
+def in_backward() -> int:
+    """Return the id of the running backward (checkpointing recomputes activations there); -1 outside a backward."""
+    return -1 if torch.compiler.is_compiling() else int(current_backward())
 
 
 def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:

@@ -28,9 +28,9 @@ from ...strategies.forward.attach import Forward, forward_of
 from ...strategies.forward.communication import as_sharded
 from ...strategies.shards.shard import ParamShard
 from ...strategies.signature import PARTIAL, REPLICATED, SEQUENCE, Signature
-from ...torch_api import in_backward, top_saved_tensors_hooks
+from ...torch_api import top_saved_tensors_hooks
 from .hooks import gather_around_hooks, warn_of_global_hooks
-from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, remember
+from .region import SEQUENCE_DIM, GatherMixin, RegionBlock, Widths, all_lengths, in_backward, remember
 
 
 @dataclass(frozen=True)

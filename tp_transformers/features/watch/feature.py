@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, Loaded, Option
+from ...seams import REFUSED, Feature, Loaded, Option
 
 if TYPE_CHECKING:
     from ...loading.options import Options
@@ -33,6 +33,7 @@ class Watching(Feature):
     public: ClassVar = {"fail_together": ".calls", "renew_process_group": ".renew"}
     torch_names: ClassVar[Mapping[str, str]] = {
         "torch._dynamo.eval_frame.OptimizedModule": "calls of compiled modules are not watched",
+        "torch.distributed.ProcessGroupGloo._get_sequence_number_for_group": REFUSED,  # collectives of a rank
         "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "meshes find a renewed group by themselves",
         "torch.distributed.device_mesh.DeviceMesh._pg_registry": "meshes find a renewed group by themselves",
     }

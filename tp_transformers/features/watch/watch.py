@@ -196,7 +196,8 @@ class Watch:
 
     def _collectives(self) -> int:
         """Number of collectives that this rank has begun."""
-        return direct.begun(self.process_group, self.group.device)
+        backend = untyped(self.process_group._get_backend(self.group.device))
+        return int(backend._get_sequence_number_for_group()) + direct.transport_of(self.process_group).collectives
 
     # Called in the polling thread.
 
