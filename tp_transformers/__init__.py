@@ -17,12 +17,8 @@ from .namespaces import lazy_names
 
 if TYPE_CHECKING:
     from . import checkpoint, debug, plans, strategies, training
-    from .checkpoint import load_distributed_checkpoint as load_distributed_checkpoint
-    from .checkpoint import verify_sharded as verify_sharded
-    from .debug import Partition as Partition
-    from .debug import check_inputs as check_inputs
-    from .debug import check_replicas as check_replicas
-    from .debug import partition as partition
+    from .checkpoint import *  # noqa: F403 - names that have moved, as all with * or `as`
+    from .debug import *  # noqa: F403
     from .errors import CheckpointError, MeshError, PlanError, RemoteRankError, TensorParallelError, UnsupportedError
     from .features.data_parallel.data_parallel import data_parallel
     from .features.presharded.save import save_sharded
@@ -32,24 +28,8 @@ if TYPE_CHECKING:
     from .loading.hook import disable, enable
     from .model.clip import clip_grad_norm_
     from .model.parallelize import is_tensor_parallel
-    from .plans import Attention as Attention
-    from .plans import Plan as Plan
-    from .plans import Rule as Rule
-    from .strategies import STRATEGIES as STRATEGIES
-    from .strategies import ColwiseParallel as ColwiseParallel
-    from .strategies import GatherParallel as GatherParallel
-    from .strategies import IsolatedParallel as IsolatedParallel
-    from .strategies import PackedColwiseParallel as PackedColwiseParallel
-    from .strategies import PackedRowwiseParallel as PackedRowwiseParallel
-    from .strategies import ParallelInterface as ParallelInterface
-    from .strategies import ReplicateParallel as ReplicateParallel
-    from .strategies import ReplicateSumGradParallel as ReplicateSumGradParallel
-    from .strategies import RowwiseParallel as RowwiseParallel
-    from .strategies import SequenceParallel as SequenceParallel
-    from .strategies import TensorParallelLayer as TensorParallelLayer
-    from .strategies import get_packed_weights as get_packed_weights
-    from .strategies import get_tensor_shard as get_tensor_shard
-    from .strategies import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from .plans import *  # noqa: F403
+    from .strategies import *  # noqa: F403
     from .strategies.shards.shard import full_tensor, local_tensor
     from .training import load_optimizer_state_dict as load_optimizer_state_dict
     from .training import optimizer_state_dict as optimizer_state_dict
