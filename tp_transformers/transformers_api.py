@@ -1,7 +1,7 @@
 """The private API of transformers that this package uses, and a check that it exists.
 
 Public are the names in `transformers.__all__` and the module `transformers.utils`. A test lets no other module import
-anything else, but for late imports of features that it lists.
+anything else, but for names that one feature alone uses.
 """
 
 from __future__ import annotations
@@ -12,48 +12,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
-from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.core_model_loading import (
-    WeightRenaming,
-    build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
-from transformers.dynamic_module_utils import custom_object_save, get_class_from_dynamic_module
-from transformers.generation.streamers import BaseStreamer
-from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_utils import LoadStateDictConfig, get_state_dict_dtype, str_to_torch_dtype
+from transformers import PreTrainedModel
+from transformers import core_model_loading as core_model_loading  # conversion operations, reimplemented on slices
+from transformers import modeling_utils as modeling_utils  # two functions of it are replaced
+from transformers.core_model_loading import WeightRenaming as WeightRenaming  # of tensors, in weight conversions
+from transformers.core_model_loading import build_glob_alternation as build_glob_alternation  # name -> conversion
+from transformers.core_model_loading import dot_natural_key as dot_natural_key  # order of tensors in a conversion
+from transformers.core_model_loading import rename_source_key as rename_source_key  # name in a file -> in the model
+from transformers.core_model_loading import revert_weight_conversion as revert_weight_conversion  # model -> saved file
+from transformers.dynamic_module_utils import custom_object_save as custom_object_save  # code of a model's repository
+from transformers.generation.streamers import BaseStreamer as BaseStreamer  # base of what receives tokens, one per rank
+from transformers.modeling_utils import LoadStateDictConfig as LoadStateDictConfig  # argument of the weight load
+from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype  # dtypes in safetensors headers
 from transformers.models.auto import modeling_auto
-from transformers.quantizers.base import get_keys_to_not_convert
-from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils.hub import extract_commit_hash
-from transformers.utils.loading_report import LoadStateDictInfo
+from transformers.quantizers.quantizers_utils import should_convert_module as should_convert_module  # or leave it
+from transformers.utils.hub import extract_commit_hash as extract_commit_hash  # commit of a file in the Hub cache
+from transformers.utils.loading_report import LoadStateDictInfo as LoadStateDictInfo  # result of the weight load
 
 from .errors import UnsupportedError
-
-__all__ = [
-    "BaseStreamer",  # base of the streamers that receive tokens, one per rank
-    "ForCausalLMLoss",  # the only loss that loss parallelism replaces
-    "LoadStateDictConfig",  # argument of the weight load
-    "LoadStateDictInfo",  # result of the weight load
-    "WeightRenaming",  # renaming of tensors in the model's weight conversions
-    "auto_classes",
-    "build_glob_alternation",  # matches a tensor's name to its conversion, as transformers does
-    "check",
-    "core_model_loading",  # its conversion operations, which are reimplemented on slices
-    "custom_object_save",  # saves the custom code of a model's repository
-    "dot_natural_key",  # the order in which transformers processes the tensors of one conversion
-    "extract_commit_hash",  # commit of a file in the Hub cache
-    "get_class_from_dynamic_module",  # a class of a repository's custom code, once it is trusted
-    "get_keys_to_not_convert",  # modules that a quantiser leaves as they are unless its config lists them
-    "get_state_dict_dtype",  # dtype="auto" for weights that are streamed from the Hub
-    "modeling_utils",  # two of its functions are replaced
-    "rename_source_key",  # maps a checkpoint tensor's name to its name in the model
-    "revert_weight_conversion",  # maps names and shapes back to the checkpoint's for saved files
-    "should_convert_module",  # modules that a quantised config leaves in floating point
-    "str_to_torch_dtype",  # dtype names in safetensors headers
-]
 
 OLDEST, FIRST_UNSUPPORTED = (5, 6), (6, 0)
 """Supported versions of transformers: OLDEST <= version < FIRST_UNSUPPORTED."""

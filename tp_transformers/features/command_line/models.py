@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from ...errors import UnsupportedError, UsageError, in_one_line, is_path
-from ...transformers_api import get_class_from_dynamic_module
 
 
 def read_config(name: str | os.PathLike[str], **where: Any) -> PretrainedConfig:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from huggingface_hub import constants, hf_hub_url, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from transformers.modeling_utils import get_state_dict_dtype
 from transformers.utils import cached_file
 
 from ...checkpoint.reading.header import HEADER_LIMIT, Checkpoint, check_files, read_header, read_index
@@ -27,7 +28,6 @@ from ...errors import CheckpointError
 from ...loading.storage import Asked, Storage, with_variant
 from ...ranks.group import TensorParallelGroup
 from ...slices.stored import Source
-from ...transformers_api import get_state_dict_dtype
 from .fetch import fetch
 from .fetch_plan import CONNECTIONS
 from .remote_file import RemoteFile

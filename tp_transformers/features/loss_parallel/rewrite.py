@@ -12,12 +12,12 @@ from dataclasses import replace
 from inspect import unwrap
 
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...anatomy import base_prefix
 from ...errors import PlanError
 from ...plans.rule import Rule
 from ...plans.rules import Plan
-from ...transformers_api import ForCausalLMLoss
 
 
 def shard_loss(plan: Plan, model: PreTrainedModel) -> Plan:

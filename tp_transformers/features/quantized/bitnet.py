@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from ...slices.lazy import Deferred, LazyTensor
-from ...transformers_api import get_keys_to_not_convert, should_convert_module
+from ...transformers_api import should_convert_module
 from .format import Format, Locate, Tensors, inconsistent, unsupported
 
 _VALUES = 4
