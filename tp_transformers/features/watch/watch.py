@@ -197,7 +197,7 @@ class Watch:
     def _collectives(self) -> int:
         """Number of collectives that this rank has begun."""
         backend = untyped(self.process_group._get_backend(self.group.device))
-        return int(backend._get_sequence_number_for_group()) + direct.transport_of(self.process_group).collectives
+        return int(backend._get_sequence_number_for_group()) + transport_of(self.process_group).collectives
 
     # Called in the polling thread.
 
