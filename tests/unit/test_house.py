@@ -7,9 +7,9 @@ import pytest
 from tests.support.house import House
 from tests.support.needs import of_others
 
-CORE = 14027
+CORE = 13996
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 46604
+PACKAGE = 46572
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

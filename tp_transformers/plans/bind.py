@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..anatomy import base_prefix, config_around, fold_layers, tied_parameters
+from ..anatomy import config_around, fold_layers, tied_parameters
 from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
 from ..seams import plan_options
@@ -26,9 +26,10 @@ from ..strategies import (
 )
 from ..strategies.signature import FEATURES
 from .attention import Attention, AttentionHeads
-from .checks import BoundPlan, misfits, scalars_between, sum_faults, unsummed_experts
+from .binding import Binding
+from .checks import misfits, scalars_between, sum_faults, unsummed_experts
 from .heads import split_attention
-from .rule import UNRULED, Matches, Rule, SplitHeads
+from .rule import Rule, SplitHeads
 from .rules import Plan, sections
 
 if TYPE_CHECKING:
@@ -104,58 +105,36 @@ def bind(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     return _Resolver(plan, model, size).resolve()
 
 
-class _Resolver(Matches):
-    """The state of one `resolve`: its matches and its faults."""
-
-    def __init__(self, plan: Plan, model: PreTrainedModel, size: int) -> None:
-        super().__init__(
-            entries=(*plan.attention, *plan.entries),
-            inner_model_around=plan.inner_model_around,
-            declared=plan.declared,
-            model=model,
-            prefix=base_prefix(model),
-            ranks=plan.ranks(size),
-            modules=dict(model.named_modules()),
-            parameters=dict(model.named_parameters(remove_duplicate=False)),
-            module_rules={},
-            param_rules={},
-            faults=[],
-        )
-        self.plan, self.size = plan, size
+class _Resolver(Binding):
+    """The steps of a binding."""
 
     def resolve(self) -> Resolution:
         """Match, bind and check; see the function `resolve`."""
         self._check_architecture()
         self._match_rules()
-        module_rules, param_rules = self.module_rules, self.param_rules
         split_heads: dict[str, SplitHeads] = {}
         for kind in sections().values():
             split_heads.update(kind.split(self) if kind is not Attention else {})
-        attention = split_attention(self)
-        module_strategies = {name: self._bind(name, rule) for name, rule in module_rules.items()}
-        param_strategies: dict[str, TensorParallelLayer] = {}
+        self.attention = split_attention(self)
+        self.module_strategies = {name: self._bind(name, rule) for name, rule in self.module_rules.items()}
         uncovered, rule_names = [], {}
         for name in self.parameters:
             owner = name.rpartition(".")[0]
-            if name in param_rules:
-                param_strategies[name] = self._bind(owner, param_rules[name], name)
-                rule_names[name] = param_rules[name].strategy_name
-            elif owner in module_strategies:
-                param_strategies[name] = module_strategies[owner]
-                rule_names[name] = module_rules[owner].strategy_name
+            if name in self.param_rules:
+                self.param_strategies[name] = self._bind(owner, self.param_rules[name], name)
+                rule_names[name] = self.param_rules[name].strategy_name
+            elif owner in self.module_strategies:
+                self.param_strategies[name] = self.module_strategies[owner]
+                rule_names[name] = self.module_rules[owner].strategy_name
             else:
                 uncovered.append(name)
-        self._check_modules(module_strategies, param_rules)
-        layouts = self._lay_out(param_strategies)
-        bound = BoundPlan(
-            *(self.modules, self.parameters, module_strategies, param_strategies, layouts),
-            *(attention, self.splits, self.size),
-        )
+        self._check_modules()
+        self._lay_out()
         if self.plan.declared:
-            self._complete(bound)
-        self.faults.extend(sum_faults(bound))
+            self._complete()
+        self.faults.extend(sum_faults(self))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(bound, self.splits.keys() | self.replicated, self.ranks))
+            self.faults.extend(misfits(self))
         if self.faults:
             named = "" if self.plan.declared or self.plan.source == "tp_plan" else "plan "
             title = f"{named}{self.plan.source} does not fit {type(self.model).__name__}"
@@ -163,10 +142,10 @@ class _Resolver(Matches):
         names = ", ".join(sorted(set(map(fold_layers, self.replicated.values()))))
         more = "ranks are more than the heads, so every rank computes all of them; the rest is still split"
         return Resolution(
-            module_strategies,
-            param_strategies,
-            attention,
-            layouts,
+            self.module_strategies,
+            self.param_strategies,
+            self.attention,
+            self.layouts,
             split_heads,
             tuple(uncovered),
             (*((f"{names}: {self.size} {more}",) if names else ()), *self.plan.notes),
@@ -185,9 +164,9 @@ class _Resolver(Matches):
                     if name in matched:
                         self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
                     matched[name] = rule
-        self._report_unmatched(self.module_rules, self.param_rules)
+        self._report_unmatched()
         if self.plan.declared:
-            self._follow_tied(self.module_rules)
+            self._follow_tied()
 
     def _check_architecture(self) -> None:
         model_type = self.model.config.model_type
@@ -208,32 +187,33 @@ class _Resolver(Matches):
                 self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
         return [rule for rule in self.plan.rules if rule.instance is not None]
 
-    def _report_unmatched(self, *matched: Mapping[str, Rule]) -> None:
-        used = {id(rule) for rules in matched for rule in rules.values()}
+    def _report_unmatched(self) -> None:
+        used = {id(rule) for rule in (*self.module_rules.values(), *self.param_rules.values())}
         known = {fold_layers(name) for name in (*self.modules, *self.parameters) if name}
         for rule in self.plan.rules:
             if id(rule) not in used and not rule.optional and rule.instance is not None:
                 pattern = rule.full(self.prefix)
                 self.faults.append(f"{pattern}: matches no module or parameter{hint_for(self.faults, pattern, known)}")
 
-    def _follow_tied(self, module_rules: dict[str, Rule]) -> None:
+    def _follow_tied(self) -> None:
         """Shard the embedding that is tied to a sharded head; a declared plan may lack its rule."""
+        rules = self.module_rules
         for target, source in tied_parameters(self.model).items():
             owner, partner = source.rpartition(".")[0], target.rpartition(".")[0]
-            if partner in module_rules and owner not in module_rules and isinstance(self.modules[owner], nn.Embedding):
-                module_rules[owner] = Rule(owner, "embedding_rowwise")
+            if partner in rules and owner not in rules and isinstance(self.modules[owner], nn.Embedding):
+                rules[owner] = Rule(owner, "embedding_rowwise")
 
-    def _complete(self, bound: BoundPlan) -> None:
+    def _complete(self) -> None:
         """Add all-reduces that a declared plan may lack: of expert outputs, of gradients of scalars between linears."""
-        for name in list(unsummed_experts(bound)):
-            bound.module_strategies[name] = MoEExpertsParallel().bind(
+        for name in list(unsummed_experts(self)):
+            self.module_strategies[name] = MoEExpertsParallel().bind(
                 self.modules[name], self.size, name=name, ranks=self.ranks
             )
-        for name in list(scalars_between(bound)):
+        for name in list(scalars_between(self)):
             strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name, ranks=self.ranks)
-            bound.module_strategies.setdefault(name, strategy)
+            self.module_strategies.setdefault(name, strategy)
             for param_type, _ in self.modules[name].named_parameters():
-                bound.param_strategies.setdefault(f"{name}.{param_type}", strategy)
+                self.param_strategies.setdefault(f"{name}.{param_type}", strategy)
 
     def _bind(self, owner: str, rule: Rule, name: str | None = None) -> TensorParallelLayer:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
@@ -267,11 +247,9 @@ class _Resolver(Matches):
             config=config_around(self.modules, owner),
         )
 
-    def _check_modules(
-        self, module_strategies: Mapping[str, TensorParallelLayer], param_rules: Mapping[str, Rule]
-    ) -> None:
+    def _check_modules(self) -> None:
         """Check that rules fit their modules; rules for linears and embeddings must name the module, no parameter."""
-        for name, strategy in module_strategies.items():
+        for name, strategy in self.module_strategies.items():
             try:
                 strategy.check(self.modules[name])
             except ValueError as error:
@@ -289,34 +267,32 @@ class _Resolver(Matches):
             block = name.rpartition(".")[0]
             is_sharded = strategy.signature.leaves is FEATURES and self.size > 1
             compared = sparse and name.endswith("mlp.gate_proj") and is_sharded
-            if compared and not module_strategies.get(block, UNRULED).signature.computes_locally:
+            if compared and not self.signature(block).computes_locally:
                 self.faults.append(
                     f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each other; "
                     f"add {fold_layers(block)}: {{strategy: sharded_moments, widths: intermediate_size}}"
                 )
-        for name, rule in param_rules.items():
+        for name, rule in self.param_rules.items():
             owner = name.rpartition(".")[0]
             is_style = rule.instance is not None and rule.instance.shards_as_torch
             if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or is_style:
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
-    def _lay_out(self, param_strategies: Mapping[str, TensorParallelLayer]) -> dict[str, Layout | None]:
+    def _lay_out(self) -> None:
         """Compute the layouts; faults: a strategy cannot shard a parameter, tied parameters have different layouts."""
-        layouts: dict[str, Layout | None] = {}
-        for name, strategy in param_strategies.items():
+        for name, strategy in self.param_strategies.items():
             try:
-                layouts[name] = strategy.layout(name.rpartition(".")[2], self.parameters[name].shape, self.size)
+                self.layouts[name] = strategy.layout(name.rpartition(".")[2], self.parameters[name].shape, self.size)
             except ValueError as error:
                 self.faults.append(f"{fold_layers(name)}: {error}")
         for target, source in tied_parameters(self.model).items():
-            pair = layouts.get(target), layouts.get(source)
+            pair = self.layouts.get(target), self.layouts.get(source)
             if self.size > 1 and pair[0] != pair[1]:
                 self.faults.append(
                     f"{target}: tied to {source}, but they are sharded differently "
                     f"({_draw(pair[0])} and {_draw(pair[1])}); shard both along "
                     "the vocabulary (embedding_rowwise and colwise_rep) or neither"
                 )
-        return layouts
 
 
 def _draw(layout: Layout | None) -> str:

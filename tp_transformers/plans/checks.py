@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -17,86 +16,47 @@ from ..anatomy import (
     names_around,
     output_width,
 )
-from ..slices.layout import Layout, Ranks, Split, packed
+from ..slices.layout import Ranks, Split, packed
 from ..strategies import TensorParallelLayer
-from ..strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE, Signature
-from .attention import AttentionHeads
+from ..strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE
+from .binding import Binding
 from .rule import UNRULED
 
 SUMMED = "replicated_with_grad_allreduce"
 """Strategy of a parameter that every rank applies to its own shard of the activations."""
 
 
-@dataclass(frozen=True)
-class BoundPlan:
-    """A plan bound to a model: the input of the checks."""
-
-    modules: Mapping[str, nn.Module]
-    parameters: Mapping[str, nn.Parameter]
-    module_strategies: dict[str, TensorParallelLayer]
-    param_strategies: dict[str, TensorParallelLayer]
-    layouts: Mapping[str, Layout | None]
-    attention: Mapping[str, AttentionHeads]
-    splits: Mapping[str, Split]
-    """Projection, parameter or attention module -> split of its heads."""
-    size: int
-
-    def strategy(self, module: str) -> TensorParallelLayer:
-        return self.module_strategies.get(module, UNRULED)
-
-    def signature(self, module: str) -> Signature:
-        return self.strategy(module).signature
-
-    def has_whole_gradient(self, param: str) -> bool:
-        """True for a replicated parameter whose gradient is not summed over the ranks."""
-        is_summed = self.param_strategies.get(param, UNRULED).signature.gradient is PARTIAL
-        return self.layouts.get(param) is None and not is_summed
-
-    def own_layouts(self, owner: str) -> dict[str, Layout | None]:
-        """The layouts of a module's own parameters."""
-        own = self.modules[owner].named_parameters(recurse=False)
-        return {name: self.layouts.get(_join(owner, name)) for name, _ in own}
-
-    def children(self, block: str) -> dict[str, nn.Module]:
-        """Children of a module, by their names in the model."""
-        return {_join(block, name): child for name, child in self.modules[block].named_children()}
-
-    def sums(self) -> set[str]:
-        """Blocks that sum their output over the ranks."""
-        return summing_blocks(self.module_strategies, self.modules)
-
-
-def sum_faults(plan: BoundPlan) -> Iterator[str]:
+def sum_faults(bound: Binding) -> Iterator[str]:
     """Faults: outputs and gradients that are not summed exactly once, and full inputs of sequence-parallel modules."""
-    if plan.size > 1:
+    if bound.size > 1:
         for check in (_experts, _outputs, _heads, _other_gradients, _sequences):
-            yield from check(plan)
+            yield from check(bound)
 
 
-def scalars_between(plan: BoundPlan) -> Iterator[str]:
+def scalars_between(bound: Binding) -> Iterator[str]:
     """Modules with learned scalars (activations) between a linear with sharded output and the linear that takes it."""
-    for owner, child, _ in _between(plan):
-        if all(param.numel() == 1 for param in plan.modules[child].parameters()) and owner:
+    for owner, child, _ in _between(bound):
+        if all(param.numel() == 1 for param in bound.modules[child].parameters()) and owner:
             yield child
 
 
-def unsummed_experts(plan: BoundPlan) -> Iterator[str]:
+def unsummed_experts(bound: Binding) -> Iterator[str]:
     """Experts that are sharded or distributed over ranks, with outputs that no rule sums."""
-    sums = plan.sums()
-    for name in sorted(_partial_outputs(plan)):
-        if holds_experts(plan.modules[name]) and not sums.intersection(names_around(name)):
+    sums = bound.sums()
+    for name in sorted(_partial_outputs(bound)):
+        if holds_experts(bound.modules[name]) and not sums.intersection(names_around(name)):
             yield name
 
 
-def _experts(plan: BoundPlan) -> Iterator[str]:
+def _experts(bound: Binding) -> Iterator[str]:
     """Faults: experts that are neither complete on one rank nor have all matrices sharded along the same features."""
-    for owner, module in plan.modules.items():
+    for owner, module in bound.modules.items():
         if not holds_experts(module):
             continue
-        place, layouts = fold_layers(owner), plan.own_layouts(owner)
+        place, layouts = fold_layers(owner), bound.own_layouts(owner)
         spread = [name for name, layout in layouts.items() if layout is not None and layout.dim == 0]
         rest = [name for name in layouts if name not in spread]
-        if plan.signature(owner).exchanges_tokens and rest:
+        if bound.signature(owner).exchanges_tokens and rest:
             yield (
                 f"{place}: moe_all_to_all sends tokens to ranks that hold complete experts, but {', '.join(rest)} "
                 "would not be; make all of them local, or use moe_tp_experts"
@@ -132,71 +92,65 @@ def _same_features(split: Split, narrow: Split, is_concatenated: bool | None) ->
     return pairs or (split == packed([narrow, narrow]) and is_concatenated is not False)
 
 
-def _outputs(plan: BoundPlan) -> Iterator[str]:
+def _outputs(bound: Binding) -> Iterator[str]:
     """Faults: partial outputs that are not summed, and other outputs that are."""
-    partial, sums = _partial_outputs(plan), plan.sums()
+    partial, sums = _partial_outputs(bound), bound.sums()
     for name in sorted(partial):
         if not sums.intersection(names_around(name)):
-            fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(plan.modules[name]) else "gather around it"
+            fix = f"{fold_layers(name)}: moe_tp_experts" if holds_experts(bound.modules[name]) else "gather around it"
             yield f"{fold_layers(name)}: on every rank its output is a partial sum that nothing adds up; add {fix}"
     for block in sorted(sums):
-        inside = [name for name in plan.modules if f"{name}.".startswith(f"{block}.")]
+        inside = [name for name in bound.modules if f"{name}.".startswith(f"{block}.")]
         if not partial.intersection(inside):
             yield (
-                f"{fold_layers(block)}: its output is replicated, and would be added up {plan.size} times; shard "
+                f"{fold_layers(block)}: its output is replicated, and would be added up {bound.size} times; shard "
                 "what is inside (local_colwise and local_rowwise, or experts), or leave it out"
             )
             continue
         for name in inside:
-            if name != block and plan.signature(name).sums:
+            if name != block and bound.signature(name).sums:
                 yield f"{fold_layers(name)}: it sums its output, and {fold_layers(block)} sums again; use local_rowwise"
-        for name in (name for name in plan.parameters if name.startswith(f"{block}.")):
+        for name in (name for name in bound.parameters if name.startswith(f"{block}.")):
             owner, _, param_type = name.rpartition(".")
-            if plan.layouts.get(name) is not None or param_type in plan.param_strategies.get(name, UNRULED).added_once:
+            added_once = bound.param_strategies.get(name, UNRULED).added_once
+            if bound.layouts.get(name) is not None or param_type in added_once:
                 continue
             if owner == block:
                 yield (
                     f"{fold_layers(name)}: it is replicated, and the outputs of all ranks are summed; shard it, or "
                     f"add {fold_layers(name)}: replicate_once if it is added to the output"
                 )
-            elif plan.has_whole_gradient(name):
+            elif bound.has_whole_gradient(name):
                 yield (
                     f"{fold_layers(name)}: it is in a block with partial outputs that are summed, so its gradient has "
                     f"to be summed too; add {fold_layers(owner)}: {SUMMED}"
                 )
 
 
-def summing_blocks(strategies: Mapping[str, TensorParallelLayer], modules: Mapping[str, nn.Module]) -> set[str]:
-    """Blocks that sum their output over the ranks; linears, which sum their own output, are excluded."""
-    return {
-        name for name, strategy in strategies.items() if strategy.signature.sums and features(modules[name]) is None
-    }
-
-
-def _partial_outputs(plan: BoundPlan) -> set[str]:
+def _partial_outputs(bound: Binding) -> set[str]:
     """Modules with outputs that are partial sums."""
-    partial = {name for name, strategy in plan.module_strategies.items() if strategy.signature.leaves is PARTIAL}
-    sums = plan.sums()
-    for name, module in plan.modules.items():
-        if (holds_experts(module) or name in sums) and any(plan.own_layouts(name).values()):
+    partial = {name for name, strategy in bound.module_strategies.items() if strategy.signature.leaves is PARTIAL}
+    sums = bound.sums()
+    for name, module in bound.modules.items():
+        if (holds_experts(module) or name in sums) and any(bound.own_layouts(name).values()):
             partial.add(name)
-    for name, strategy in plan.param_strategies.items():  # experts may keep their parameters in a submodule
+    for name, strategy in bound.param_strategies.items():  # experts may keep their parameters in a submodule
         owner = name.rpartition(".")[0]
-        if strategy is not plan.module_strategies.get(owner) and plan.layouts.get(name) is not None:
+        if strategy is not bound.module_strategies.get(owner) and bound.layouts.get(name) is not None:
             partial |= {owner for block in names_around(owner) if block in sums}
     return partial
 
 
-def _heads(plan: BoundPlan) -> Iterator[str]:
+def _heads(bound: Binding) -> Iterator[str]:
     """Faults: other parameters that compute on sharded heads; their gradient on each rank is partial."""
-    for name, param in plan.parameters.items():
+    for name, param in bound.parameters.items():
         owner = name.rpartition(".")[0]
-        attention = next((module for module in names_around(owner) if module in plan.attention), None)
-        signature = plan.param_strategies.get(name, UNRULED).signature
-        projected = owner in plan.splits and owner not in plan.attention
-        if attention is None or projected or signature.gathers_features or not plan.has_whole_gradient(name):
+        attention = next((module for module in names_around(owner) if module in bound.attention), None)
+        signature = bound.param_strategies.get(name, UNRULED).signature
+        projected = owner in bound.splits and owner not in bound.attention
+        if attention is None or projected or signature.gathers_features or not bound.has_whole_gradient(name):
             continue
-        heads = plan.attention[attention]
+        heads = bound.attention[attention]
         # Latents are replicated; column-parallel layers sum their gradients, but not that of the rotary key.
         rotary_key = owner.endswith("kv_a_proj_with_mqa") and signature.leaves is not LOCAL
         if (heads.is_latent and not rotary_key) or not set(names_around(name)).isdisjoint(heads.hidden):
@@ -215,48 +169,48 @@ def _heads(plan: BoundPlan) -> Iterator[str]:
         yield f"{fold_layers(name)}: it computes on sharded heads, {fix}"
 
 
-def _other_gradients(plan: BoundPlan) -> Iterator[str]:
+def _other_gradients(bound: Binding) -> Iterator[str]:
     """Faults outside attention: modules on sharded features that do not sum gradients, and other modules that do."""
-    between, sums = set(), plan.sums()
-    for _, child, width in _between(plan):
+    between, sums = set(), bound.sums()
+    for _, child, width in _between(bound):
         between.add(child)
-        for param_type, param in plan.modules[child].named_parameters():
-            name = _join(child, param_type)
-            if plan.has_whole_gradient(name) and not plan.signature(child).gathers_features:
+        for param_type, param in bound.modules[child].named_parameters():
+            name = f"{child}.{param_type}"
+            if bound.has_whole_gradient(name) and not bound.signature(child).gathers_features:
                 rule = "sharded_norm" if width in param.shape else SUMMED
                 yield (
                     f"{fold_layers(name)}: it is between linears with sharded features, and is replicated; add "
                     f"{fold_layers(child)}: {rule}"
                 )
-    for name, strategy in plan.module_strategies.items():
+    for name, strategy in bound.module_strategies.items():
         signature = strategy.signature
         if signature.takes is not LOCAL or signature.gathers_features or name in between:
             continue
         parent = name.rpartition(".")[0]
         blocks = list(names_around(parent))
         if signature.gradient is not PARTIAL:
-            if name not in plan.splits:
+            if name not in bound.splits:
                 yield (
                     f"{fold_layers(name)}: its input is replicated; use replicate, or name it under "
                     "with_query or with_key in a YAML plan's attention section"
                 )
         elif not (
             sums.intersection(blocks)
-            or any(is_attention(plan.modules[block]) for block in blocks)
-            or any(plan.signature(sibling).leaves is FEATURES for sibling in plan.children(parent))
+            or any(is_attention(bound.modules[block]) for block in blocks)
+            or any(bound.signature(sibling).leaves is FEATURES for sibling in bound.children(parent))
         ):
             yield (
                 f"{fold_layers(name)}: its input is replicated, and so is its gradient, which would be "
-                f"counted {plan.size} times; use replicate"
+                f"counted {bound.size} times; use replicate"
             )
 
 
-def _sequences(plan: BoundPlan) -> Iterator[str]:
+def _sequences(bound: Binding) -> Iterator[str]:
     """Faults: modules that compute on shards of the sequence, but are given the full sequence.
 
     Skipped if a user's strategy may shard the sequence or return DTensors.
     """
-    strategies = plan.module_strategies
+    strategies = bound.module_strategies
     styles = {name for name, strategy in strategies.items() if strategy.shards_as_torch}
     on_shards = [name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE]
     rest = [strategy for name, strategy in strategies.items() if name not in styles.intersection(on_shards)]
@@ -266,7 +220,7 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
     ):
         return
     for name in on_shards:
-        if name in styles and not plan.attention.keys() & set(names_around(name)):  # in attention, heads are sharded
+        if name in styles and not bound.attention.keys() & set(names_around(name)):  # in attention, heads are sharded
             yield (
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a shard of the sequence, which no "
                 "rule shards before it; use replicate, or let what comes before it leave Shard(1)"
@@ -283,58 +237,52 @@ def _sequences(plan: BoundPlan) -> Iterator[str]:
             )
 
 
-def _between(plan: BoundPlan) -> Iterator[tuple[str, str, int]]:
+def _between(bound: Binding) -> Iterator[tuple[str, str, int]]:
     """Yield (block, module, width): modules that compute on features that siblings leave sharded.
 
     They have parameters, or a rule, as a norm without a weight.
     """
-    for block in (name for name, module in plan.modules.items() if not is_attention(module)):
-        children = plan.children(block)
-        leaving = [name for name in children if plan.signature(name).leaves is FEATURES]
+    for block in (name for name, module in bound.modules.items() if not is_attention(module)):
+        children = bound.children(block)
+        leaving = [name for name in children if bound.signature(name).leaves is FEATURES]
         counts = [count for name in leaving if (count := features(children[name]))]
-        if not counts or not any(plan.signature(name).takes is FEATURES for name in children):
+        if not counts or not any(bound.signature(name).takes is FEATURES for name in children):
             continue
         inputs, width = counts[0]
         for name, child in children.items():
             shapes = [param.shape for param in child.parameters()]
-            if features(child) is not None or not (shapes or name in plan.module_strategies) or width == inputs:
+            if features(child) is not None or not (shapes or name in bound.module_strategies) or width == inputs:
                 continue
             if all(shape.numel() == 1 or width in shape for shape in shapes):
                 yield block, name, width
 
 
-def _join(owner: str, name: str) -> str:
-    return f"{owner}.{name}" if owner else name
-
-
-def misfits(plan: BoundPlan, attention: Collection[str], ranks: Ranks) -> Iterator[str]:
+def misfits(bound: Binding) -> Iterator[str]:
     """Faults: a linear leaves its features sharded and the next linear of the block expects all, or the reverse.
 
     Widths decide which linear feeds which: within a block, a linear feeds every later linear that takes as many
     features as it makes (or as one part of a fused linear). If there is none, it feeds earlier linears with rules that
-    take shards.
-
-    Args:
-        attention: projections of attention, which `heads.py` checks.
+    take shards. `heads.py` checks projections of attention.
     """
-    for block in (name for name, module in plan.modules.items() if not is_attention(module)):
-        children = plan.children(block)
+    attention = bound.splits.keys() | bound.replicated
+    for block in (name for name, module in bound.modules.items() if not is_attention(module)):
+        children = bound.children(block)
         linears = {
             name: input_width(child)
             for name, child in children.items()
             if not isinstance(child, nn.Embedding) and features(child) and name not in attention
         }
-        takes = {name for name in linears if plan.signature(name).takes is FEATURES}
+        takes = {name for name in linears if bound.signature(name).takes is FEATURES}
         for position, linear in enumerate(linears):
-            strategy, maker = plan.strategy(linear), fold_layers(linear)
+            strategy, maker = bound.strategy(linear), fold_layers(linear)
             leaves = strategy.signature.leaves is FEATURES
-            makes = _makes(children[linear], strategy, ranks)
+            makes = _makes(children[linear], strategy, bound.ranks)
             consumers = [peer for peer in list(linears)[position + 1 :] if linears[peer] in makes]
             if not consumers and leaves:  # Idefics declares down_proj before up_proj
                 consumers = [peer for peer in list(linears)[:position] if linears[peer] in makes and peer in takes]
             takers = [peer for peer in consumers if peer in takes]
             if leaves and not consumers:
-                ends = linear == list(linears)[-1] and isinstance(plan.modules[block], nn.Sequential)
+                ends = linear == list(linears)[-1] and isinstance(bound.modules[block], nn.Sequential)
                 if len(linears) > 1 and not ends:  # a single linear may feed siblings of the module
                     yield (
                         f"{maker}: it leaves its features sharded, and nothing after it in "
@@ -355,13 +303,13 @@ def misfits(plan: BoundPlan, attention: Collection[str], ranks: Ranks) -> Iterat
                     )
                 elif not strategy.use_local_output:
                     pass  # a DTensor has its placement
-                elif plan.strategy(peer).shards_as_torch and width % plan.size:
+                elif bound.strategy(peer).shards_as_torch and width % bound.size:
                     yield (
-                        f"{maker} and {taker}: {width} features do not divide by {plan.size} ranks, "
+                        f"{maker} and {taker}: {width} features do not divide by {bound.size} ranks, "
                         "and torch takes every rank's shard to be as wide as its own; make what comes before it "
                         "ColwiseParallel(use_local_output=False), or use the strategies colwise and rowwise"
                     )
-                elif makes[linears[takers[0]]] != _split(children[peer], plan.strategy(peer), width, 1, plan.size):
+                elif makes[linears[takers[0]]] != _split(children[peer], bound.strategy(peer), width, 1, bound.size):
                     yield (
                         f"{maker} and {taker}: the same features are split differently; fused parts are "
                         "packed_colwise, everything else colwise, and what follows rowwise; torch's styles and "

@@ -24,8 +24,9 @@ from ..anatomy import (
 from ..errors import hint_for
 from ..slices.layout import Split, heads, interleaved, packed
 from ..strategies.signature import FEATURES
-from .attention import Attention, AttentionHeads
-from .rule import UNRULED, Matches, Rule
+from .attention import AttentionHeads
+from .binding import Binding
+from .rule import UNRULED, Rule
 
 PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "query": ("q_proj",),
@@ -46,18 +47,18 @@ _ABSENT = ({"value"}, {"key", "value"})
 """Roles that attention may lack: its values are its keys, or keys and values are those of another layer."""
 
 
-def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
+def split_attention(bound: Binding) -> dict[str, AttentionHeads]:
     """Split the heads of every attention module with sharded projections; see `Entry.split`.
 
     If the plan, or the plan of an inner model, has no attention modules, they are recognised by PROJECTIONS. Rules that
     a declared plan lacks are added.
     """
-    faults = matches.faults
-    fault_count, size = len(faults), matches.ranks.size
+    faults = bound.faults
+    fault_count, size = len(faults), bound.size
     heads_by_module: dict[str, AttentionHeads] = {}
-    for name, (around, children, blocks) in _groups(matches).items():
+    for name, (around, children, blocks) in _groups(bound).items():
         roles = {role: [f"{around}.{child}" for child in names] for role, names in children.items()}
-        counts = _count_heads(name, roles, matches) if _stays_sharded(name, roles, matches) else None
+        counts = _count_heads(name, roles, bound) if _stays_sharded(name, roles, bound) else None
         if counts is None:
             continue
         query, kv, head_dim = counts
@@ -65,13 +66,13 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
         if query % count or kv % count:
             faults.append(f"attention {name}: {query} query and {kv} key/value heads are not those of {count} blocks")
             continue
-        if matches.declared and not _is_described(name, matches):
-            _complete_declared(name, roles, query, head_dim, matches)
+        if bound.plan.declared and not _is_described(name, bound):
+            _complete_declared(name, roles, query, head_dim, bound)
         followers = [child for names in roles.values() for child in names]
         if size > query // count:
-            matches.replicated.update(dict.fromkeys((*followers, name), name))
+            bound.replicated.update(dict.fromkeys((*followers, name), name))
             continue
-        block_splits, hidden = heads(query // count, kv // count, matches.ranks), roles.pop("with_hidden", [])
+        block_splits, hidden = heads(query // count, kv // count, bound.ranks), roles.pop("with_hidden", [])
         holders = dict.fromkeys(child.rpartition(".")[0] for child, _ in _projections(roles))
         heads_by_module[name] = AttentionHeads(
             packed([block_splits[0]] * count),
@@ -81,21 +82,21 @@ def split_attention(matches: Matches) -> dict[str, AttentionHeads]:
             head_dim=head_dim,
             holders=tuple(holder for holder in holders if is_inside(holder, name)),
             hidden=tuple(hidden),
-            repeats=_repeats(name, roles, query, matches),
+            repeats=_repeats(name, roles, query, bound),
         )
-        matches.splits[name] = heads_by_module[name].query
-        _split_children(roles, block_splits, blocks, matches)
+        bound.splits[name] = heads_by_module[name].query
+        _split_children(roles, block_splits, blocks, bound)
     if len(faults) == fault_count:  # faults in the description of attention are reported alone
-        faults.extend(_unrecognised(matches))
+        faults.extend(_unrecognised(bound))
     return heads_by_module
 
 
-def _stays_sharded(name: str, roles: Roles, matches: Matches) -> bool:
+def _stays_sharded(name: str, roles: Roles, bound: Binding) -> bool:
     """True if every projection of an attention module is sharded; adds a fault if only some are."""
     projections = dict(_projections(roles))
-    sharded = {child for child, role in projections.items() if _is_sharded(role, matches.module_rules.get(child))}
+    sharded = {child for child, role in projections.items() if _is_sharded(role, bound.module_rules.get(child))}
     if 0 < len(sharded) < len(projections):
-        matches.faults.append(
+        bound.faults.append(
             f"attention {fold_layers(name)}: {_own_names(sharded)} leave their features sharded, "
             f"{_own_names(projections.keys() - sharded)} do not; make all of query, key and value colwise and the "
             "output rowwise, or none"
@@ -108,11 +109,11 @@ def _projections(roles: Roles) -> Iterator[tuple[str, str]]:
     return ((child, role) for role, names in roles.items() for child in names if not role.startswith("with_"))
 
 
-def _complete_declared(name: str, roles: Roles, count: int, head_dim: int | None, matches: Matches) -> None:
+def _complete_declared(name: str, roles: Roles, count: int, head_dim: int | None, bound: Binding) -> None:
     """Complete a declared plan: roles of gates and biases per query head, rules of norms within heads."""
-    modules, module_rules = matches.modules, matches.module_rules
+    modules, module_rules = bound.modules, bound.module_rules
     known = {child for names in roles.values() for child in names}
-    for child, rule in matches.param_rules.items():
+    for child, rule in bound.param_rules.items():
         owner, _, param_type = child.rpartition(".")
         if owner == name and child not in known and rule.strategy_name != "replicate":
             shape = getattr(modules[name], param_type).shape
@@ -131,17 +132,15 @@ def _complete_declared(name: str, roles: Roles, count: int, head_dim: int | None
                 module_rules[child] = Rule(child, "replicated_with_grad_allreduce")
 
 
-def _split_children(
-    roles: Roles, block_splits: tuple[Split, Split], blocks: Mapping[str, int], matches: Matches
-) -> None:
+def _split_children(roles: Roles, block_splits: tuple[Split, Split], blocks: Mapping[str, int], bound: Binding) -> None:
     """Split the children of one attention module by its heads; children without rules are skipped."""
     for child, role in ((child, role) for role, names in roles.items() for child in names):
-        rule = matches.module_rules.get(child) or matches.param_rules.get(child)
+        rule = bound.module_rules.get(child) or bound.param_rules.get(child)
         if rule is None:
             continue
-        matches.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
+        bound.splits[child] = packed([_role_split(role, block_splits, rule)] * blocks.get(role, 1))
         if rule.parts is not None and role != "fused":
-            matches.faults.append(
+            bound.faults.append(
                 f"{fold_layers(child)}: attention splits it by heads, as {role}, which has no parts; leave parts out, "
                 "or make its role in the plan's attention fused"
             )
@@ -159,15 +158,15 @@ def _role_split(role: str, block_splits: tuple[Split, Split], rule: Rule) -> Spl
     return kv if role in ("key", "value", "key_value", "with_key") else query
 
 
-def _unrecognised(matches: Matches) -> Iterator[str]:
+def _unrecognised(bound: Binding) -> Iterator[str]:
     """Faults: attention that is sharded without a description of its heads, unless evenly and into complete heads."""
-    modules, size, is_even = matches.modules, matches.ranks.size, matches.ranks.shares is None
-    known = matches.splits.keys() | matches.replicated.keys()
-    for child, rule in matches.module_rules.items():
+    modules, size, is_even = bound.modules, bound.size, bound.ranks.shares is None
+    known = bound.splits.keys() | bound.replicated.keys()
+    for child, rule in bound.module_rules.items():
         name = child.rpartition(".")[0]
         if not is_attention(modules[name]) or child in known or not _is_sharded("query", rule):
             continue
-        common = math.gcd(*head_counts(modules[name], attention_config(modules[name], matches.model)))
+        common = math.gcd(*head_counts(modules[name], attention_config(modules[name], bound.model)))
         if common % size or not is_even:
             valid = [str(count) for count in range(1, common + 1) if common % count == 0]
             wanted = f"for {size}" if is_even else f"by shares of {size}"
@@ -178,27 +177,26 @@ def _unrecognised(matches: Matches) -> Iterator[str]:
             )
 
 
-def _is_described(name: str, matches: Matches) -> bool:
+def _is_described(name: str, bound: Binding) -> bool:
     """True if the plan of the inner model (else the full model) around the module `name` has attention entries."""
-    around = matches.inner_model_around
-    described = (around(entry.full(matches.prefix)) for entry in matches.entries if isinstance(entry, Attention))
-    return around(name) in described
+    around = bound.plan.inner_model_around
+    return around(name) in (around(entry.full(bound.prefix)) for entry in bound.plan.attention)
 
 
-def _groups(matches: Matches) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
+def _groups(bound: Binding) -> dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]]:
     """Attention module -> (it or a module around it, that module's children and blocks by role).
 
     From the attention entries of plans, or else from PROJECTIONS.
     """
-    prefix, modules, faults = matches.prefix, matches.modules, matches.faults
+    prefix, modules, faults = bound.prefix, bound.modules, bound.faults
     groups: dict[str, tuple[str, Mapping[str, tuple[str, ...]], Mapping[str, int]]] = {}
     for name, module in modules.items():
-        for projections in () if _is_described(name, matches) else (PROJECTIONS, LATENT_PROJECTIONS):
+        for projections in () if _is_described(name, bound) else (PROJECTIONS, LATENT_PROJECTIONS):
             children = dict(_present(module, projections))
             lacking = projections.keys() - children.keys() - {"with_query"}
             if not lacking or (lacking in _ABSENT and is_attention(module) and not _has_others(module, children)):
                 groups[name] = name, children, {}
-    for group in (entry for entry in matches.entries if isinstance(entry, Attention)):
+    for group in bound.plan.attention:
         names = list(group.match(modules, prefix))
         if not names and not group.optional:
             hint = hint_for(faults, group.full(prefix), map(fold_layers, modules))
@@ -241,10 +239,10 @@ def _is_sharded(role: str, rule: Rule | None) -> bool:
     return signature.takes is FEATURES if role == "output" else signature.leaves is FEATURES
 
 
-def _count_heads(name: str, roles: Roles, matches: Matches) -> tuple[int, int, int | None] | None:
+def _count_heads(name: str, roles: Roles, bound: Binding) -> tuple[int, int, int | None] | None:
     """(query heads, KV heads, head size) of one attention module; None, and a fault, if they are inconsistent."""
-    modules, module, faults = matches.modules, matches.modules[name], matches.faults
-    config = attention_config(module, matches.model)
+    modules, module, faults = bound.modules, bound.modules[name], bound.faults
+    config = attention_config(module, bound.model)
     head_dim = first_of(HEAD_SIZES, module, config)
     query, kv = head_counts(module, config)
     attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
@@ -275,10 +273,10 @@ def _count_heads(name: str, roles: Roles, matches: Matches) -> tuple[int, int, i
     return query, kv, head_dim
 
 
-def _repeats(name: str, roles: Roles, query: int, matches: Matches) -> int:
+def _repeats(name: str, roles: Roles, query: int, bound: Binding) -> int:
     """Times that each head of the query projection attends; in JetMoE, once per expert of a token."""
-    module = matches.modules[name]
-    config = attention_config(module, matches.model)
+    module = bound.modules[name]
+    config = attention_config(module, bound.model)
     config_heads = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
     return config_heads // query if config_heads and config_heads % query == 0 else 1
 

@@ -6,19 +6,16 @@ A line names modules by a pattern; `*` matches a layer number.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..slices.layout import Ranks, Split
 from ..strategies import STRATEGIES, ReplicateParallel, TensorParallelLayer, as_strategy
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ..strategies import ParamShard
 
 UNRULED: TensorParallelLayer = ReplicateParallel()
@@ -92,10 +89,10 @@ class Entry(Pattern):
         raise NotImplementedError
 
     @classmethod
-    def split(cls, matches: Matches) -> Mapping[str, SplitHeads]:
+    def split(cls, bound: Any) -> Mapping[str, SplitHeads]:
         """Split the heads of the modules of this section: module -> its heads.
 
-        Adds the splits of children to `matches`, before rules are bound; may complete or replace the rules there.
+        Adds the splits of children to the `Binding`, before rules are bound; may complete or replace the rules there.
         """
         raise NotImplementedError
 
@@ -109,30 +106,6 @@ class SplitHeads:
 
     def attach(self, model: nn.Module, name: str, shards: Mapping[str, ParamShard], rank: int) -> None:
         """Change the forward of the module `name`, after its strategies are attached; `shards`: of all parameters."""
-
-
-@dataclass
-class Matches:
-    """A plan, with the modules and parameters of a model that its rules match."""
-
-    entries: Sequence[Entry]
-    inner_model_around: Callable[[str], str]
-    """Of `Plan`."""
-    declared: bool
-    """True for a plan that a transformers class declares."""
-    model: PreTrainedModel
-    prefix: str
-    ranks: Ranks
-    modules: Mapping[str, nn.Module]
-    parameters: Mapping[str, nn.Parameter]
-    module_rules: dict[str, Rule]
-    param_rules: dict[str, Rule]
-    """Parameter -> its own rule."""
-    faults: list[str]
-    splits: dict[str, Split] = field(default_factory=dict)
-    """Projection, parameter or attention module -> split of its heads or features."""
-    replicated: dict[str, str] = field(default_factory=dict)
-    """Child that is replicated because there are more ranks than heads -> the module whose heads they are."""
 
 
 def set_own(module: nn.Module, attributes: Mapping[str, int]) -> None:

@@ -20,8 +20,9 @@ from torch import nn
 
 from ...anatomy import fold_layers, inner, is_inside
 from ...errors import hint_for, shown
+from ...plans.binding import Binding
 from ...plans.parse import is_name, names_of, rule_arguments
-from ...plans.rule import Entry, Matches, SplitHeads, set_own
+from ...plans.rule import Entry, SplitHeads, set_own
 from ...slices.layout import Range, Ranks, Split, heads, packed
 from ...strategies import LocalConfig, ParamShard
 from .counts import (
@@ -85,8 +86,8 @@ class Mixer(Entry):
                 yield rule_arguments(f"{self.pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
 
     @classmethod
-    def split(cls, matches: Matches) -> Mapping[str, MixerHeads]:
-        return split_mixers([entry for entry in matches.entries if isinstance(entry, Mixer)], matches)
+    def split(cls, bound: Binding) -> Mapping[str, MixerHeads]:
+        return split_mixers([entry for entry in bound.plan.entries if isinstance(entry, Mixer)], bound)
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,13 @@ def _parts(value: Any) -> Parts | None:
     return normalised if flat and all(name in PARTS for name in flat) else None
 
 
-def split_mixers(mixers: Sequence[Mixer], matches: Matches) -> dict[str, MixerHeads]:
+def split_mixers(mixers: Sequence[Mixer], bound: Binding) -> dict[str, MixerHeads]:
     """Shard every mixer by complete heads; see `Entry.split`.
 
     If there are more ranks than heads, shard projections by features and gather their outputs: rules of projections
     are replaced.
     """
-    modules, prefix, faults, module_rules = matches.modules, matches.prefix, matches.faults, matches.module_rules
+    modules, prefix, faults, module_rules = bound.modules, bound.prefix, bound.faults, bound.module_rules
     heads_by_mixer: dict[str, MixerHeads] = {}
     for mixer in mixers:
         names = list(mixer.match(modules, prefix))
@@ -171,12 +172,12 @@ def split_mixers(mixers: Sequence[Mixer], matches: Matches) -> dict[str, MixerHe
                 continue
             children = [f"{name}.{child}" for child_parts in present.values() for child in child_parts]
             try:
-                mixer_heads = _split_mixer(modules[name], present, states, matches.ranks)
+                mixer_heads = _split_mixer(modules[name], present, states, bound.ranks)
             except ValueError as error:
                 faults.append(f"mixer {fold_layers(name)}: {error}")
                 continue
             heads_by_mixer[name] = mixer_heads
-            matches.splits.update({f"{name}.{child}": split for child, split in mixer_heads.splits.items()})
+            bound.splits.update({f"{name}.{child}": split for child, split in mixer_heads.splits.items()})
             if not mixer_heads.splits:
                 gathered = {
                     child: replace(module_rules[child], strategy=GATHERED[module_rules[child].strategy_name])
@@ -185,11 +186,11 @@ def split_mixers(mixers: Sequence[Mixer], matches: Matches) -> dict[str, MixerHe
                 }
                 module_rules.update(gathered)
                 ruled = (child for child in module_rules if is_inside(child, name))
-                matches.replicated.update((child, name) for child in (*children, *ruled) if child not in gathered)
+                bound.replicated.update((child, name) for child in (*children, *ruled) if child not in gathered)
     faults.extend(
         f"{fold_layers(name)}: it is in a mixer with sharded heads, and no rule says how it is; name it there"
-        for name in matches.parameters
-        if name not in matches.param_rules and name.rpartition(".")[0] not in module_rules
+        for name in bound.parameters
+        if name not in bound.param_rules and name.rpartition(".")[0] not in module_rules
         if any(is_inside(name, mixer) for mixer in heads_by_mixer)
     )
     return heads_by_mixer

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy import KV_COUNTS, QUERY_COUNTS, base_prefix, fold_layers, names_around
 from ...plans.bind import Resolution
-from ...plans.checks import summing_blocks
+from ...plans.binding import summing_blocks
 from ...plans.rule import UNRULED, Rule
 from ...slices.layout import Layout, Split
 from ...strategies import TensorParallelLayer, take

@@ -10,8 +10,7 @@ from torch import nn
 from tp_transformers import PlanError
 from tp_transformers.features.mixers.mixer import Mixer, split_mixers
 from tp_transformers.plans import Plan, Rule
-from tp_transformers.plans.rule import Matches
-from tp_transformers.slices.layout import Ranks
+from tp_transformers.plans.binding import Binding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,9 +32,22 @@ class Mixing(nn.Module):
         self.back = nn.Linear(2 * heads, 4)
 
 
-def matches_of(module: nn.Module, size: int, faults: list[str], rules: dict[str, Rule]) -> Matches:
-    model = cast("PreTrainedModel", module)
-    return Matches((), str, False, model, "", Ranks(size), {"": nn.Identity(), "mixer": module}, {}, rules, {}, faults)
+class Model(nn.Module):
+    """A model of one mixer."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+
+def bound_to(module: nn.Module, size: int, faults: list[str], rules: dict[str, Rule]) -> Binding:
+    bound = Binding(Plan("test", ()), cast("PreTrainedModel", Model(module)), size)
+    bound.parameters, bound.faults, bound.module_rules = {}, faults, rules
+    return bound
 
 
 def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
@@ -60,8 +72,8 @@ def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
 @pytest.mark.parametrize(("heads", "groups"), [(8, 4), (8, 2), (8, 1), (6, 3), (9, 3), (5, 5)])
 def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups: int, size: int) -> None:
     faults: list[str] = []
-    matches = matches_of(Mixing(heads, groups), size, faults, {})
-    cut, splits = split_mixers([Mixer.parse("mixer", ENTRY, faults)], matches)["mixer"], matches.splits
+    bound = bound_to(Mixing(heads, groups), size, faults, {})
+    cut, splits = split_mixers([Mixer.parse("mixer", ENTRY, faults)], bound)["mixer"], bound.splits
     assert not faults
     for rank in range(size):
         own = {head for start, stop in cut.heads.ranges[rank] for head in range(start, stop)}
@@ -78,15 +90,15 @@ def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups
 def test_more_ranks_than_heads_gather_what_projections_make() -> None:
     rules = {f"mixer.{child}": Rule(child, name) for child, name in (("joined", "colwise"), ("back", "rowwise"))}
     rules["mixer.norm"] = Rule("norm", "replicated_with_grad_allreduce")
-    matches = matches_of(Mixing(2, 1), 3, [], rules)
-    cut = split_mixers([Mixer.parse("mixer", ENTRY, [])], matches)["mixer"]
-    assert (cut.heads.widths, cut.groups.widths, matches.splits) == ((2, 2, 2), (1, 1, 1), {})
+    bound = bound_to(Mixing(2, 1), 3, [], rules)
+    cut = split_mixers([Mixer.parse("mixer", ENTRY, [])], bound)["mixer"]
+    assert (cut.heads.widths, cut.groups.widths, bound.splits) == ((2, 2, 2), (1, 1, 1), {})
     assert [rule.strategy for rule in rules.values()] == [
         "colwise_rep",
         "rowwise_rep",
         "replicated_with_grad_allreduce",
     ]
-    assert matches.replicated == {"mixer.by_group": "mixer", "mixer.norm": "mixer"}
+    assert bound.replicated == {"mixer.by_group": "mixer", "mixer.norm": "mixer"}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +119,6 @@ def test_an_entry_that_is_no_mixer(entry: Any, fault: str) -> None:
 def test_parts_that_do_not_add_up() -> None:
     faults: list[str] = []
     mixer = Mixer.parse("mixer", {**ENTRY, "local": {"back": ["head", "head"]}}, faults)
-    split_mixers([mixer], matches_of(Mixing(4, 2), 2, faults, {}))
+    split_mixers([mixer], bound_to(Mixing(4, 2), 2, faults, {}))
     assert len(faults) == 1
     assert "of back are not" in faults[0]
