@@ -85,11 +85,11 @@ def check_commands(run: Run, gone: set[str], folder: Path) -> None:
     """The commands of the features `gone` are not there; each gives the error of a misspelt one."""
     helped = run("tp_transformers.commands.cli", "--help")
     assert helped.returncode == 0, helped.stderr
-    for name, feature in features().items():
-        for command in feature.commands():
-            there = re.search(rf"\n    {command}\s", helped.stdout)
-            assert bool(there) == (name not in gone), helped.stdout
-    lost = [command for name in sorted(gone) for command in features()[name].commands()]
+    there = {command for name, feature in features().items() if name not in gone for command in feature.commands()}
+    every = {command for feature in features().values() for command in feature.commands()}
+    for command in every:
+        assert bool(re.search(rf"\n    {command}\s", helped.stdout)) == (command in there), helped.stdout
+    lost = sorted(every - there)
     for command in [*lost[:1], "misspelt"]:
         refused = run("tp_transformers.commands.cli", command)
         assert refused.returncode == 2
