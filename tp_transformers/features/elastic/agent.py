@@ -40,7 +40,7 @@ the store at which they meet."""
 TICK = 0.05
 """Seconds between two looks at the store and at the processes."""
 START = 600.0
-"""Seconds in which a process has to have started, and the ranks of a generation have to serve."""
+"""Seconds in which a process has to have started, and the ranks of a generation may serve, however fast the first."""
 RENEWALS = 3
 """Generations in a row that may end although no rank is lost or has come."""
 
@@ -107,8 +107,8 @@ class Agent:
         """How often each slot has lost its rank; slot -> the time at which a rank is started again."""
         self.causes, self.since = list[str](), 0.0
         """What has happened since all ranks served, and when the first of it did."""
-        self.has_served, self.took = False, START
-        """If all ranks have served; the seconds that the first generation of ranks took to load."""
+        self.has_served, self.took = False, float("inf")
+        """If all ranks have served; the seconds of the first load, which has no limit."""
         self.came: list[int] = []
         """Signals that end the server."""
         self.end_at = float("inf")
@@ -229,10 +229,11 @@ class Agent:
                 is_ready, self.took = True, self.took if self.has_served else time.monotonic() - began
                 self.has_served = True
                 self._say()
-            if not is_ready and time.monotonic() > began + START:
+            limit = max(START, self._patience(has_served=False))
+            if not is_ready and time.monotonic() > began + limit:
                 for each in self.members:
                     if each not in ready:
-                        each.kill(f"did not serve within {START:.0f} s")
+                        each.kill(f"did not serve within {limit:.0f} s")
             if self.store.check([f"trouble {self.generation}"]):
                 lost = json.loads(self.store.get(f"trouble {self.generation}"))
                 if lost is not None:
@@ -258,8 +259,7 @@ class Agent:
 
     def _patience(self, has_served: bool) -> float:
         """Seconds for ranks to stop: a read of weights is not broken off, but takes not much longer than the first."""
-        watch: float = self.watch
-        return BUSY * watch if has_served else min(START, BUSY * (watch + self.took))
+        return BUSY * float(self.watch if has_served else self.watch + self.took)
 
     def _until_stopped(self, seconds: float) -> None:
         """Wait for the ranks of a generation to leave; those that do not in time are killed."""

@@ -19,11 +19,11 @@ def agent(said: list[str]) -> Any:
 
 def test_a_deadlock_while_weights_are_read_costs_as_much_as_the_first_load_allows() -> None:
     found = agent([])
-    assert (found._patience(True), found._patience(False)) == (60, 600)
+    assert (found._patience(True), found._patience(False)) == (60, float("inf")), "nothing ends a slow first load"
     found.took = 2.0
     assert (found._patience(True), found._patience(False)) == (60, 72)
     found.took = 500.0
-    assert found._patience(False) == 600
+    assert found._patience(False) == 3060
 
 
 def test_a_rank_that_does_not_stop_is_killed() -> None:
