@@ -44,6 +44,7 @@ PRELOADED = [
     ),
 ]
 """What the process imports that workers are forked from: a worker begins with them."""
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 KEPT = 8
 """Workers that wait for the next call; more of them, beside those of another session, would fill the memory."""
@@ -142,7 +143,6 @@ class Pool:
 class _Worker:
     def __init__(self, spawn: bool) -> None:
         context: Any = multiprocessing.get_context("spawn" if spawn else "forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self.stderr = tempfile.NamedTemporaryFile("w+", suffix=".stderr")  # noqa: SIM115 - lives as long as the worker
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, self.stderr.name), daemon=True)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import re
+import runpy
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.features.serve.distributed.test_serve import QUESTIONS, folder, processes_of, served
+from tests.features.serve.distributed.test_serve import QUESTIONS, client_of, folder, served, serving
+from tests.support.commands import main
 from tests.support.models import load
-from tests.support.pool import Pool
+from tests.support.pool import Pool, free_port
+from tp_transformers.features.elastic import agent
+from tp_transformers.features.run.launch import end_with_parent
 from tp_transformers.slices.layout import union
 from tp_transformers.strategies import layout_of, unsharded_like
 
@@ -33,6 +40,8 @@ FAULTS = """
 import os, signal
 from tp_transformers.features.elastic import member
 from tp_transformers.features.reshard import moves
+with open(os.environ["FAULTS"] + "/pid" + os.environ.get("LOCAL_RANK", ""), "w") as file:
+    file.write(str(os.getpid()))
 block = moves._block
 def faulty(*arguments):
     file = os.environ["FAULTS"] + "/reshard" + os.environ["LOCAL_RANK"]
@@ -44,14 +53,76 @@ moves._block = faulty
 free = member.free_memory
 member.free_memory = lambda *given: 0 if os.path.exists(os.environ["FAULTS"] + "/full") else free(*given)
 """
-"""Imported by ranks: one dies at its first move of a reshard, or no rank has memory, while a file says so."""
+"""Imported by ranks, which say their process ids.
+
+One dies at its first move of a reshard, or no rank has memory, while a file says so.
+"""
+
+
+class _AsPopen:
+    """A process of multiprocessing with what the command and these tests ask of `subprocess.Popen`."""
+
+    pid: int
+    exitcode: int | None
+    join: Callable[[float | None], None]
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self.join(timeout)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+class _Rank(_AsPopen, multiprocessing.context.ForkProcess):
+    """A rank that the server's process forks, instead of a new interpreter: all modules are imported already."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], start_new_session: bool) -> None:
+        super().__init__(target=self.run_module, args=(command[2:], env))
+        self.start()
+
+    @staticmethod
+    def run_module(command: Sequence[str], environment: Mapping[str, str]) -> None:
+        os.setsid()
+        os.closerange(3, 4096)  # as of a new interpreter: connections of the agent belong to the agent
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [*command]
+        sys.modules.pop("tp_faults")  # of the command
+        try:
+            runpy.run_module(command[0], run_name="__main__")
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+
+
+class _Command(_AsPopen, multiprocessing.context.ForkServerProcess):
+    """The command, run by a process that is forked where the workers of the pool are."""
+
+
+def serve_in_forks(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
+    """Run in a process: the command, with ranks that are forked."""
+    file = os.open(log, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    end_with_parent()
+    os.environ.update(environment)
+    agent.subprocess = SimpleNamespace(Popen=_Rank)  # type: ignore[attr-defined]
+    sys.exit(main(["serve", *arguments]))
 
 
 class Server:
     """A server, with its clients."""
 
-    def __init__(self, folder: str, client: Any, process: Any, log: Path) -> None:
-        self.folder, self.client, self.process, self.log = folder, client, process, log
+    def __init__(self, folder: str, client: Any, process: Any, place: Path) -> None:
+        self.folder, self.client, self.process, self.place, self.log = folder, client, process, place, place / "log"
         self.threads = ThreadPoolExecutor(16)
 
     def text(self, question: str, new: int = NEW) -> tuple[str, float]:
@@ -72,18 +143,9 @@ class Server:
     def ask(self, questions: Sequence[str], new: int = NEW) -> list[Future[tuple[str, float]]]:
         return [self.threads.submit(self.text, question, new) for question in questions]
 
-    def ranks(self) -> dict[int, int]:
-        """Slot -> process id of the ranks that run."""
-        found = {}
-        for pid in processes_of(self.folder, b"tp_transformers.features.elastic.rank"):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            found[next(int(each.partition(b"=")[2]) for each in variables if each.startswith(b"LOCAL_RANK="))] = pid
-        return found
-
     def kill(self, *slots: int, by: signal.Signals = signal.SIGKILL) -> None:
-        ranks = self.ranks()
-        for slot in slots:
-            os.kill(ranks[slot], by)
+        for process in [int((self.place / f"pid{slot}").read_text()) for slot in slots]:
+            os.kill(process, by)
 
     def said(self) -> list[str]:
         """Lines about changes of the ranks."""
@@ -102,15 +164,31 @@ class Server:
 
 
 @contextmanager
-def elastic(folder: str, tmp_path: Path, *options: str, ranks: int = 3) -> Iterator[Server]:
-    (tmp_path / "tp_faults.py").write_text(FAULTS)
-    environment = {**os.environ, "FAULTS": str(tmp_path)}
-    given = ["--elastic", "--import", str(tmp_path / "tp_faults.py"), *options]
-    with (
-        (tmp_path / "log").open("wb") as log,
-        served(folder, ranks, given, stdout=log, stderr=log, env=environment) as (client, process),
-    ):
-        yield Server(folder, client, process, tmp_path / "log")
+def elastic(folder: str, place: Path, *options: str, by_command: bool = False) -> Iterator[Server]:
+    """A server on 3 ranks: each a new interpreter with `by_command`, else forked."""
+    (place / "tp_faults.py").write_text(FAULTS)
+    environment = {**os.environ, "FAULTS": str(place)}
+    given = ["--elastic", "--import", str(place / "tp_faults.py"), *options]
+    if by_command:
+        with (
+            (place / "log").open("wb") as log,
+            served(folder, 3, given, stdout=log, stderr=log, env=environment) as (client, process),
+        ):
+            yield Server(folder, client, process, place)
+        return
+    (place / "log").touch()
+    port = free_port()
+    arguments = [folder, "-n", "3", *serving(port), *given]
+    command = _Command(target=serve_in_forks, args=(arguments, environment, str(place / "log")))
+    command.start()
+    try:
+        yield Server(folder, client_of(port, command.is_alive), command, place)
+    except AssertionError:
+        print((place / "log").read_text())
+        raise
+    finally:
+        command.kill()
+        command.wait()
 
 
 def expected(folder: str, questions: Sequence[str], new: int = NEW) -> list[str]:
@@ -144,12 +222,13 @@ def only_of(lost: int, held: list[tuple[int, int, list[list[tuple[int, int]]]]])
     return count
 
 
-def test_a_rank_that_is_killed_costs_a_pause(pool: Pool, folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_costs_a_pause(pool: Pool, folder: str, tmp_path: Path, by_command: bool) -> None:
     """During decode; what only that rank had is read again, and no other byte."""
-    texts = expected(folder, QUESTIONS, 200)
+    texts = expected(folder, QUESTIONS, 100)
     held = pool.run(3, ranges, folder)[0]
-    with elastic(folder, tmp_path, "--rejoin", "0") as server:
-        answers = server.ask(QUESTIONS, 200)
+    with elastic(folder, tmp_path, "--rejoin", "0", by_command=by_command) as server:
+        answers = server.ask(QUESTIONS, 100)
         next(iter(server.stream("w7 w8", 1)))
         server.kill(1)
         given = [answer.result(WAIT) for answer in answers]
@@ -158,7 +237,7 @@ def test_a_rank_that_is_killed_costs_a_pause(pool: Pool, folder: str, tmp_path: 
         print(line, max(pause for _, pause in given))
         assert "rank 1 ended by SIGKILL: 2 of 3 ranks serve after " in line
         assert int(re.search(r"([\d,]+) bytes read", line)[1].replace(",", "")) == only_of(1, held) > 0  # type: ignore[index]
-        assert [server.text(question, 200)[0] for question in QUESTIONS] == texts
+        assert [answer.result(WAIT)[0] for answer in server.ask(QUESTIONS)] == expected(folder, QUESTIONS)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(WAIT) == 128 + signal.SIGTERM
     assert "Traceback" not in (tmp_path / "log").read_text()
