@@ -44,32 +44,36 @@ time.sleep(60)
 """
 
 
+WITH_ERROR = "tp-transformers run: ranks? (0|1|0-1) ended with this error"
+
+
 @pytest.mark.parametrize(
-    ("how", "code", "says", "is_light"),
+    ("how", "code", "says", "ranks"),
     wide(
         [
-            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], True),
-            ("all", 1, ["ValueError: the same", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], False),
-            ("killed", 137, ["tp-transformers run: rank 1 ended by SIGKILL"], False),
-            ("said", 1, ["enough", "tp-transformers run: ranks? (0|1|0-1) ended with this error"], False),
-            ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"], False),
+            ("all", 1, ["ValueError: the same", WITH_ERROR], 0),
+            ("all", 1, ["ValueError: the same", WITH_ERROR], 1),
+            ("all", 1, ["ValueError: the same", WITH_ERROR], 2),
+            ("killed", 137, ["tp-transformers run: rank 1 ended by SIGKILL"], 2),
+            ("said", 1, ["enough", WITH_ERROR], 2),
+            ("code", 3, ["tp-transformers run: ranks? (0|1|0-1) ended with exit code 3"], 2),
         ],
         2,
     ),
 )
 def test_an_error_is_printed_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, code: int, says: list[str], is_light: bool
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, code: int, says: list[str], ranks: int
 ) -> None:
-    """By the command, or by ranks that import no torch."""
+    """By 2 ranks that import no torch, or by the command, of which one start is quick: on 1 rank."""
     script = tmp_path / "script.py"
-    if is_light:
+    if not ranks:
         kept = "from tp_transformers.features.run.errors import keep_errors as keep; kept = keep(); kept.__enter__()"
         script.write_text(kept + FAILING)
         assert start([str(script), how], ranks=2, command="run", verbose=False) == code
         printed, told = capfd.readouterr()
     else:
         script.write_text(FAILING)
-        ended = command("run", "-n", "2", str(script), how)
+        ended = command("run", "-n", str(ranks), str(script), how)
         assert ended.returncode == code
         printed, told = ended.stdout, ended.stderr
     assert printed == ""
