@@ -90,7 +90,7 @@ def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     (block,) = blocks
     if not isinstance(block.source, LocalFile):
         return None
-    return block.source.map(own=True).parameter(block.start, block.span, dtype, meta.shape)
+    return block.source.parameter(block.start, block.span, dtype, meta.shape)
 
 
 def _split_rounds(

@@ -20,7 +20,7 @@ from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading import jobs, memory, reader
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
-from tp_transformers.checkpoint.reading.local_file import FileMap, LocalFile
+from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.checkpoint.reading.report import LoadReport
 from tp_transformers.slices.stored import Stored
@@ -287,16 +287,17 @@ def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: in
 
 def test_a_file_that_is_written_to_while_it_is_mapped(big: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, path, _ = big
-    view = FileMap.view
 
-    def writing(self: FileMap, *args: Any) -> torch.Tensor:
+    def writing(*tensors: torch.Tensor) -> None:
         with path.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
             file.write(b"x")
-        return view(self, *args)
+        memory.copy(*tensors)
 
-    monkeypatch.setattr(FileMap, "view", writing)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: got a file that changed while it was read"):
+    monkeypatch.setattr(jobs, "copy", writing)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: got another file, or other contents"
+    ):
         read([columns(checkpoint)], threads=2)
 
 

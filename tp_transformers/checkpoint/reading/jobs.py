@@ -205,7 +205,8 @@ def _read_blocks(block: Stored, destination: torch.Tensor) -> int:
 
 def _read_map(block: Stored, destination: torch.Tensor) -> int:
     assert isinstance(block.source, LocalFile)
-    copy(block.source.map().view(block.start, block.span, block.dtype, block.shape, block.strides), destination)
+    pages = block.source.mapped[block.start : block.stop].view(block.dtype)
+    copy(pages.as_strided(block.shape, block.strides), destination)
     block.source.count(block.nbytes)
     return block.nbytes
 

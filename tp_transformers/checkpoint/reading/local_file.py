@@ -1,4 +1,4 @@
-"""Files on a mounted file system: reads into buffers, memory maps, and prefetching into the page cache."""
+"""Files on a mounted file system: reads into buffers, and memory maps."""
 
 from __future__ import annotations
 
@@ -21,44 +21,6 @@ _SAMPLE_BYTES = 1 << 20
 """Distance between the bytes that `is_resident` probes."""
 
 
-class FileMap:
-    """A memory map of a complete file; after `close`, it is unmapped with the last tensor that views it.
-
-    For bytes in the page cache: strided copies need no buffer and no system call per row.
-    """
-
-    def __init__(self, fd: int, size: int, *, own: bool = False) -> None:
-        """Map the `size` bytes of the open file `fd`, read-only, or copy-on-write if `own`."""
-        self.size = size
-        self._fd, self._changed = fd, os.fstat(fd).st_mtime_ns
-        flags = mmap.MAP_PRIVATE if own else mmap.MAP_SHARED
-        access = mmap.PROT_READ | mmap.PROT_WRITE if own else mmap.PROT_READ
-        with warnings.catch_warnings():  # torch warns of memory that is not writable
-            warnings.simplefilter("ignore")
-            self._pages = mmap.mmap(fd, size, flags, access)
-            self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
-
-    def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """Return a contiguous tensor of `nbytes` from `offset` on, whose storage is exactly these bytes."""
-        tensor = torch.frombuffer(self._pages, dtype=torch.uint8, count=nbytes, offset=offset)
-        return tensor.view(dtype).view(tuple(shape))
-
-    def view(
-        self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-    ) -> torch.Tensor:
-        """Return a view of `nbytes` from `offset` on, a multiple of the item size; strides in elements."""
-        return self._bytes[offset : offset + nbytes].view(dtype).as_strided(tuple(shape), tuple(strides))
-
-    def close(self) -> None:
-        """Drop the map; safe to call twice."""
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def has_changed(self) -> bool:
-        """Return True if the file was truncated or modified since it was mapped; `fd` must still be open."""
-        status = os.fstat(self._fd)
-        return status.st_size < self.size or status.st_mtime_ns != self._changed
-
-
 class LocalFile(Source):
     """A file on a mounted file system, read with `preadv` straight into the buffers.
 
@@ -71,7 +33,6 @@ class LocalFile(Source):
         super().__init__()
         self.name = os.fspath(path)
         self._fd = -1
-        self._maps: dict[bool, FileMap] = {}
         try:
             self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -102,11 +63,29 @@ class LocalFile(Source):
             if count:
                 pending[0] = pending[0][count:]
 
-    def map(self, *, own: bool = False) -> FileMap:
-        """Return a cached memory map of the file: read-only, or copy-on-write (for parameters) if `own`."""
-        if own not in self._maps:
-            self._maps[own] = FileMap(self._fd, self.size, own=own)
-        return self._maps[own]
+    @cached_property
+    def mapped(self) -> torch.Tensor:
+        """The bytes of the file in a read-only memory map: strided copies need no buffer and no system call per row.
+
+        After `close`, the file is unmapped with the last tensor that views the bytes. Raises OSError if the file system
+        has no maps, ValueError if the file was truncated.
+        """
+        with warnings.catch_warnings():  # torch warns of memory that is not writable
+            warnings.simplefilter("ignore")
+            return torch.frombuffer(mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ), dtype=torch.uint8)
+
+    @cached_property
+    def _private_pages(self) -> mmap.mmap:
+        """A copy-on-write memory map of the file."""
+        return mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
+
+    def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """A contiguous tensor of the `nbytes` from `offset` on, whose storage is exactly these bytes, copied on write.
+
+        It outlives `close`. Raises as `mapped` does.
+        """
+        tensor = torch.frombuffer(self._private_pages, dtype=torch.uint8, count=nbytes, offset=offset)
+        return tensor.view(dtype).view(tuple(shape))
 
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Return True if the probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
@@ -156,8 +135,8 @@ class LocalFile(Source):
 
     def close(self) -> None:
         """Close the file descriptor and drop the maps; a map that parameters view lives as long as they do."""
-        while self._maps:
-            self._maps.popitem()[1].close()
+        for name in ("mapped", "_private_pages"):
+            vars(self).pop(name, None)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -51,8 +51,7 @@ def read(
             statistics.peak_buffer += threads * BLOCK_BYTES
         _run(jobs, Context(staging, statistics), threads, progress)
         for source in mapped:
-            if source.map().has_changed():
-                raise source.fault("a file that changed while it was read", "the same file throughout", "Load again.")
+            source.check_unchanged()
     statistics.seconds = perf_counter() - began
     return statistics
 
@@ -63,7 +62,7 @@ def _mapped(blocks: Sequence[Request]) -> list[LocalFile]:
     for source, group in groupby(blocks, key=attrgetter("tensor.source")):
         if isinstance(source, LocalFile) and not all(block.is_direct for block in group):
             with suppress(OSError, ValueError):  # a file system without maps, or a truncated file
-                source.map()
+                _ = source.mapped
                 mapped.append(source)
     return mapped
 
