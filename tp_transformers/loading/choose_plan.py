@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,12 @@ _logged: set[str] = set()
 """Model types with a logged use of their declared plan."""
 
 
+@dataclass(frozen=True)
 class ModelPlan:
     """A plan that depends on the model."""
 
-    def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
-        """The plan for `model`, on the meta device; `quietly`: without log. Raises PlanError if there is none."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class NamedPlan(ModelPlan):
-    """A plan that ships with the package, by its name."""
-
-    path: Path
-
-    def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
-        plan = Plan.for_model(model, self.path)
-        assert plan is not None  # every file has rules
-        return plan
+    make: Callable[[PreTrainedModel], Plan]
+    """(model on the meta device) -> its plan. Raises PlanError if there is none."""
 
 
 def planners() -> Mapping[str, Planner]:
@@ -53,23 +42,26 @@ def planners() -> Mapping[str, Planner]:
 
 
 def read_plan(tp_plan: Any) -> Plan | ModelPlan | str:
-    """Read the caller's plan. "auto", the name of a planner, and plans that depend on the model are resolved later,
-    by `plan_for`. A file takes precedence over a name.
+    """Read the caller's plan; `plan_for` resolves plans that depend on the model, and the name of a planner.
+
+    A file takes precedence over a name.
 
     Raises PlanError on anything else, and on a dict without rules.
     """
     if isinstance(tp_plan, Plan | ModelPlan):
         return tp_plan
-    words = ("auto", *planners())
-    if isinstance(tp_plan, str) and tp_plan in words:
+    if tp_plan == "auto":
+        return ModelPlan(auto_plan)
+    if isinstance(tp_plan, str) and tp_plan in planners():
         return tp_plan
+    words = ("auto", *planners())
     quoted = ", ".join(f'"{word}"' for word in words)
     if isinstance(tp_plan, Mapping) and tp_plan:
         return Plan.from_dict(tp_plan)
     if isinstance(tp_plan, str) and re.fullmatch(r"[\w-]+", tp_plan) and not os.path.isfile(tp_plan):
         names = plan_names()
         if tp_plan in names:
-            return NamedPlan(names[tp_plan])
+            return ModelPlan(partial(auto_plan, path=names[tp_plan]))
         hint = nearest(tp_plan, (*words, *names))
         got = f"{shown(tp_plan)}, no plan of that name and no such file{hint}"
         expected = f"{quoted}, a name that `tp-transformers plans` lists, or the path of a YAML file"
@@ -80,18 +72,17 @@ def read_plan(tp_plan: Any) -> Plan | ModelPlan | str:
     raise PlanError("tp_plan", got=shown(tp_plan), expected=expected, fix='Most models need tp_plan="auto".')
 
 
-def auto_plan(model: PreTrainedModel, *, quietly: bool = False) -> Plan:
-    """The plan of `tp_plan="auto"` for `model`. Raises PlanError if there is none."""
-    plan = Plan.for_model(model)
-    model_type = model.config.model_type
+def auto_plan(model: PreTrainedModel, path: Path | None = None) -> Plan:
+    """The plan of `tp_plan="auto"` for `model`, or the plan of this package in the file `path`.
+
+    Raises PlanError if there is none.
+    """
+    plan = Plan.for_model(model, path)
     if plan is None:
-        got = f"{type(model).__name__} ({model_type}), for which there is no plan, ours or transformers'"
+        got = f"{type(model).__name__} ({model.config.model_type}), for which there is no plan, ours or transformers'"
         expected = "an architecture that `tp-transformers plans` lists, or a class that declares a plan"
         fix = " ".join([*(planner.advice for planner in planners().values()), 'Pass your own: tp_plan="plan.yaml".'])
         raise PlanError('tp_plan="auto"', got=got, expected=expected, fix=fix)
-    if model_type not in available_plans() and model_type not in _logged and not quietly:
-        _logged.add(model_type)
-        logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
     return plan
 
 
@@ -105,9 +96,12 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ModelPlan | str, group: Ten
     if isinstance(tp_plan, Plan):
         return tp_plan
     if isinstance(tp_plan, ModelPlan):
-        return tp_plan.plan(model, quietly=group.rank > 0)
-    if tp_plan == "auto":
-        return auto_plan(model, quietly=group.rank > 0)
+        plan, model_type = tp_plan.make(model), model.config.model_type
+        is_told = model_type in available_plans() or model_type in _logged
+        if plan.declared and not is_told and group.rank == 0:
+            _logged.add(model_type)
+            logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
+        return plan
     # The first rank makes it: random numbers may decide, and all ranks have to shard identically.
     made = group.together(lambda: planners()[tp_plan].make(model, group.size) if group.rank == 0 else None)
     return Plan.parse(group.gather(made)[0], source=f'tp_plan="{tp_plan}" for {type(model).__name__}')

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from ..transformers_api import LoadStateDictConfig
 from .choose_plan import ModelPlan, plan_for, read_plan, resolve_shares
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import LoadResult, load, partition_initialized
-from .options import INSTEAD, Options, refuse_without_tp_plan
+from .options import INSTEAD, OPTIONS, check_arguments, refuse_without_tp_plan, take_options, with_options
 from .request import LoadRequest
 from .storage import Asked, Encoding, Storage, agreed, find_encoding, find_storage, storages
 
@@ -43,17 +43,13 @@ Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadR
 class _Load:
     """State of a running `from_pretrained(tp_plan=...)`."""
 
+    asked: Asked
     tp_plan: Plan | ModelPlan | str
     group: TensorParallelGroup
-    options: Options
     storage: Storage
     """Where the weights lie."""
-    folder: Path | None = None
-    """The folder of a local checkpoint."""
     encoding: Encoding = dataclasses.field(default_factory=Encoding)
     """What the tensors of the checkpoint mean."""
-    instead: Instead | None = None
-    """Function that runs in place of parallelizing and loading."""
     resolution: Resolution | None = None
     """Set once the model is parallelized."""
 
@@ -87,7 +83,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
         refuse_without_tp_plan(kwargs)
         warn_of_size_alone(kwargs.get("tp_size"))
         if _current.get() is None:
-            asked = Asked(cls, _name(args, kwargs), Options(), kwargs)
+            asked = Asked(cls, _name(args, kwargs), {}, kwargs)
             for kind in storages():
                 kind.check_unplanned(asked)
             if not kwargs.keys() & {"tp_size", "device_mesh", "distributed_config"}:
@@ -112,7 +108,7 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
     """Run a `from_pretrained` that was given a `tp_plan`."""
     check_torch()
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
-    options = Options.take(kwargs)
+    options = take_options(kwargs)
     asked = Asked(cls, _name(args, kwargs), options, kwargs)
     # 1. Find the ranks.
     instead = _instead.get()
@@ -126,14 +122,15 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
             fix = "Leave out that context: a load makes its model on the meta device by itself."
             raise UnsupportedError("tp_plan", got=got, expected="a device that holds values", fix=fix)
         check_size(group, tp_size)
-        options.check(asked.name, kwargs)
+        check_arguments(asked.name, options, kwargs)
         group = dataclasses.replace(group, reduce_dtype=options.get("tp_reduce_dtype"))
         for argument in INSTEAD:
             kwargs.pop(argument, None)
         storage = find_storage(asked)
-        current = _Load(read_plan(tp_plan), group, options, storage, asked.folder, instead=instead)
+        current = _Load(asked, read_plan(tp_plan), group, storage)
         # 3. All ranks ask for the same weights.
-        group.check_same({"the releases": _releases(), **options.agreed, **agreed(storage)})
+        of_options = {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
+        group.check_same({"the releases": _releases(), **of_options, **agreed(storage)})
         around = [stack.enter_context(feature.around_load(group, options)) for feature in features().values()]
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
@@ -160,41 +157,49 @@ def _releases() -> str:
     return ", ".join(release(library).partition("+")[0] for library in ("torch", "transformers", "tp_transformers"))
 
 
-def _unresolved() -> _Load | None:
-    """The running load, until its model is parallelized: models that are made after it are transformers' own."""
-    current = _current.get()
-    return current if current is not None and current.resolution is None else None
+def _in_load(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `function(load, original, ...)` in place of transformers' `original(...)` in a load with a plan, until its
+    model is parallelized: models that are made after it are transformers' own."""
+
+    @wraps(function)
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current = _current.get()
+        if current is None or current.resolution is not None:
+            return original(*args, **kwargs)
+        return function(current, original, *args, **kwargs)
+
+    return call
 
 
-def resolve_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@_in_load
+def resolve_files(current: _Load, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Names of a checkpoint's files and the metadata of its index; one rank per node downloads them, if they lack."""
-    current = _unresolved()
-    if current is None:
-        return original(*args, **kwargs)
     return current.storage.files(original, inspect.signature(original).bind(*args, **kwargs).arguments, current.group)
 
 
-def find_chunks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@_in_load
+def find_chunks(current: _Load, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Return no folder for torch.distributed.checkpoint to load: a load with a plan reads the files itself."""
-    return original(*args, **kwargs) if _unresolved() is None else None
 
 
-def find_quantizer(original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kw: Any) -> Any:
+@_in_load
+def find_quantizer(
+    current: _Load, original: Callable[..., Any], config: Any, quantization_config: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Return no quantizer, so that the model is built in floating point; all else is as in transformers.
 
     `config` is transformers' own copy; the settings of an encoding are removed from it. Raises UnsupportedError on
     settings that no feature reads.
     """
-    current = _unresolved()
-    if current is None:
-        return original(config, quantization_config, *args, **kw)
-    folder, known = current.folder or Path(config.name_or_path), current.storage.encoding
+    folder, known = current.asked.folder or Path(config.name_or_path), current.storage.encoding
     device = current.group.device
     current.encoding = find_encoding(config, quantization_config, folder=folder, known=known, device=device)
-    return original(config, None, *args, **kw)
+    return original(config, None, *args, **kwargs)
 
 
+@_in_load
 def load_pretrained_model(
+    current: _Load,
     original: Callable[..., Any],
     model: PreTrainedModel,
     state_dict: dict[str, Any] | None,
@@ -204,29 +209,25 @@ def load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     """Parallelize and load `model`, which is on the meta device; returns as transformers' own function does."""
-    current = _unresolved()
-    if current is None:
-        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-
-    plan = current.options.change(plan_for(model, current.tp_plan, current.group))
+    options, group, instead = current.asked.options, current.group, _instead.get()
+    plan = with_options(plan_for(model, current.tp_plan, group), options)
     request = LoadRequest(
         config=load_config,
-        options=current.options,
+        options=options,
         files=current.storage.sources(checkpoint_files or ()),
         state_dict=state_dict,
         storage=current.storage,
         encoding=current.encoding,
     )
-    if current.instead is not None:
-        current.resolution, result = current.instead(model, plan, request)
+    if instead is not None:
+        current.resolution, result = instead(model, plan, request)
     else:
-        plan, reason = resolve_shares(plan, model, current.group, request)
-        replicated = bool(current.options.get("allow_replicated"))
-        current.resolution = parallelize(model, plan, current.group, allow_replicated=replicated)
-        request = dataclasses.replace(request, shares_because=reason)
-        result = load(model, current.resolution, current.group, request)
+        plan, reason = resolve_shares(plan, model, group, request)
+        replicated = bool(options.get("allow_replicated"))
+        current.resolution = parallelize(model, plan, group, allow_replicated=replicated)
+        result = load(model, current.resolution, group, dataclasses.replace(request, shares_because=reason))
     untyped(model).tp_report = result.report
-    untyped(model).tp_options = current.options.given
+    untyped(model).tp_options = options
     untyped(model).tp_source = current.storage.origin(model.config.name_or_path, checkpoint_files or ())
     return result.as_loading_info(), None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,69 +55,54 @@ OPTIONS: Mapping[str, Option] = {
 """Options of the core and of all features, by their arguments."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one load."""
+Options = Mapping[str, Any]
+"""The options of one load: argument -> value. Without those that are None, which is the default of all."""
 
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """Argument -> value, without None."""
 
-    @classmethod
-    def take(cls, kwargs: dict[str, Any]) -> Options:
-        """Take the options out of the arguments of a `from_pretrained`; `check` checks their types."""
-        taken = {argument: kwargs.pop(argument, None) for argument in OPTIONS}
-        return cls({argument: value for argument, value in taken.items() if value is not None})
+def take_options(kwargs: dict[str, Any]) -> Options:
+    """Take the options out of the arguments of a `from_pretrained`; `check_arguments` checks their types."""
+    taken = {argument: kwargs.pop(argument, None) for argument in OPTIONS}
+    return {argument: value for argument, value in taken.items() if value is not None}
 
-    def get(self, argument: str) -> Any:
-        """The value of an option; None for its default."""
-        return self.given.get(argument)
 
-    @property
-    def agreed(self) -> Mapping[str, object]:
-        """What of the options has to be equal on all ranks, by argument."""
-        return {argument: option.agreed(self.get(argument)) for argument, option in OPTIONS.items()}
+def with_options(plan: Plan, options: Options) -> Plan:
+    """The plan with the caller's options and shares."""
+    shares = options.get("tp_shares")
+    numbers = plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares)
+    of_plan = {option.name: options[option.argument] for option in plan_options() if option.argument in options}
+    return replace(plan.with_options(**of_plan), shares=numbers)
 
-    def change(self, plan: Plan) -> Plan:
-        """The plan with the caller's options and shares."""
-        shares = self.get("tp_shares")
-        numbers = plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares)
-        of_plan = {
-            option.name: self.given[option.argument] for option in plan_options() if option.argument in self.given
-        }
-        return replace(plan.with_options(**of_plan), shares=numbers)
 
-    def check(self, name: Any, arguments: Mapping[str, Any]) -> None:
-        """Reject arguments that conflict with a plan, and a folder that does not exist.
+def check_arguments(name: Any, options: Options, arguments: Mapping[str, Any]) -> None:
+    """Reject options and other `arguments` that conflict with a plan, and a folder that does not exist.
 
-        Raises:
-            PlanError: an unknown option, or one of the wrong type; an argument that places weights.
-            UnsupportedError: an unsupported argument.
-            CheckpointError: a folder that does not exist.
-        """
-        for argument, option in OPTIONS.items():
-            option.check(self.get(argument), arguments)
-        for argument in arguments:
-            if argument.startswith("tp_"):
-                fix = f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
-                raise PlanError(
-                    "from_pretrained", got=f"{argument}{nearest(argument, OPTIONS)}", expected="an option", fix=fix
-                )
-        for argument in INSTEAD:
-            if arguments.get(argument) is not None:
-                raise PlanError(
-                    "from_pretrained",
-                    got=f"both tp_plan and {argument}",
-                    expected="one of them",
-                    fix=f"Leave out {argument}: with tp_plan each rank loads its shard to its own device.",
-                )
-        dtype = arguments.get("dtype", arguments.get("torch_dtype"))
-        if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise UnsupportedError(
-                "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
+    Raises:
+        PlanError: an unknown option, or one of the wrong type; an argument that places weights.
+        UnsupportedError: an unsupported argument.
+        CheckpointError: a folder that does not exist.
+    """
+    for argument, option in OPTIONS.items():
+        option.check(options.get(argument), arguments)
+    for argument in arguments:
+        if argument.startswith("tp_"):
+            got, fix = f"{argument}{nearest(argument, OPTIONS)}", f"There are tp_plan, tp_size, {', '.join(OPTIONS)}."
+            raise PlanError("from_pretrained", got=got, expected="an option", fix=fix)
+    for argument in INSTEAD:
+        if arguments.get(argument) is not None:
+            raise PlanError(
+                "from_pretrained",
+                got=f"both tp_plan and {argument}",
+                expected="one of them",
+                fix=f"Leave out {argument}: with tp_plan each rank loads its shard to its own device.",
             )
-        if isinstance(name, str | os.PathLike) and is_path(os.fspath(name)) and not os.path.exists(name):
-            fix = "Correct the path, or name a model on the Hub (org/name)."
-            raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
+    dtype = arguments.get("dtype", arguments.get("torch_dtype"))
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise UnsupportedError(
+            "dtype", got=repr(dtype), expected='"auto" or a dtype of torch', fix='Pass "bfloat16", for example.'
+        )
+    if isinstance(name, str | os.PathLike) and is_path(os.fspath(name)) and not os.path.exists(name):
+        fix = "Correct the path, or name a model on the Hub (org/name)."
+        raise CheckpointError(f"checkpoint {name}", got="no such folder", expected="one", fix=fix)
 
 
 INSTEAD = ("device_map", "distributed_config")

@@ -53,7 +53,7 @@ class LoadRequest:
 
     def in_order(self) -> LoadRequest:
         """The request for an invariant plan: nothing is mapped, since bits depend on the alignment of weights."""
-        return replace(self, options=replace(self.options, given={**self.options.given, "tp_map": False}))
+        return replace(self, options={**self.options, "tp_map": False})
 
 
 @contextmanager

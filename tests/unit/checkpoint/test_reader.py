@@ -295,9 +295,7 @@ def test_a_file_that_is_written_to_while_it_is_mapped(big: Any, monkeypatch: pyt
         memory.copy(*tensors)
 
     monkeypatch.setattr(jobs, "copy", writing)
-    with pytest.raises(
-        CheckpointError, match=r"model\.safetensors: got another file, or other contents"
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: got another file, or other contents"):
         read([columns(checkpoint)], threads=2)
 
 

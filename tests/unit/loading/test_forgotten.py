@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.models import PROMPTS
 from tp_transformers.loading import forgotten, from_pretrained
-from tp_transformers.loading.choose_plan import NamedPlan, read_plan
+from tp_transformers.loading.choose_plan import ModelPlan, read_plan
 from tp_transformers.plans.yaml_file import available_plans
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -106,7 +106,7 @@ def test_a_plan_is_known_by_its_name(cases: Any, name: str) -> None:
         with pytest.raises(tp_transformers.PlanError, match="nearest: llama"):
             read_plan(name)
         return
-    assert all(isinstance(read_plan(each), NamedPlan) for each in available_plans())
+    assert all(isinstance(read_plan(each), ModelPlan) for each in available_plans())
     with tp_transformers.enable():
         found, auto = (
             AutoModelForCausalLM.from_pretrained(cases(9, 3).folder, tp_plan=plan) for plan in (name, "auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
                 fix=f"Leave out {name}.",
             )
     rules = {**(tp_plan if isinstance(tp_plan, Mapping) else {}), **(getattr(config, "ep_plan", None) or {})}
-    arguments: dict[str, Any] = {"tp_plan": ChangedPlan(rules) if rules else tp_plan or "auto"}
+    arguments: dict[str, Any] = {"tp_plan": ModelPlan(partial(_changed_plan, rules)) if rules else tp_plan or "auto"}
     if getattr(config, "enable_sequence_parallel", False):
         arguments["tp_sequence_parallel"] = True
     if ep_size > 1:
@@ -202,17 +203,11 @@ def _options(requested: Collection[str]) -> dict[str, Any]:
     return options
 
 
-@dataclass(frozen=True)
-class ChangedPlan(ModelPlan):
-    """The plan of "auto" with some of its rules replaced, by name."""
-
-    rules: Mapping[str, Any]
-    """{name in the full model: strategy}."""
-
-    def plan(self, model: PreTrainedModel, *, quietly: bool) -> Plan:
-        base, prefix = auto_plan(model, quietly=quietly), base_prefix(model)
-        source = f"{base.source}, with rules of distributed_config"
-        own = Plan.from_dict(self.rules, source=source).rules
-        names = {rule.full(prefix) for rule in own}
-        kept = (rule for rule in base.rules if rule.full(prefix) not in names)
-        return replace(base, source=source, rules=(*kept, *own))
+def _changed_plan(rules: Mapping[str, Any], model: PreTrainedModel) -> Plan:
+    """The plan of "auto" with `rules`, {name in the full model: strategy}, in place of those for the same names."""
+    base, prefix = auto_plan(model), base_prefix(model)
+    source = f"{base.source}, with rules of distributed_config"
+    own = Plan.from_dict(rules, source=source).rules
+    names = {rule.full(prefix) for rule in own}
+    kept = (rule for rule in base.rules if rule.full(prefix) not in names)
+    return replace(base, source=source, rules=(*kept, *own))

@@ -23,7 +23,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError
-from ...loading.choose_plan import NamedPlan, auto_plan, planners, read_plan
+from ...loading.choose_plan import planners, read_plan
 from ...plans.bind import Resolution, resolve
 from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
@@ -140,11 +140,9 @@ def verify(
 def _choose(plan: PlanLike | None, model: PreTrainedModel, size: int) -> Plan:
     """The plan of a load of `model` with `tp_plan=plan`; a planner makes one for `size` ranks."""
     given = read_plan("auto" if plan is None else plan)
-    if isinstance(given, str) and given != "auto":
+    if isinstance(given, str):
         return Plan.parse(planners()[given].make(model, size), source=f'tp_plan="{given}"')
-    if isinstance(given, NamedPlan):
-        return given.plan(model, quietly=True)
-    return given if isinstance(given, Plan) else auto_plan(model, quietly=True)
+    return given if isinstance(given, Plan) else given.make(model)
 
 
 def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...], allow_replicated: bool) -> Verdict:

@@ -23,7 +23,7 @@ from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.fit import fit_shares, fullest, longest_context, more_ranks
 from tp_transformers.features.planner.memory import plan_memory
 from tp_transformers.features.shares import measures
-from tp_transformers.loading.options import Options
+from tp_transformers.loading.options import check_arguments
 from tp_transformers.plans import Plan
 from tp_transformers.slices.layout import Ranks
 
@@ -194,7 +194,7 @@ def test_contradictions_are_told(
 @pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], [10**400, 1], {"a": 1}])
 def test_malformed_shares_are_refused(shares: Any) -> None:
     with pytest.raises(PlanError, match=r"tp_shares: got .*, expected a positive number for each rank, \"memory\" or"):
-        Options({"tp_shares": shares}).check(None, {})
+        check_arguments(None, {"tp_shares": shares}, {})
 
 
 def test_shares_of_a_plan_need_as_many_ranks() -> None:
