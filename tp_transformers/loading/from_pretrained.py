@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from ..checkpoint.reading.report import LoadReport
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
 from ..model.parallelize import parallelize
@@ -27,16 +28,16 @@ from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..seams import features
 from ..torch_api import check as check_torch
-from ..transformers_api import LoadStateDictConfig
+from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo
 from .choose_plan import ModelPlan, plan_for, read_plan, resolve_shares
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
-from .load import LoadResult, load, partition_initialized
+from .load import load, partition_initialized
 from .options import INSTEAD, OPTIONS, check_arguments, refuse_without_tp_plan, take_options, with_options
 from .request import LoadRequest
 from .storage import Asked, Encoding, Storage, agreed, find_encoding, find_storage, storages
 
-Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadResult]]
-"""Takes a model on the meta device, its plan, and the request of a load."""
+Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadReport, LoadStateDictInfo]]
+"""(model on the meta device, its plan, request of the load) -> binding of the plan, and results as those of `load`."""
 
 
 @dataclasses.dataclass
@@ -220,16 +221,16 @@ def load_pretrained_model(
         encoding=current.encoding,
     )
     if instead is not None:
-        current.resolution, result = instead(model, plan, request)
+        current.resolution, report, info = instead(model, plan, request)
     else:
         plan, reason = resolve_shares(plan, model, group, request)
         replicated = bool(options.get("allow_replicated"))
         current.resolution = parallelize(model, plan, group, allow_replicated=replicated)
-        result = load(model, current.resolution, group, dataclasses.replace(request, shares_because=reason))
-    untyped(model).tp_report = result.report
+        report, info = load(model, current.resolution, group, dataclasses.replace(request, shares_because=reason))
+    untyped(model).tp_report = report
     untyped(model).tp_options = options
     untyped(model).tp_source = current.storage.origin(model.config.name_or_path, checkpoint_files or ())
-    return result.as_loading_info(), None
+    return info, None
 
 
 def _name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from ..strategies.shards.shard import SHARD
 from ..transformers_api import LoadStateDictInfo
 from .memory import Memory
 from .request import LoadRequest, open_together
-from .targets import Mismatched, Targets, describe
+from .targets import Targets, describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,29 +35,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-@dataclass
-class LoadResult:
-    """Result of a load, for transformers' loading report."""
-
-    missing: set[str]
-    """Names that the checkpoint lacks; meta tensors of full shape, for transformers to initialise."""
-    unexpected: set[str]
-    mismatched: Mismatched
-    report: LoadReport
-
-    def as_loading_info(self) -> LoadStateDictInfo:
-        """The result as transformers' own load returns it."""
-        info: dict[str, Any] = {field.name: set() for field in fields(LoadStateDictInfo)}
-        info |= {"missing_keys": self.missing, "unexpected_keys": self.unexpected, "mismatched_keys": self.mismatched}
-        return LoadStateDictInfo(**info | {"error_msgs": [], "conversion_errors": {}})
-
-
 def load(
     model: PreTrainedModel, resolution: Resolution, group: TensorParallelGroup, request: LoadRequest
-) -> LoadResult:
+) -> tuple[LoadReport, LoadStateDictInfo]:
     """Fill the parameters of a parallelized meta-device `model`, reading only this rank's shards.
 
-    Steps that can fail on one rank end with a vote, so that all ranks stop with the same error.
+    Returns the report of this rank, and what transformers' own load returns. Steps that can fail on one rank end with a
+    vote, so that all ranks stop with the same error.
 
     Raises:
         CheckpointError: files are missing, malformed, truncated or of the wrong shape.
@@ -67,8 +51,8 @@ def load(
     with open_together(request, group) as checkpoint:
         with group.agree():
             request = request.recognise(checkpoint, model)
-            if resolution.keeps_order:
-                request = request.in_order()
+            if resolution.keeps_order:  # nothing is mapped, since bits depend on the alignment of weights
+                request = replace(request, options={**request.options, "tp_map": False})
             # 2. Describe each parameter in terms of checkpoint tensors; a rank keeps its slice.
             targets = describe(model, checkpoint, resolution.layouts, request)
             # 3. Allocate the slices; this fixes the destination of every byte.
@@ -86,20 +70,19 @@ def load(
             group.check_same({"the checkpoint": [sorted(memory.values), sorted(memory.holding.weights)]})
             if group.rank == 0:
                 request.encoding.log(memory.nbytes_in_files, memory.nbytes, is_kept=bool(memory.holding.weights))
-            statistics = memory.fill(checkpoint, bar.update)
+            memory.fill(checkpoint, bar.update)
     # 5. Put the values into the model; a missing parameter gets its full shape back until it is initialised.
     missing = install(model, targets, memory, group)
-    missing -= {name for name, _, _ in targets.mismatched}
     report = LoadReport(
         rank=group.rank,
         shares=tuple(group.gather(memory.nbytes)),
         seconds=perf_counter() - began,
-        reading_seconds=statistics.seconds,
+        reading_seconds=memory.statistics.seconds,
         bytes_read=checkpoint.bytes_read,
         reads=checkpoint.reads,
-        methods={**statistics.methods},
+        methods={**memory.statistics.methods},
         threads=group.threads,
-        peak_buffer=statistics.peak_buffer,
+        peak_buffer=memory.statistics.peak_buffer,
         mapped=memory.nbytes_mapped,
         **counts,
         fallbacks=tuple(targets.conversion.fallbacks),
@@ -109,7 +92,15 @@ def load(
     )
     if group.rank == 0:
         logger.info("%s", report)
-    return LoadResult(missing, targets.conversion.unexpected, targets.mismatched, report)
+    return report, loading_info(targets, missing)
+
+
+def loading_info(targets: Targets, missing: Collection[str]) -> LoadStateDictInfo:
+    """What transformers' own load returns, of a load with `targets`; `missing`: names without values."""
+    info: dict[str, Any] = {field.name: set() for field in fields(LoadStateDictInfo)}
+    info |= {"unexpected_keys": targets.conversion.unexpected, "mismatched_keys": targets.mismatched}
+    info |= {"missing_keys": {*missing} - {name for name, _, _ in targets.mismatched}}
+    return LoadStateDictInfo(**info | {"error_msgs": [], "conversion_errors": {}})
 
 
 def install(model: PreTrainedModel, targets: Targets, memory: Memory, group: TensorParallelGroup) -> set[str]:

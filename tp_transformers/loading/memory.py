@@ -7,21 +7,21 @@ some of them at a time are in memory in both forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..checkpoint.reading.header import Checkpoint
-from ..checkpoint.reading.jobs import Statistics
+from ..checkpoint.reading.jobs import Progress, Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..ranks.group import TensorParallelGroup
 from ..seams import features, first
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
-from .request import Dependents, LoadRequest, Reads, read_together, split_reads
+from .request import LoadRequest, Reads, read_together, split_reads
 from .storage import Tensors
 from .targets import Targets
 
@@ -59,14 +59,6 @@ class Holding:
 
     def hold(self, model: PreTrainedModel) -> None:
         """Make the modules of `model` compute with the parameters."""
-
-
-def find_holding(
-    model: PreTrainedModel, targets: Targets, shards: Tensors, device: torch.device, request: LoadRequest
-) -> Holding:
-    """The holding that a load asks for; arguments as in `Holding.find`."""
-    kinds = (kind for feature in features().values() for kind in feature.holdings())
-    return first((kind.find(model, targets, shards, device, request) for kind in kinds), Holding())
 
 
 ROUND_BYTES = 256 << 20
@@ -123,90 +115,67 @@ class Memory:
         """
         self.group, self.request, self.dtypes = group, request, targets.dtypes
         shards = targets.shards(group.rank)
-        self.holding = find_holding(model, targets, shards, group.device, request)
+        kinds = (kind for feature in features().values() for kind in feature.holdings())
+        self.holding = first((kind.find(model, targets, shards, group.device, request) for kind in kinds), Holding())
         self.shards = {name: shard for name, shard in shards.items() if name not in self.holding.weights}
         """Expressions of all parameters but those that are held in another form."""
         self.values: dict[str, torch.Tensor] = {}
         """Memory of the shards; one that is held in another form once it is read gets its own in its round."""
-        may_map, mapped = request.options.get("tp_map") is not False and group.device.type == "cpu", {}
+        self.statistics = Statistics()
+        self.nbytes_mapped = 0
+        """Bytes of the shards that are pages of a file, and need no read."""
+        may_map, names = request.options.get("tp_map") is not False and group.device.type == "cpu", []
         for name, shard in self.shards.items():
-            if name in self.holding.arriving:
-                continue
-            pages = _map_pages(shard, self.dtypes[name]) if may_map else None
-            self.values[name] = empty(shard.shape, self.dtypes[name], group.device) if pages is None else pages
+            pages = _map_pages(shard, self.dtypes[name]) if may_map and name not in self.holding.arriving else None
             if pages is not None:
-                mapped[name] = shard
-        self.mapped, _ = split_reads(mapped, self.values)
-        """Shards that are mapped from a file: they need no read."""
-        first, *self.later = _split_rounds(
-            [name for name in self.shards if name not in mapped], targets, self.holding.arriving, group.size, request
-        )
-        """Names of the shards of each round after the first."""
-        stored, self.dependents = split_reads({name: self.shards[name] for name in first}, self.values)
-        """Tensors that are computed from the reads of the first round."""
-        self.stored = [*stored, *self.holding.reads]
-        """Reads of the first round."""
-        meta = {name: torch.empty(self.shards[name].shape, device="meta") for names in self.later for name in names}
-        self.later_reads, _ = split_reads({name: self.shards[name] for name in meta}, meta)
-        """Reads of the later rounds, into meta tensors."""
+                self.values[name] = pages
+                self.nbytes_mapped += pages.nbytes
+                continue
+            names.append(name)
+            if name not in self.holding.arriving:
+                self.values[name] = empty(shard.shape, self.dtypes[name], group.device)
+        self.rounds = _split_rounds(names, targets, self.holding.arriving, group.size, request)
+        """Names of the shards that each round of reads fills."""
+        meta = {name: torch.empty(shard.shape, device="meta") for name, shard in self.shards.items()}
+        stored, computed = split_reads(self.shards, meta)
+        stored += self.holding.reads
+        self.nbytes_in_files = sum(read.tensor.nbytes for read in stored) + sum(step.nbytes for step, _ in computed)
+        """Bytes of the shards in the checkpoint."""
+        self.local_reads = [read for read in stored if not read.tensor.source.is_remote]
+        """Reads of all rounds from local files, into meta tensors; and of mapped shards, whose pages are read later."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds."""
         return sum(value.nbytes for value in self.values.values()) + self.holding.nbytes
 
-    @cached_property
-    def nbytes_in_files(self) -> int:
-        """Bytes of the shards in the checkpoint."""
-        reads = sum(read.tensor.nbytes for read in (*self.mapped, *self.stored, *self.later_reads))
-        return reads + sum(step.nbytes for step, _ in self.dependents)
-
-    @property
-    def nbytes_mapped(self) -> int:
-        """Bytes of the shards that are pages of a file."""
-        return sum(read.tensor.nbytes for read in self.mapped)
-
-    @property
-    def local_reads(self) -> Reads:
-        """Reads of all rounds from local files; mapped shards count, since their pages are read later."""
-        return [read for read in (*self.stored, *self.later_reads, *self.mapped) if not read.tensor.source.is_remote]
-
-    def fill(self, checkpoint: Checkpoint, progress: Callable[[int], object]) -> Statistics:
-        """Read, round by round; `progress` is called with byte counts. Collective.
+    def fill(self, checkpoint: Checkpoint, progress: Progress) -> None:
+        """Read, round by round. Collective.
 
         Raises CheckpointError on all ranks if one cannot read a file, or if a file has changed.
         """
         progress(self.nbytes_mapped)
-        statistics = self._fill_round(self.stored, self.dependents, checkpoint, progress)
-        self.stored, self.holding.reads = [], []  # they refer to the memory of other forms
-        for names in self.later:
-            statistics.add(self._fill_later(names, checkpoint, progress))
+        for names in self.rounds:
+            self._fill_round(names, checkpoint, progress)
         self.group.together(checkpoint.check_unchanged)
-        return statistics
 
-    def _fill_round(
-        self, stored: Reads, dependents: Dependents, checkpoint: Checkpoint, progress: Callable[[int], object]
-    ) -> Statistics:
-        """Read the stored tensors, then compute the tensors that depend on them."""
-        statistics = read_together(stored, checkpoint, self.group, self.request, progress)
-
-        def finish() -> None:
-            for step, destination in dependents:
-                step.fill(destination)
-                progress(step.nbytes)
-
-        self.group.together(finish)
-        return statistics
-
-    def _fill_later(
-        self, names: Sequence[str], checkpoint: Checkpoint, progress: Callable[[int], object]
-    ) -> Statistics:
-        """Fill one later round; shards without memory are then held in another form."""
-        with self.group.agree():
+    def _fill_round(self, names: Sequence[str], checkpoint: Checkpoint, progress: Progress) -> None:
+        """Fill the shards of one round; those without memory are then held in another form."""
+        shards = {name: self.shards[name] for name in names}
+        with self.group.agree() if self.holding.arriving else nullcontext():
             unplaced = [name for name in names if name not in self.values]
-            arriving = {name: empty(self.shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
-            stored, dependents = split_reads({name: self.shards[name] for name in names}, self.values | arriving)
-        statistics = self._fill_round(stored, dependents, checkpoint, progress)
+            arriving = {name: empty(shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
+        others, self.holding.reads, self.local_reads = self.holding.reads, [], []  # they keep memory of other forms
+        read_together(
+            shards,
+            self.values | arriving,
+            checkpoint,
+            self.group,
+            self.request,
+            others=others,
+            statistics=self.statistics,
+            progress=progress,
+        )
         if self.holding.arriving:
 
             def put() -> None:
@@ -214,4 +183,3 @@ class Memory:
                     self.holding.put(name, arriving.pop(name))
 
             self.group.together(put)
-        return statistics

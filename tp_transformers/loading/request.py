@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..checkpoint.reading.header import Checkpoint
-from ..checkpoint.reading.jobs import Request, Statistics
+from ..checkpoint.reading.jobs import Progress, Request, Statistics
 from ..checkpoint.reading.reader import read
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
@@ -47,13 +47,7 @@ class LoadRequest:
         """
         if self.storage.has_own_names:
             return self
-        given = {name: Resident(tensor) for name, tensor in (self.state_dict or {}).items()}
-        names = model.state_dict().keys()
-        return replace(self, encoding=self.encoding.recognised(given or checkpoint.tensors, names))
-
-    def in_order(self) -> LoadRequest:
-        """The request for an invariant plan: nothing is mapped, since bits depend on the alignment of weights."""
-        return replace(self, options={**self.options, "tp_map": False})
+        return replace(self, encoding=self.encoding.recognised(checkpoint.tensors, model.state_dict().keys()))
 
 
 @contextmanager
@@ -70,51 +64,66 @@ def open_together(request: LoadRequest, group: TensorParallelGroup) -> Iterator[
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
-    if request.state_dict is not None:
-        return Checkpoint(())
-    return request.storage.open(request.files or (), request.config, rank=rank)
+    if request.state_dict is None:
+        return request.storage.open(request.files or (), request.config, rank=rank)
+    checkpoint = Checkpoint(())
+    checkpoint.tensors.update((name, Resident(tensor)) for name, tensor in request.state_dict.items())
+    return checkpoint
 
 
 def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParallelGroup) -> None:
     """Read the tensors that determine how others are sharded; they stay in memory."""
-    names = request.encoding.read_first(checkpoint.tensors)
-    if not names:
-        return
-    tensors = {name: checkpoint.tensors[name] for name in names}
+    tensors = {name: checkpoint.tensors[name] for name in request.encoding.read_first(checkpoint.tensors)}
     values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    stored, _ = split_reads(tensors, values)
-    read_together(stored, checkpoint, group, request)
-    checkpoint.tensors.update({name: Resident(value) for name, value in values.items()})
+    if tensors:
+        read_together(tensors, values, checkpoint, group, request)
+        checkpoint.tensors.update((name, Resident(value)) for name, value in values.items())
 
 
 Reads = list[Request]
-Dependents = list[tuple[ReadStep, torch.Tensor]]
-"""Tensors that are computed after the reads that they depend on, each with its destination."""
 
 
-def split_reads(shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]) -> tuple[Reads, Dependents]:
-    """Split `shards` into tensors to read from files, and tensors computed from those; `values`: their destinations."""
-    stored: Reads = []
-    dependents: Dependents = []
-    for name, shard in shards.items():
-        for step, destination in shard.read_steps(values[name]):
-            if isinstance(step, Stored):
-                stored.append(Request(step, destination))
-            else:
-                dependents.append((step, destination))
-    return stored, dependents
+def split_reads(
+    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
+) -> tuple[Reads, list[tuple[ReadStep, torch.Tensor]]]:
+    """Split `shards` into tensors to read from files, and tensors computed from those, each with its destination.
+
+    `values`: the destinations of the shards.
+    """
+    steps = [entry for name, shard in shards.items() for entry in shard.read_steps(values[name])]
+    stored = [Request(step, destination) for step, destination in steps if isinstance(step, Stored)]
+    return stored, [(step, destination) for step, destination in steps if not isinstance(step, Stored)]
 
 
 def read_together(
-    reads: Reads,
+    shards: Mapping[str, LazyTensor],
+    values: Mapping[str, torch.Tensor],
     checkpoint: Checkpoint,
     group: TensorParallelGroup,
     request: LoadRequest,
-    progress: Callable[[int], object] = lambda nbytes: None,
-) -> Statistics:
-    """Read local files, each rank by itself, then fetch remote bytes, which ranks share. Collective."""
-    local = [entry for entry in reads if not entry.tensor.source.is_remote]
-    statistics = group.together(lambda: read(local, threads=group.threads, progress=progress))
-    remote = [entry for entry in reads if entry.tensor.source.is_remote]
+    *,
+    others: Sequence[Request] = (),
+    statistics: Statistics | None = None,
+    progress: Progress = lambda nbytes: None,
+) -> None:
+    """Read `shards` into `values`, and the `others`. Collective.
+
+    Each rank reads from local files by itself; ranks share what they read from remote ones.
+    """
+
+    def read_local() -> tuple[Reads, list[tuple[ReadStep, torch.Tensor]]]:
+        stored, computed = split_reads(shards, values)
+        local, remote = Reads(), Reads()
+        for entry in (*stored, *others):
+            (remote if entry.tensor.source.is_remote else local).append(entry)
+        read(local, threads=group.threads, statistics=statistics, progress=progress)
+        return remote, computed
+
+    def compute() -> None:
+        for step, destination in computed:
+            step.fill(destination)
+            progress(step.nbytes)
+
+    remote, computed = group.together(read_local)
     request.storage.fetch(remote, checkpoint, group, progress)
-    return statistics
+    group.together(compute)

@@ -13,15 +13,12 @@ from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
 from ..marks import untyped
 from ..slices.layout import Layout
-from ..slices.lazy import LazyTensor, Resident
+from ..slices.lazy import LazyTensor
 from ..strategies import take, unsharded_like
 from .request import LoadRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Mismatched = set[tuple[str, torch.Size, torch.Size]]
-"""(name, shape in the checkpoint, shape in the model)."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class Targets:
     """Indices that each rank holds of a sharded tensor; None if it is replicated."""
     conversion: Conversion
     """Full values as expressions over checkpoint tensors."""
-    mismatched: Mismatched
-    """Tensors that have another shape in the checkpoint; they are initialised anew."""
+    mismatched: set[tuple[str, torch.Size, torch.Size]]
+    """(name, shape in the checkpoint, shape in the model) of tensors of other shapes; they are initialised anew."""
 
     def shards(self, rank: int) -> dict[str, LazyTensor]:
         """The slices that `rank` holds; for a pre-sharded checkpoint, this opens the files with them."""
@@ -53,34 +50,15 @@ def describe(
     Raises CheckpointError on tensors of the wrong shape, unless `ignore_mismatched_sizes` is set.
     """
     full = {name: unsharded_like(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
-    conversion = _write_expressions(model, checkpoint, full, request)
-    mismatched = _remove_mismatched(conversion, full, request)
-    dtype_of = dtype_policy(request.config.dtype_plan)
-    dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in full.items()}
-    return Targets(full, dtypes, layouts, conversion, mismatched)
-
-
-def _write_expressions(
-    model: PreTrainedModel, checkpoint: Checkpoint, full: Mapping[str, torch.Tensor], request: LoadRequest
-) -> Conversion:
-    """Write the `full` tensors as expressions over checkpoint tensors."""
-    tensors: Mapping[str, LazyTensor] = checkpoint.tensors
-    if request.state_dict is not None:
-        tensors = {name: Resident(tensor) for name, tensor in request.state_dict.items()}
     shapes = {name: tensor.shape for name, tensor in full.items()}
-    conversion = request.encoding.convert(model, tensors, shapes, request)
+    conversion = request.encoding.convert(model, checkpoint.tensors, shapes, request)
     applied = request.storage.applied(request.config.weight_mapping or ())
     if applied is not None:
         untyped(model)._weight_conversions = list(applied)
-    return conversion
-
-
-def _remove_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor], request: LoadRequest) -> Mismatched:
-    """Remove tensors of the wrong shape from `conversion`. Raises CheckpointError unless they are to be ignored."""
     mismatched = {
-        (name, expression.shape, full[name].shape)
+        (name, expression.shape, shapes[name])
         for name, expression in conversion.expressions.items()
-        if expression.shape != full[name].shape
+        if expression.shape != shapes[name]
     }
     if mismatched and not request.config.ignore_mismatched_sizes:
         lines = (f"\n  - {name}: got {tuple(got)}, expected {tuple(want)}" for name, got, want in sorted(mismatched))
@@ -90,4 +68,6 @@ def _remove_mismatched(conversion: Conversion, full: Mapping[str, torch.Tensor],
         )
     for name, _, _ in mismatched:
         del conversion.expressions[name]
-    return mismatched
+    dtype_of = dtype_policy(request.config.dtype_plan)
+    dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in full.items()}
+    return Targets(full, dtypes, layouts, conversion, mismatched)

@@ -230,7 +230,7 @@ class UnprintableError(Exception):
 STEPS = (
     (Plan, "as_dict"),  # before ranks compare plans
     (request, "_read_first"),
-    (memory, "find_holding"),
+    (memory, "Holding"),
     (sameness, "_compare"),
     (prefetch, "prefetch"),
     (memory, "read_together"),

@@ -41,6 +41,9 @@ from ...slices.stored import Source, Stored, byte_view
 from .local_file import LocalFile
 from .memory import Pages, Staging, copy
 
+Progress = Callable[[int], object]
+"""Called with numbers of bytes that have arrived."""
+
 BLOCK_BYTES = 1 << 20
 """Size of the buffer for `blocks`."""
 
@@ -111,38 +114,25 @@ class Method(NamedTuple):
 
 @dataclass
 class Statistics:
-    """Totals of one call of `read`."""
+    """Totals of calls of `read`."""
 
     methods: dict[str, Method] = field(default_factory=dict)
     """Totals by method: `contiguous`, and the methods of `costs`."""
     seconds: float = 0.0
     peak_buffer: int = 0
-    """Bytes of all buffers besides the destinations."""
+    """Most bytes of all buffers besides the destinations, in one call."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, method: str, nbytes: int, copied: int, seconds: float) -> None:
-        """Add to the totals of `method`."""
-        before = self.methods.get(method, Method())
-        self.methods[method] = Method(before.nbytes + nbytes, before.copied + copied, before.seconds + seconds)
-
-    def add(self, later: Statistics) -> None:
-        """Add the totals of a later call."""
-        for name, way in later.methods.items():
-            self.count(name, *way)
-        self.seconds += later.seconds
-        self.peak_buffer = max(self.peak_buffer, later.peak_buffer)
+        """Add to the totals of `method`. Thread-safe."""
+        with self._lock:
+            before = self.methods.get(method, Method())
+            self.methods[method] = Method(before.nbytes + nbytes, before.copied + copied, before.seconds + seconds)
 
 
 def is_same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return True if values of `dtype` in a file have the same bytes, in the same order, as in `destination`."""
     return destination.device.type == "cpu" and destination.dtype == dtype and destination.is_contiguous()
-
-
-class Context:
-    """State shared by the jobs of one call: staging buffers, page clearing and totals."""
-
-    def __init__(self, staging: Staging | None, statistics: Statistics) -> None:
-        self.staging, self.statistics, self.pages = staging, statistics, Pages()
-        self.lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -167,7 +157,7 @@ class Job:
             return True
         return self.method != "map" and not is_same_memory(self.requests[0].destination, self.requests[0].tensor.dtype)
 
-    def run(self, context: Context) -> None:
+    def run(self, staging: Staging | None, pages: Pages, statistics: Statistics) -> None:
         """Read the blocks, through a staging buffer if `is_staged`."""
         began = perf_counter()
         block, destination = self.requests[0].tensor, self.requests[0].destination
@@ -176,19 +166,18 @@ class Job:
         if len(self.requests) > 1:
             copied = self.nbytes
             for request in self.requests:
-                context.pages.clear(request.destination)
+                pages.clear(request.destination)
             block.source.read(block.start, [byte_view(request.destination) for request in self.requests])
         elif self.is_staged:
-            assert context.staging is not None
-            with context.staging.buffer() as buffer:
+            assert staging is not None
+            with staging.buffer() as buffer:
                 values = buffer[: block.nbytes].view(block.dtype).view(block.shape)
                 copied = _READERS[self.method](block, values)
-                context.staging.deliver(values, destination)
+                staging.deliver(values, destination)
         else:
-            context.pages.clear(destination)
+            pages.clear(destination)
             copied = _READERS[self.method](block, destination)
-        with context.lock:
-            context.statistics.count(self.method, self.nbytes, copied, perf_counter() - began)
+        statistics.count(self.method, self.nbytes, copied, perf_counter() - began)
 
 
 def _read_blocks(block: Stored, destination: torch.Tensor) -> int:

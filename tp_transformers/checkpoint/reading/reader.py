@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
 from operator import attrgetter
@@ -17,42 +17,46 @@ from time import perf_counter
 import torch
 
 from ...ranks.group import bind_thread
-from .jobs import BLOCK_BYTES, Context, Job, Request, Statistics, order, split
+from .jobs import BLOCK_BYTES, Job, Progress, Request, Statistics, order, split
 from .local_file import LocalFile
-from .memory import Staging
+from .memory import Pages, Staging
 
 
 def read(
-    requests: Iterable[Request], *, threads: int = 1, progress: Callable[[int], object] = lambda nbytes: None
+    requests: Iterable[Request],
+    *,
+    threads: int = 1,
+    statistics: Statistics | None = None,
+    progress: Progress = lambda nbytes: None,
 ) -> Statistics:
-    """Fill the destinations of all `requests`; `progress` is called with byte counts as they arrive.
+    """Fill the destinations of all `requests`.
 
-    Destinations may be on CPUs and on one other device. All copies have finished on return.
+    Destinations may be on CPUs and on one other device. All copies have finished on return. Adds the totals to
+    `statistics`, and returns these.
 
     Raises CheckpointError if a file is shorter than its header declares, cannot be read, or changes meanwhile.
     """
     began = perf_counter()
-    statistics = Statistics()
+    statistics = Statistics() if statistics is None else statistics
     blocks = [block for request in requests for block in split(request)]
     blocks.sort(key=lambda block: (block.tensor.source.name, block.tensor.start))
     with ExitStack() as stack:
         mapped = _mapped(blocks)
         jobs = deque(order(blocks, mapped))
         staged = [job for job in jobs if job.is_staged]
-        staging = None
+        staging, buffers = None, threads * BLOCK_BYTES if any(job.method == "blocks" for job in jobs) else 0
         if staged:
             # One buffer more than threads, so that each thread can fill one while another is emptied.
             device = max((job.device for job in staged), key=lambda device: device.type != "cpu")
             nbytes = max(job.nbytes for job in staged)
             staging = Staging(device, count=min(threads, len(staged)) + 1, nbytes=nbytes)
             stack.callback(staging.close)
-            statistics.peak_buffer += staging.nbytes
-        if any(job.method == "blocks" for job in jobs):
-            statistics.peak_buffer += threads * BLOCK_BYTES
-        _run(jobs, Context(staging, statistics), threads, progress)
+            buffers += staging.nbytes
+        statistics.peak_buffer = max(statistics.peak_buffer, buffers)
+        _run(jobs, staging, statistics, threads, progress)
         for source in mapped:
             source.check_unchanged()
-    statistics.seconds = perf_counter() - began
+    statistics.seconds += perf_counter() - began
     return statistics
 
 
@@ -67,24 +71,24 @@ def _mapped(blocks: Sequence[Request]) -> list[LocalFile]:
     return mapped
 
 
-def _run(jobs: deque[Job], context: Context, threads: int, progress: Callable[[int], object]) -> None:
+def _run(jobs: deque[Job], staging: Staging | None, statistics: Statistics, threads: int, progress: Progress) -> None:
     """Run all jobs on `threads` threads; the first error stops them and is raised once all have ended."""
     finished: SimpleQueue[int | BaseException] = SimpleQueue()
-    stop = threading.Event()
+    stop, pages = threading.Event(), Pages()
     is_inference = torch.is_inference_mode_enabled()  # thread-local; destinations were allocated in this mode
 
     @torch.inference_mode(is_inference)
     def work() -> None:
         try:
-            if context.staging is not None:
-                bind_thread(context.staging.device)
+            if staging is not None:
+                bind_thread(staging.device)
             torch.set_num_threads(1)  # thread-local: copies of several threads run in parallel
             while not stop.is_set():
                 try:
                     job = jobs.popleft()
                 except IndexError:
                     return
-                job.run(context)
+                job.run(staging, pages, statistics)
                 finished.put(job.nbytes)
         except BaseException as error:
             finished.put(error)

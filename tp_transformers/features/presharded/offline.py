@@ -31,8 +31,8 @@ from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.load import LoadResult, place, restore_full, same_bytes, tie
-from ...loading.request import LoadRequest, open_together, read_together, split_reads
+from ...loading.load import loading_info, place, restore_full, same_bytes, tie
+from ...loading.request import LoadRequest, open_together, read_together
 from ...loading.targets import Targets, describe
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
@@ -42,6 +42,7 @@ from ...slices.composed import reshaped
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
 from ...strategies import layout_of, unsharded_like
+from ...transformers_api import LoadStateDictInfo
 from ..command_line.models import model_class, read_config
 from ..packed.holding import pack_weights
 from ..packed.stored_shards import StoredShards, place_stored, stored_layouts
@@ -163,7 +164,9 @@ class _Work:
         """Stored tensors of packed weights on rank 0."""
         self.single = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 
-    def __call__(self, model: PreTrainedModel, plan: Plan, request: LoadRequest) -> tuple[Resolution, LoadResult]:
+    def __call__(
+        self, model: PreTrainedModel, plan: Plan, request: LoadRequest
+    ) -> tuple[Resolution, LoadReport, LoadStateDictInfo]:
         """Shard and write all parameters; the model stays on the meta device."""
         began = perf_counter()
         absent = AbsentRanks(None, 0, self.size, self.single.device)
@@ -216,7 +219,7 @@ class _Work:
         shares = tuple(file.size for file in self.files)
         seconds = perf_counter() - began
         report = LoadReport(0, shares, seconds, seconds, checkpoint.bytes_read, checkpoint.reads)
-        return resolution, LoadResult(missing, targets.conversion.unexpected, targets.mismatched, report)
+        return resolution, report, loading_info(targets, missing)
 
     def remove(self) -> None:
         for path in self.paths:
@@ -249,10 +252,7 @@ class _Value:
     def read(self, tensor: LazyTensor) -> torch.Tensor:
         """Read `tensor`, this tensor or a slice of it."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
-        stored, computed = split_reads({"": tensor}, {"": value})
-        read_together(stored, self.checkpoint, self.group, self.request)
-        for lazy, destination in computed:
-            lazy.fill(destination)
+        read_together({"": tensor}, {"": value}, self.checkpoint, self.group, self.request)
         return value
 
     def is_same(self, other: _Value) -> bool:
