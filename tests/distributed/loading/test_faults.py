@@ -232,7 +232,7 @@ STEPS = (
     (request, "_read_first"),
     (memory, "Holding"),
     (sameness, "_compare"),
-    (prefetch, "prefetch"),
+    (prefetch, "prefetching"),
     (memory, "read_together"),
     (loader, "same_bytes"),  # of tied parameters that the checkpoint holds twice
     (loader, "place"),
@@ -300,7 +300,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
         stack.enter_context(mock.patch.object(group_module, "HEARTBEAT", 0.3))
         for owner, name in (
             (request, "open_checkpoint"),
-            (LocalFile, "prefetch"),
+            (prefetch, "fetch"),
             (reader, "_run"),
             (LocalFile, "check_unchanged"),
             (SummedWriter, "write_all"),
@@ -323,5 +323,5 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
 def test_ranks_wait_longer_than_a_collective_may(pool: Any, cases: Any, tmp_path: Path, rank: int) -> None:
     seen = pool.run(2, in_a_hurry, cases(9, 3).folder, str(tmp_path), rank, timeout=120)
     assert seen[1 - rank] == (set(), set())
-    of_all = {"open_checkpoint", "prefetch", "_run", "check_unchanged", "write_all", "write", "finish"}
+    of_all = {"open_checkpoint", "fetch", "_run", "check_unchanged", "write_all", "write", "finish"}
     assert seen[rank] == ((of_all | {"check_save"}, {"write", "finish"}) if rank == 0 else (of_all, set()))
