@@ -18,9 +18,13 @@ CALLED: set[str] = set()
 
 
 @cache
+def _warn(text: str) -> None:
+    logger.warning(text)
+
+
 def warn_of_one_rank() -> None:
     """Warn that one process without a launcher holds the full model."""
-    logger.warning(
+    _warn(
         "tp_plan in one process, which holds the full model: launch N ranks with `tp-transformers run -n N script.py` "
         "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one process is meant"
     )
@@ -29,30 +33,20 @@ def warn_of_one_rank() -> None:
 def warn_of_size_alone(tp_size: Any) -> None:
     """Warn that `tp_size` without `tp_plan` selects transformers' own tensor parallelism."""
     if tp_size not in (None, 1) and _is_first():
-        _warn_of_size_alone(tp_size)
-
-
-@cache
-def _warn_of_size_alone(tp_size: Any) -> None:
-    logger.warning(
-        'tp_size=%s without tp_plan loads by transformers\' own tensor parallelism: pass tp_plan="auto" to load by '
-        "tp_transformers, or first call tp_transformers.disable() where transformers' tensor parallelism is meant",
-        tp_size,
-    )
+        _warn(
+            f"tp_size={tp_size} without tp_plan loads by transformers' own tensor parallelism: "
+            'pass tp_plan="auto" to load by tp_transformers, or first call tp_transformers.disable() where '
+            "transformers' tensor parallelism is meant"
+        )
 
 
 def warn_of_full_copies() -> None:
     """Warn that ranks of `tp-transformers run script.py` or `-m tp_transformers script.py` load without `tp_plan`."""
     launch = launcher()
-    if "script" in CALLED and launch is not None and int(os.environ[launch.size]) > 1 and _is_first():
-        _warn_of_full_copies(os.environ[launch.size])
-
-
-@cache
-def _warn_of_full_copies(size: str) -> None:
-    logger.warning(
-        'from_pretrained without tp_plan: each of %s ranks loads the full model: pass tp_plan="auto" for shards', size
-    )
+    size = "1" if launch is None else os.environ[launch.size]
+    if "script" in CALLED and int(size) > 1 and _is_first():
+        text = f"from_pretrained without tp_plan: each of {size} ranks loads the full model"
+        _warn(f'{text}: pass tp_plan="auto" for shards')
 
 
 def warn_of_no_hook() -> None:

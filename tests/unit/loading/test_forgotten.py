@@ -25,14 +25,10 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(forgotten, "CALLED", set())
-    forgotten.warn_of_one_rank.cache_clear()
-    forgotten._warn_of_size_alone.cache_clear()
-    forgotten._warn_of_full_copies.cache_clear()
+    forgotten._warn.cache_clear()
     with caplog.at_level(logging.WARNING, forgotten.logger.name):
         yield lambda: [each.getMessage() for each in caplog.records if each.name == forgotten.logger.name]
-    forgotten.warn_of_one_rank.cache_clear()
-    forgotten._warn_of_size_alone.cache_clear()
-    forgotten._warn_of_full_copies.cache_clear()
+    forgotten._warn.cache_clear()
 
 
 def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
-from ...ranks.environment import node_name
 from ...slices.stored import Source
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
@@ -40,11 +39,9 @@ class LocalFile(Source):
             raise self.fault("no such file", "a safetensors file", fix) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
-        status = os.fstat(self._fd)
-        self.copy = (node_name(), status.st_dev, *_identity(status))
-        """A value that is equal in two processes only if they read the same inode on the same node."""
-        self._identity = _identity(status)
-        self.size = self._identity[1]
+        self.identity = _identity(os.fstat(self._fd))
+        """Device, inode, size and modification time, which identify a version of a file on one machine."""
+        self.size = self.identity[2]
 
     def read(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """See `Source.read`; continues interrupted and partial reads."""
@@ -123,7 +120,7 @@ class LocalFile(Source):
         """See `Source.check_unchanged`; compares inode, size and modification time."""
         try:
             now = _identity(os.fstat(self._fd))
-            same = now == self._identity and _identity(os.stat(self.name)) == now
+            same = now == self.identity and _identity(os.stat(self.name)) == now
         except OSError:
             same = False
         if not same:
@@ -153,6 +150,5 @@ class LocalFile(Source):
         self.close()
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and modification time, which identify a version of a file."""
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

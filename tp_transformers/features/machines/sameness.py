@@ -17,6 +17,7 @@ from pathlib import Path
 from ...checkpoint.reading.header import Checkpoint
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
+from ...ranks.environment import node_name
 from ...ranks.group import TensorParallelGroup, agreed, bind_thread
 from ...slices.stored import Source
 
@@ -40,7 +41,7 @@ def _view(source: Source) -> View:
         return {**view, "commit": _commit(source.address), "etag": source.etag, "copy": None}
     blob = Path(os.path.realpath(source.name))  # in the Hub's cache, a link to a file named by its ETag
     etag = blob.name if blob.parent.name == "blobs" else None
-    return {**view, "commit": _commit(source.name), "etag": etag, "copy": source.copy}
+    return {**view, "commit": _commit(source.name), "etag": etag, "copy": (node_name(), *source.identity)}
 
 
 def check_same_files(group: TensorParallelGroup, checkpoint: Checkpoint) -> int:
