@@ -39,8 +39,8 @@ SUM = dist.ReduceOp.SUM
 class Transport:
     """Collectives of a process group that do not use its backend.
 
-    A collective returns False, on all ranks, if they have to call the backend instead. A rank that has to passes
-    `by_backend=True`; then all get False.
+    A collective returns False, on all ranks, if they have to call the backend instead, as where `is_watched()` on one
+    of them: its dispatch mode has to see the collective.
     """
 
     collectives = 0
@@ -65,25 +65,23 @@ class Transport:
     def leave(self) -> None:
         """End what `enter` began."""
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> bool:
         """Sum `x`, of any shape and dtype, over the ranks in place, or take the maximum."""
         return False
 
-    def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> bool:
         """All-gather `x` to `outs[rank]`, all of one shape and contiguous."""
         return False
 
-    def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
+    def reduce_scatter(self, x: Tensor, own: Tensor) -> bool:
         """Reduce-scatter `x: (size * n, ...)` to `own: (n, ...)`; both contiguous."""
         return False
 
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int], *, by_backend: bool = False
-    ) -> bool:
+    def all_to_all(self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int]) -> bool:
         """Send `counts[rank]` rows of `sent` to each rank, receive `rows[rank]` rows from it; both contiguous."""
         return False
 
-    def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
+    def broadcast(self, x: Tensor, source: int) -> bool:
         """Broadcast `x`, in place, from rank `source`."""
         return False
 
@@ -157,7 +155,7 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM
         else:
             dist.all_reduce(x, op, group=group)
         return
-    if transport_for(group, x).all_reduce(x, op, by_backend=is_watched() > 0):
+    if transport_for(group, x).all_reduce(x, op):
         return
     if op != SUM or (backend := _backend(group, x)) is None:
         dist.all_reduce(x, op, group=group)
@@ -168,7 +166,7 @@ def all_reduce(x: Tensor, group: Group | None, op: dist.ReduceOp.RedOpType = SUM
 @untraced
 def all_reduced(x: Tensor, group: Group) -> Tensor:
     """The sum of `x` over the ranks, as a new tensor: a dispatch mode may keep `x`."""
-    if transport_for(group, x).all_reduce(copy := x.clone(), by_backend=True):
+    if transport_for(group, x).all_reduce(copy := x.clone()):
         return copy
     total: Tensor = wait_tensor(functional_all_reduce(x, "sum", group.group_name))
     return total
@@ -184,7 +182,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
             return operators.all_gather(x, group.size(), group.group_name)  # type: ignore[no-any-return]
         return traced_all_gather(x, 0, group)  # type: ignore[no-any-return]
     x, out = x.contiguous(), x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
-    if transport_for(group, x).all_gather(x, out.chunk(group.size()), by_backend=is_watched() > 0):
+    if transport_for(group, x).all_gather(x, out.chunk(group.size())):
         return out
     if (backend := _backend(group, x)) is None:
         return wait_tensor(traced_all_gather(x, 0, group))  # type: ignore[no-any-return]
@@ -203,7 +201,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
             return operators.reduce_scatter(x, group.size(), group.group_name)  # type: ignore[no-any-return]
         return traced_reduce_scatter(x, "sum", 0, group)  # type: ignore[no-any-return]
     x, own = x.contiguous(), x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    if transport_for(group, x).reduce_scatter(x, own, by_backend=is_watched() > 0):
+    if transport_for(group, x).reduce_scatter(x, own):
         return own
     if (backend := _backend(group, x)) is None:
         return wait_tensor(traced_reduce_scatter(x, "sum", 0, group))  # type: ignore[no-any-return]
@@ -220,7 +218,7 @@ def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: G
         return operators.all_to_all(x, list(sent), list(received), group.group_name)  # type: ignore[no-any-return]
     x, arrived = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
     transport = BACKEND if is_traced else transport_for(group, x)
-    if not transport.all_to_all(arrived, x, received, sent, by_backend=is_watched() > 0):
+    if not transport.all_to_all(arrived, x, received, sent):
         dist.all_to_all_single(arrived, x, list(received), list(sent), group=group)
     return arrived
 
@@ -230,7 +228,7 @@ def broadcast(x: Tensor, group: Group | None, source: int) -> None:
     """Broadcast `x`, in place, from rank `source` of the group; no-op for one rank or without a group."""
     if group is None or group.size() == 1:
         return
-    if not transport_for(group, x).broadcast(x, source, by_backend=is_watched() > 0):
+    if not transport_for(group, x).broadcast(x, source):
         dist.broadcast(x, group=group, group_src=source)
 
 
@@ -247,15 +245,14 @@ def _operators(x: Tensor, group: Group) -> Any:
 
 
 def _backend(group: Group, x: Tensor) -> Any:
-    """The backend of `group` for the device of `x`; None if torch.distributed has to be called."""
-    if is_watched() or type(x) is not Tensor or x.is_complex():
-        return None
-    return _backends.get((id(group), x.device)) or _find_backend(group, x)
+    """The backend of `group` for the device of `x`; None if torch.distributed has to be called.
 
-
-def _find_backend(group: Group, x: Tensor) -> Any:
-    if type(group) is not Group:  # a subclass written in Python
+    So it has for a group of a subclass written in Python.
+    """
+    if is_watched() or type(x) is not Tensor or x.is_complex() or type(group) is not Group:
         return None
-    backend = _backends[id(group), x.device] = group._get_backend(x.device)
-    weakref.finalize(group, _backends.clear).atexit = False
+    backend = _backends.get((id(group), x.device))
+    if backend is None:
+        backend = _backends[id(group), x.device] = group._get_backend(x.device)
+        weakref.finalize(group, _backends.clear).atexit = False
     return backend

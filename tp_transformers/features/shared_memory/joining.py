@@ -20,7 +20,7 @@ from ...marks import untyped
 from ...ranks.direct import BACKEND, SUM, Transport
 from ...ranks.environment import machine_name
 from ...ranks.group import exchange
-from ...torch_api import get_default_store
+from ...torch_api import get_default_store, is_watched
 from . import operators
 from .memory import SharedMemory
 from .segment import TOKEN, WORDS, Segment, is_supported
@@ -51,10 +51,10 @@ class SeveralMachines(Transport):
     def leave(self) -> None:
         self.memory.leave()
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> bool:
         """Sum `x` over the ranks in place, or take the maximum; bitwise equal on all ranks."""
         self.collectives += 1
-        with operators.disable_current_modes() if by_backend else nullcontext():
+        with operators.disable_current_modes() if is_watched() else nullcontext():
             dense = x.detach().contiguous()
             self.memory.all_reduce(dense, op)
             if self.firsts is not None:

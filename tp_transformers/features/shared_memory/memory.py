@@ -32,7 +32,7 @@ from ...errors import MeshError
 from ...ranks.direct import MAX, SUM, Transport
 from ...ranks.group import agreed
 from ...ranks.limits import visible_cores
-from ...torch_api import current_backward
+from ...torch_api import current_backward, is_watched
 from ..places.place import out_of_step, this_collective
 from . import operators
 from .segment import KIND, LENGTH, SLOT, WORDS, Segment, check_dtype, chunks, combine, starts_of
@@ -132,21 +132,21 @@ class SharedMemory(Transport):
         self._calls = max(0, self._calls - 1)
 
     @_in_turn
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM, *, by_backend: bool = False) -> bool:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = SUM) -> bool:
         x = x.detach() if x.requires_grad else x
         is_maximum = op is not SUM and op == MAX  # a comparison of ReduceOps takes 0.5 us
         kind, nbytes = _MAXIMUM if is_maximum else _ALL_REDUCE, x.nbytes
         check_dtype(x.dtype, is_maximum=is_maximum)
         word = _word(kind, x)
         if nbytes <= (SLOT if self.size == 2 else ONE_STEP):
-            slots = self._write(x, word, by_backend)
+            slots = self._write(x, word)
             if slots is None:
                 return False
             combine(slots, x, is_maximum=is_maximum)
             return True
         flat = x.reshape(-1)
         for chunk in flat.split(SLOT // x.itemsize):
-            slots = self._write(chunk, word, by_backend)
+            slots = self._write(chunk, word)
             if slots is None:
                 return False
             shares, results = [slot.tensor_split(self.size) for slot in slots], chunk.tensor_split(self.size)
@@ -162,10 +162,10 @@ class SharedMemory(Transport):
         return True
 
     @_in_turn
-    def all_gather(self, x: Tensor, outs: Sequence[Tensor], *, by_backend: bool = False) -> bool:
+    def all_gather(self, x: Tensor, outs: Sequence[Tensor]) -> bool:
         word = _word(_ALL_GATHER, x)
         for chunk, *out_chunks in chunks(SLOT, x, *outs):
-            slots = self._write(chunk, word, by_backend)
+            slots = self._write(chunk, word)
             if slots is None:
                 return False
             for out, slot in zip(out_chunks, slots, strict=True):
@@ -173,25 +173,25 @@ class SharedMemory(Transport):
         return True
 
     @_in_turn
-    def reduce_scatter(self, x: Tensor, own: Tensor, *, by_backend: bool = False) -> bool:
+    def reduce_scatter(self, x: Tensor, own: Tensor) -> bool:
         check_dtype(x.dtype)
         word = _word(_REDUCE_SCATTER, x)
         rows, out = x.view(self.size, -1), own.view(-1)
         length = SLOT // self.size // x.itemsize
         for chunk, summed in zip(rows.split(length, 1), out.split(length), strict=True):
-            slots = self._write(chunk, word, by_backend)
+            slots = self._write(chunk, word)
             if slots is None:
                 return False
             combine([slot[self.rank] for slot in slots], summed)
         return True
 
     @_in_turn
-    def broadcast(self, x: Tensor, source: int, *, by_backend: bool = False) -> bool:
+    def broadcast(self, x: Tensor, source: int) -> bool:
         x = x.detach() if x.requires_grad else x
         word = _word(_BROADCAST, x)
         dense = x.contiguous()
         for (chunk,) in chunks(SLOT, dense):
-            slots = self._write(chunk, word, by_backend, writes=self.rank == source)
+            slots = self._write(chunk, word, writes=self.rank == source)
             if slots is None:
                 return False
             if self.rank != source:
@@ -201,17 +201,14 @@ class SharedMemory(Transport):
         return True
 
     @_in_turn
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int], *, by_backend: bool = False
-    ) -> bool:
+    def all_to_all(self, received: Tensor, sent: Tensor, rows: Sequence[int], counts: Sequence[int]) -> bool:
         width = prod(sent.shape[1:]) * sent.itemsize
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
         starts, ends = starts_of(counts, width), starts_of(rows, width)
         longest, offset, word = 1, 0, _word(_ALL_TO_ALL, sent, rows=False)
         while offset < longest:
-            self._begin(word, by_backend, length=max(counts, default=0) * width)
-            if not by_backend:
+            if not self._begin(word, length=max(counts, default=0) * width):
                 own = segment.tensor[segment.offset(self.rank, self._turn) :][:SLOT]
                 for rank in range(self.size):
                     chunk = sent_bytes[starts[rank] : starts[rank + 1]][offset : offset + room]
@@ -232,7 +229,7 @@ class SharedMemory(Transport):
         segment, received = self._segment, [bytearray() for _ in range(self.size)]
         longest, offset = 1, 0
         while offset < longest:
-            self._begin(_MESSAGES, False, length=len(message))
+            self._begin(_MESSAGES, length=len(message))
             chunk, start = message[offset : offset + SLOT], segment.offset(self.rank, self._turn)
             segment.bytes[start : start + len(chunk)] = chunk
             self._publish()
@@ -248,13 +245,12 @@ class SharedMemory(Transport):
 
     # One step: begin, write, publish, wait.
 
-    def _write(self, x: Tensor, word: int, by_backend: bool, *, writes: bool = True) -> list[Tensor] | None:
+    def _write(self, x: Tensor, word: int, *, writes: bool = True) -> list[Tensor] | None:
         """Write `x`, wait, and return all ranks' slots as tensors like `x`; None if a rank calls the backend.
 
         `word`: as of `_word`.
         """
-        self._begin(word, by_backend)
-        if by_backend:  # a dispatch mode is active, which must not see a slot
+        if self._begin(word):
             self._publish()
             self._wait()
             return None
@@ -269,16 +265,19 @@ class SharedMemory(Transport):
         self._publish()
         return views if self._wait() else None
 
-    def _begin(self, word: int, by_backend: bool, length: int = 0) -> None:
+    def _begin(self, word: int, length: int = 0) -> bool:
+        """Begin a collective; True if this rank has to call the backend: a dispatch mode must not see a slot."""
         if self._ended:
             raise self._error(self._ended)
         self.collectives += 1
         self._turn ^= 1
+        by_backend = word != _MESSAGES and is_watched() > 0
         if self._calls and word != _MESSAGES:
             place = (self.collectives - self._entered) % _PLACES + 1
             word |= (place | _OF_BACKWARD if current_backward() >= 0 else place) << _PLACE
         self._words[self._own + KIND + self._turn] = word | (_BY_BACKEND if by_backend else 0)
         self._words[self._own + LENGTH + self._turn] = length
+        return by_backend
 
     def _publish(self) -> None:
         self._count += 1
