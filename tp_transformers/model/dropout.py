@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -111,15 +112,15 @@ class OwnRandomness:
     def enter(self) -> None:
         """Switch to the own state; the shared state advances by one number on every rank."""
         if self.draws and not self._has_entered():
-            seed = next_seed(self.device)
-            self.shared = random_state(self.device)
+            seed, generator = next_seed(self.device), generator_of(self.device)
+            self.shared = generator.get_state()
             self.seed = (seed + _STEP * (self.rank + 1)) % 2**63
-            generator_of(self.device).manual_seed(self.seed)
+            generator.manual_seed(self.seed)
 
     def leave(self, *_: Any) -> None:
         """Switch back to the shared state."""
         if self.shared is not None and self._has_entered():
-            set_random_state(self.device, self.shared)
+            generator_of(self.device).set_state(self.shared)
         self.shared = None
 
     def _has_entered(self) -> bool:
@@ -161,32 +162,23 @@ def next_seed(device: torch.device) -> int:
     """
     if device.type == "cpu":
         return int(torch.randint(2**62, (), device=device))
-    state = random_state(device)
+    state = generator_of(device).get_state()
     torch.rand((), device=device)
     return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest(), "little") >> 2
 
 
-def generator_of(device: torch.device) -> Any:
-    """The object with the seed of a device's default generator."""
-    return torch.default_generator if device.type == "cpu" else torch.get_device_module(device)
-
-
-def random_state(device: torch.device) -> torch.Tensor:
-    """The state of the default generator of `device`, as a CPU tensor."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
-
-
-def set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    """Set the default generator of `device` to a state from `random_state`."""
+def generator_of(device: torch.device) -> torch.Generator:
+    """The default generator of `device`; a GPU without an index is the current one, and has been used before."""
     if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device.type).set_rng_state(state, device)
+        return torch.default_generator
+    module = torch.get_device_module(device.type)
+    generators: Sequence[torch.Generator] = module.default_generators
+    return generators[module.current_device() if device.index is None else device.index]
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
     """The states of the default generators of Python, numpy, torch's CPU and `device`."""
-    return random.getstate(), np.random.get_state(), random_state(torch.device("cpu")), random_state(device)
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), generator_of(device).get_state()
 
 
 def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
@@ -194,5 +186,5 @@ def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
     python, numpy, cpu, own = states
     random.setstate(python)
     np.random.set_state(numpy)
-    set_random_state(torch.device("cpu"), cpu)
-    set_random_state(device, own)
+    torch.set_rng_state(cpu)
+    generator_of(device).set_state(own)

@@ -45,19 +45,17 @@ def test_fingerprints_differ_exactly_where_values_do(one: Any, other: Any) -> No
 
 
 def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = {"cuda:1": torch.tensor([9])}
-    module = SimpleNamespace(
-        get_rng_state=lambda device: states[str(device)].clone(),
-        set_rng_state=lambda state, device: states.update({str(device): state}),
-    )
+    others = [torch.Generator().manual_seed(seed) for seed in (8, 9)]
+    module = SimpleNamespace(default_generators=others, current_device=lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
-    before = torch.get_rng_state()
-    shared = dropout.random_states(torch.device("cuda", 1))
-    torch.rand(3)
-    states["cuda:1"] = torch.tensor([4])
-    dropout.set_random_states(torch.device("cuda", 1), shared)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(states["cuda:1"], torch.tensor([9]))
+    before, theirs = torch.get_rng_state(), [other.get_state() for other in others]
+    for device in (torch.device("cuda", 1), torch.device("cuda")):
+        shared = dropout.random_states(device)
+        torch.rand(3)
+        torch.rand(3, generator=others[1])
+        dropout.set_random_states(device, shared)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(torch.equal(other.get_state(), state) for other, state in zip(others, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,34 +155,14 @@ def test_ranks_draw_alike_outside_and_not_inside() -> None:
     assert torch.equal(torch.get_rng_state(), start), "nothing is drawn where nothing is dropped"
 
 
-class Generator:
-    """A device's module, whose generator is one of the CPU's that counts its draws' states."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-        self.seeds: list[int] = []
-
-    def get_rng_state(self, device: torch.device) -> torch.Tensor:
-        return self.generator.get_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        self.generator.set_state(state)
-
-    def manual_seed(self, seed: int) -> None:
-        self.seeds.append(seed)
-        self.generator.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        return self.generator.initial_seed()
-
-
 def test_a_device_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, device, rand = Generator(), torch.device("meta"), torch.rand
+    generator, device, rand = torch.Generator(), torch.device("meta"), torch.rand
+    module = SimpleNamespace(default_generators=[generator], current_device=lambda: 0)
     drawn: list[torch.device] = []
 
     def draw(*size: Any, device: torch.device) -> torch.Tensor:
         drawn.append(device)
-        return rand(*size, generator=module.generator)
+        return rand(*size, generator=generator)
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     monkeypatch.setattr(torch, "rand", draw)
@@ -189,19 +170,19 @@ def test_a_device_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) 
     for rank, seed in ((0, 3), (0, 3), (1, 3), (0, 4)):
         torch.manual_seed(rank)  # the CPU's generator does not count, and does not go on
         before = torch.get_rng_state()
-        module.manual_seed(seed)
-        module.seeds.clear()
+        generator.manual_seed(seed)
         own = OwnRandomness(rank, device)
         own.draws = True
-        states = []
+        states, used = [], []
         for _ in range(2):
             own.enter()
+            used.append(generator.initial_seed())
             own.leave()
-            states.append(module.get_rng_state(device))
+            states.append(generator.get_state())
         assert not torch.equal(*states), "the shared state goes on"
         assert torch.equal(torch.get_rng_state(), before)
-        assert len(set(module.seeds)) == 2
-        seeds.append(list(module.seeds))
+        assert len(set(used)) == 2
+        seeds.append(used)
     assert seeds[0] == seeds[1]
     assert seeds[0] != seeds[2]
     assert seeds[0] != seeds[3]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from ...model.dropout import drops, generator_of, next_seed, random_state, set_random_state, settings_of
+from ...model.dropout import drops, generator_of, next_seed, settings_of
 from ...ranks import direct
 from ...ranks.collectives import (
     Group,
@@ -268,11 +268,11 @@ class SharedRandomness:
             device, process_group = self.group.device, self.group.process_group
             assert process_group is not None
             seeds = all_gather_number(next_seed(device), process_group, device)
-            self.own = random_state(device)
+            self.own = generator_of(device).get_state()
             generator_of(device).manual_seed(seeds[0])
 
     def leave(self, *_: Any) -> None:
         """Switch back to the state of this rank."""
         if self.own is not None:
-            set_random_state(self.group.device, self.own)
+            generator_of(self.group.device).set_state(self.own)
             self.own = None

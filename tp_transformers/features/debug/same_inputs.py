@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...errors import MeshError, UnsupportedError
-from ...model.dropout import random_state
+from ...model.dropout import generator_of
 from ...model.generate import fingerprint
 from ...ranks.group import GROUP, agreed, differing
 from ...strategies import batch_sharded
@@ -43,7 +43,7 @@ def check_inputs(model: PreTrainedModel) -> RemovableHandle:
     def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = named_inputs(module, args, kwargs)
         if module.training:
-            inputs["the random state"] = random_state(group.device)
+            inputs["the random state"] = generator_of(group.device).get_state()
         rank, names = differing(group.gather({name: fingerprint(value) for name, value in inputs.items()}))
         if names:
             raise agreed(

@@ -26,7 +26,7 @@ from ...anatomy import check_values, features
 from ...errors import MeshError
 from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
-from ...model.dropout import random_state
+from ...model.dropout import generator_of
 from ...model.tensor_parallel_model import keep_shards
 from ...patches import Patch
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
@@ -278,7 +278,7 @@ def _check_targets(config: Any, model: PreTrainedModel) -> None:
 
 def _check_random_state(dropout: str, group: TensorParallelGroup) -> None:
     """Raise MeshError if ranks would drop different features: their adapters would drift apart."""
-    if len(set(group.gather(random_state(group.device).numpy().tobytes()))) > 1:
+    if len(set(group.gather(generator_of(group.device).get_state().numpy().tobytes()))) > 1:
         error = MeshError(
             dropout,
             got="another random state on each rank",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ....errors import UnsupportedError
 from ....marks import Mark
-from ....model.dropout import random_state, set_random_state
+from ....model.dropout import generator_of
 from ....ranks import direct
 from ....strategies import ParamShard, finish_gradient, local_tensor, shard_of
 from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
@@ -154,7 +154,7 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
     """Draw the first rank's random numbers on all ranks; ranks that had another random state get it back."""
     groups = groups_of(stand_ins)
     devices = {torch.device("cpu"), *(device for _, device in groups)}
-    own = {device: random_state(device) for device in devices}
+    own = {device: generator_of(device).get_state() for device in devices}
     for device, state in own.items():
         shared = state.clone()
         for group, where in groups:
@@ -164,12 +164,12 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
         if torch.equal(shared, state):
             devices.discard(device)
         else:
-            set_random_state(device, shared)
+            generator_of(device).set_state(shared)
     try:
         yield
     finally:
         for device in devices:
-            set_random_state(device, own[device])
+            generator_of(device).set_state(own[device])
 
 
 class Seats:
