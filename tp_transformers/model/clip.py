@@ -160,23 +160,16 @@ def _power(
     tensors: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype, foreach: bool | None
 ) -> Tensor:
     """The p-th power of the norm of `tensors`, in `dtype`; the norm itself for infinity."""
-    norms: list[Tensor] = [torch.zeros((), dtype=dtype, device=device)]
-    for same_kind in _by_device_and_dtype(tensor for tensor in tensors if tensor.numel()):
+    zero = torch.zeros(1, dtype=dtype, device=device)  # a rank may hold nothing that counts
+    norms: list[Tensor] = []
+    for (same_kind,), _ in group_tensors([[zero, *(tensor for tensor in tensors if tensor.numel())]]).values():
         if foreach is False:
             kind_norms = [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in same_kind]
         else:
-            kind_norms = list(foreach_norm(same_kind, norm_type, dtype=dtype))
+            kind_norms = foreach_norm(same_kind, norm_type, dtype=dtype)
         norms += [norm.to(device) for norm in kind_norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm if norm_type == float("inf") else norm.pow(norm_type)
-
-
-def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors grouped by device and dtype."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return kinds.values()
 
 
 def with_gradient(grad: Tensor) -> Tensor:
