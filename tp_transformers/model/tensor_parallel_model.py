@@ -99,8 +99,15 @@ class TensorParallelModel(Mixin):
         return sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Implement `to`, `half`, `cuda`, ...: shards stay shards, on the mesh's own device."""
-        check_device(fn, self.tp_group)
+        """Implement `to`, `half`, `cuda`, ...: shards stay shards. Raises UnsupportedError for another device."""
+        device = fn(torch.empty(0, device=self.device)).device
+        if device != self.device:
+            raise UnsupportedError(
+                "the device of a tensor-parallel model",
+                got=str(device),
+                expected=f"{self.device}, which its mesh is made of",
+                fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
+            )
         with keep_shards(self):
             return super()._apply(fn, *args, **kwargs)
 
@@ -224,15 +231,3 @@ def keep_shards(module: nn.Module) -> Iterator[None]:
     for name, param in module.named_parameters(remove_duplicate=False):
         if name in shards:
             SHARD.put(param, shards[name])
-
-
-def check_device(move: Callable[[Tensor], Tensor], group: TensorParallelGroup) -> None:
-    """Raise UnsupportedError if `move`, such as a cast or a copy to a GPU, leaves the device of the mesh."""
-    device = move(torch.empty(0, device=group.device)).device
-    if device != group.device:
-        raise UnsupportedError(
-            "the device of a tensor-parallel model",
-            got=str(device),
-            expected=f"{group.device}, which its mesh is made of",
-            fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
-        )

@@ -215,12 +215,13 @@ class TensorParallelGroup:
         answers[:] = [answer for _, per_rank in votes for answer in per_rank]
 
     def _raise(self, failure: Exception | None, reports: Sequence[Report | None]) -> None:
-        """Raise if any rank reports an error: this rank's `failure` if all reports are equal, else the common error."""
-        if not any(reports):
-            return
-        is_own = failure is not None and len(set(reports)) == 1 and not _lacks_memory(failure)
-        common = failure if is_own and failure is not None else _common_error(reports)
-        raise agreed(common) from (failure if common is not failure else None)
+        """Raise if any rank reports an error: this rank's `failure` if all are equal, else that of the lowest rank."""
+        for rank, report in enumerate(reports):
+            if report is not None:
+                if failure is not None and len(set(reports)) == 1 and not _lacks_memory(failure):
+                    raise agreed(failure) from None
+                kind, text = report
+                raise agreed(kind(f"rank {rank}: {text}")) from failure
 
 
 GROUP: Mark[TensorParallelGroup] = Mark("tp_group")
@@ -284,12 +285,6 @@ def bind_thread(device: torch.device) -> None:
     """
     if device.type != "cpu":
         torch.get_device_module(device.type).set_device(device)
-
-
-def _common_error(reports: Sequence[Report | None]) -> TensorParallelError:
-    """The error of the lowest rank that failed."""
-    rank, (kind, text) = next((rank, report) for rank, report in enumerate(reports) if report is not None)
-    return kind(f"rank {rank}: {text}")
 
 
 FIRST_BYTES = 504
