@@ -2,7 +2,7 @@
 
 Each rank decodes by itself, from logits that are the same on all. Ranks stay in step as long as nothing that differs
 between them gets into the loop. So they share random states at the start, and in every step the results of clocks and
-of user code. Devices of several kinds may draw other tokens from equal logits: there, all ranks take those of rank 0.
+of user code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from ..errors import MeshError
 from ..plans.attention import check_cache
 from ..plans.bind import Resolution
 from ..ranks import direct
-from ..ranks.environment import device_kind
 from ..ranks.group import TensorParallelGroup, agreed, differing
 from ..seams import Mixin, collective
 from ..strategies import local_tensor
@@ -38,8 +37,6 @@ OWN = ("streamer", "stopping_criteria")
 """Arguments of `generate` that may be given to some ranks only."""
 CHOOSING = ("logits_processor", "prefix_allowed_tokens_fn")
 """Arguments of `generate` with user code that changes which tokens are taken."""
-DRAFTING = ("assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit")
-"""Arguments of `generate` by which a step takes as many tokens as are drafted right."""
 
 _FAILED = 2
 """Vote of a rank that failed; 1 is stop, 0 is go on."""
@@ -91,13 +88,6 @@ class TensorParallelGeneration(Mixin):
             config.max_time = None
         return generator
 
-    def _get_top_k_continuations(self, *args: Any, **kwargs: Any) -> Any:
-        found, call = super()._get_top_k_continuations(*args, **kwargs), _call.get()
-        if call is not None and call.first_decides:
-            for each in found:  # scores, tokens and origins of beams
-                _take_first(each, self.tp_group)
-        return found
-
     def _get_static_cache_init_shape(self) -> Any:
         """(KV heads, head size), each a number or a list per layer, if transformers counts this rank's heads right.
 
@@ -123,8 +113,6 @@ class _Call:
     shares_steps: bool = False
     """True if some rank runs user code in the loop: ranks then compare tokens, and agree to stop or go on, in every
     step."""
-    first_decides: bool = False
-    """True if the ranks have devices of several kinds: all take the tokens of rank 0."""
     chooses: tuple[str, ...] = ()
     """Names of user code that changes which tokens are taken."""
     failure: Exception | None = None
@@ -143,7 +131,7 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     prints = {name: fingerprint(value) for name, value in own.items()}
     streams, stops = (arguments.get(name) is not None for name in OWN)
     states = random_states(model.device) if group.rank == 0 else None
-    ranks = group.gather((prints, streams, stops, states, model._tp_sample(), device_kind(group.device)))
+    ranks = group.gather((prints, streams, stops, states, model._tp_sample()))
     model._tp_compare([rank[4] for rank in ranks])
     differs, names = differing([rank[0] for rank in ranks])
     if names:
@@ -158,12 +146,7 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
         set_random_states(model.device, ranks[0][3])
     streams, stops = (any(rank[which] for rank in ranks) for which in (1, 2))
     chooses = _chooses(arguments)
-    kinds = sorted({rank[5] for rank in ranks})
-    drafts = [name for name in DRAFTING if arguments.get(name) or getattr(own["generation_config"], name, None)]
-    if len(kinds) > 1 and drafts:
-        got, expected = f"ranks on {' and '.join(kinds)}", "devices of one kind: others may draft other tokens"
-        raise MeshError(f"generate's {drafts[0]}", got=got, expected=expected, fix="Leave it out.")
-    call = _Call(group.global_ranks, bool(streams or stops or chooses or kinds[1:]), len(kinds) > 1, chooses)
+    call = _Call(group.global_ranks, bool(streams or stops or chooses), chooses)
     if streams:
         arguments["streamer"] = _GuardedStreamer(arguments.get("streamer"), call)
     token = _call.set(call)
@@ -187,8 +170,6 @@ class _SharedCriteria(StoppingCriteriaList):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """(batch,) True for a sequence that is done, the same on all ranks."""
-        if self.call.first_decides:
-            _take_first(input_ids[:, -1], self.group)
         votes = torch.full((3, len(input_ids)), _FAILED, dtype=torch.int64, device=self.group.device)
         votes[1] = (input_ids * torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)).sum(-1)  # a checksum
         votes[2] = -votes[1]
@@ -204,13 +185,6 @@ class _SharedCriteria(StoppingCriteriaList):
         if (votes[1] != -votes[2]).any():
             _raise_different(self.group.gather(input_ids.tolist()), self.call)
         return votes[0].to(input_ids.device, torch.bool)
-
-
-def _take_first(x: Tensor, group: TensorParallelGroup) -> None:
-    """Copy the values of rank 0 to `x`."""
-    first = x.to(group.device, copy=True, memory_format=torch.contiguous_format)
-    direct.broadcast(first, group.process_group, 0)
-    x.copy_(first)
 
 
 def _raise_different(ranks: Sequence[list[list[int]]], call: _Call) -> None:

@@ -162,13 +162,6 @@ def local_device(device_type: str) -> torch.device:
     return torch.device(device_type, local)
 
 
-def device_kind(device: torch.device) -> str:
-    """Name of a GPU, or the instructions of a CPU: others compute by other kernels."""
-    if device.type == "cpu":
-        return torch.backends.cpu.get_cpu_capability()
-    return str(torch.get_device_module(device.type).get_device_name(device))
-
-
 def _number(name: str | None) -> int | None:
     text = re.sub(r"\(x\d+\)$", "", os.environ.get(name or "", ""))
     return int(text) if text.isdecimal() else None

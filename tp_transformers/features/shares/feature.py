@@ -1,14 +1,14 @@
-"""Shares that are measured: `tp_shares="memory"` and `tp_shares="speed"`."""
+"""Unequal devices: `tp_shares="memory"` and `tp_shares="speed"`, and `generate` on devices of several kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...seams import Feature, Measure
 
 
 class Shares(Feature):
-    """The shares of ranks on devices of unlike memory or speed."""
+    """Ranks on devices of unlike memory, speed or kind."""
 
     requires = ("planner",)
 
@@ -16,6 +16,11 @@ class Shares(Feature):
         from .measures import by_memory, by_speed
 
         return {"memory": by_memory, "speed": by_speed}
+
+    def model_methods(self) -> Sequence[type]:
+        from .tokens import UnequalModel
+
+        return (UnequalModel,)
 
 
 FEATURE = Shares()
