@@ -6,10 +6,6 @@ their numbers may differ: there it draws from its own state, and the shared stat
 
     replicated ── colwise ── [ own state: attention, activations ] ── rowwise ── replicated
 
-Under sequence parallelism each rank has its own tokens outside of the blocks, which gather the sequence:
-
-    shard ── norm ── block ── [ own state: dropout, sum, norm ] ── block ── [ own state: dropout, sum ] ── shard
-
 The own state is a function of the shared state and of the rank. Nothing is kept between steps: where
 torch.utils.checkpoint restores the shared state, the same masks are drawn again.
 """
@@ -19,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 from weakref import WeakSet
 
@@ -28,7 +25,6 @@ from torch import Tensor, nn
 
 from ..anatomy import DROPOUTS
 from ..marks import untyped
-from ..ranks.collectives import Group
 from ..strategies import TensorParallelLayer, block_of
 from ..strategies.signature import FEATURES
 
@@ -37,12 +33,11 @@ _STEP = 0x9E3779B97F4A7C15
 
 
 class OwnRandomness:
-    """Lets a rank draw its own numbers between the layers, or the blocks, of one module."""
+    """Lets a rank draw its own numbers between the layers of one module."""
 
-    def __init__(self, rank: int, device: torch.device, group: Group | None = None) -> None:
+    def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
         self.device = device
-        self.group = group
         self.shared: Tensor | None = None
         """The shared state, while this rank draws from its own."""
         self.seed = 0
@@ -54,20 +49,17 @@ class OwnRandomness:
         self.hooked: WeakSet[nn.Module] = WeakSet()
         self.children: WeakSet[nn.Module] = WeakSet()
         """Current children of the module; an earlier child may now be inside an adapter."""
-        self.sequence_block: TensorParallelLayer | None = None
-        """Strategy of a child that gathers the sequence, if one does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnRandomness:
-        copied = type(self)(self.rank, self.device, self.group)
-        copied.settings = self.settings
+        copied = copy(self)
+        copied.shared, copied.hooked, copied.children = None, WeakSet(), WeakSet()
         return copied
 
     def attach(self, module: nn.Module) -> None:
         """Draw from the own state between a column-parallel layer of `module` and the next row-parallel one.
 
         Without a row-parallel layer, or if a forward raises (recomputation stops by raising), up to the end of
-        `module`. With a sharded sequence: from the end of a block, which gathers the sequence, to the start of the
-        next.
+        `module`.
         """
         self.settings = settings_of(module)
         block_of(module).guards.append(self)
@@ -78,35 +70,26 @@ class OwnRandomness:
         self.draws = module.training and drops(module, self.settings)
         if not self.draws:
             return
-        children = list(module.children())
-        self.children = WeakSet(children)
-        blocks = (strategy for strategy in map(layer_strategy, children) if strategy is not None)
-        self.sequence_block = next((block for block in blocks if block.signature.gathers_sequence), None)
-        for child in children:
-            strategy = layer_strategy(child)
-            if child in self.hooked or (strategy is None and self.sequence_block is None):
-                continue
-            self.hooked.add(child)
-            if strategy is None:
-                child.register_forward_pre_hook(self.enter_sequence_shard)
-            elif strategy.signature.gathers_sequence:
+        self.children = WeakSet(module.children())
+        for child in module.children():
+            if child not in self.hooked:
+                self.hooked.add(child)
+                self.hook(child, layer_strategy(child))
+
+    def hook(self, child: nn.Module, strategy: TensorParallelLayer | None) -> None:
+        """Switch states before or after the forward of a child of the module."""
+        if strategy is None:
+            return
+        if strategy.signature.takes is FEATURES:
+            child.register_forward_pre_hook(self.leave)
+        elif strategy.signature.leaves is FEATURES:
+            child.register_forward_hook(self.enter_after)
+            if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its replicated input
                 child.register_forward_pre_hook(self.leave)
-                child.register_forward_hook(self.enter_sequence_shard)
-            elif strategy.signature.takes is FEATURES:
-                child.register_forward_pre_hook(self.leave)
-            elif strategy.signature.leaves is FEATURES:
-                child.register_forward_hook(self.enter_after)
-                if "tp_strategy" not in child.__dict__:  # an adapter, which may drop some of its replicated input
-                    child.register_forward_pre_hook(self.leave)
 
     def enter_after(self, child: nn.Module, *_: Any) -> None:
         """Switch to the own state, unless `child` is inside an adapter, which goes on with replicated activations."""
         if child in self.children:
-            self.enter()
-
-    def enter_sequence_shard(self, *_: Any) -> None:
-        """Switch to the own state if this rank has a shard of the sequence."""
-        if self.group is not None and self.sequence_block is not None and self.sequence_block.is_sharded(self.group):
             self.enter()
 
     def enter(self) -> None:

@@ -130,9 +130,7 @@ def _attach_randomness(model: nn.Module, resolution: Resolution, group: TensorPa
     for name in dict.fromkeys(
         name if strategy.signature.computes_locally else name.rpartition(".")[0]
         for name, strategy in resolution.module_strategies.items()
-        if strategy.signature.leaves is FEATURES
-        or strategy.signature.gathers_sequence
-        or strategy.signature.computes_locally
+        if strategy.signature.leaves is FEATURES or strategy.signature.computes_locally
     ):
         join_layers(model.get_submodule(name))
-        OwnRandomness(group.rank, group.device, group.process_group).attach(model.get_submodule(name))
+        OwnRandomness(group.rank, group.device).attach(model.get_submodule(name))

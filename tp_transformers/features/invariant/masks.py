@@ -39,11 +39,6 @@ class FullMasks(OwnRandomness):
         """Split of the heads, of attention."""
         self.mode: FullDraws | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FullMasks:
-        copied = type(self)(self.rank, self.device, self.heads)
-        copied.settings = self.settings
-        return copied
-
     def enter(self) -> None:
         """Draw full masks from here on.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, Loaded, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ...loading.options import Options
     from ...plans.rules import Plan
+    from ...ranks.group import TensorParallelGroup
     from ...strategies import TensorParallelLayer
 
 
@@ -40,6 +43,16 @@ class SequenceParallelism(Feature):
 
     def options(self) -> Sequence[Option]:
         return (SequenceOption(),)
+
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
+        def draw(model: Any) -> None:
+            strategies = model.tp_resolution.module_strategies
+            if group.size > 1 and any(strategy.signature.gathers_sequence for strategy in strategies.values()):
+                from .randomness import draw_between_blocks
+
+                draw_between_blocks(model)
+
+        return nullcontext(draw)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from .sequence import (

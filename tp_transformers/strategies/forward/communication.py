@@ -119,10 +119,6 @@ class Communication:
         """Split of the output features over the ranks; None if they are replicated, or it is unknown."""
         return None
 
-    def is_sharded(self, group: Group) -> bool:
-        """True if modules around a block that gathers the sequence take this rank's shard in the current forward."""
-        return False
-
     def group_of(self, mesh: DeviceMesh | None = None) -> Group:
         """The same as `mesh.get_group()`, but faster, by its name; torch.compile needs the mesh."""
         if mesh is not None and (self.group_name is None or torch.compiler.is_dynamo_compiling()):

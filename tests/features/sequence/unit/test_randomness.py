@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tp_transformers.features.sequence.randomness import SequenceRandomness
 from tp_transformers.features.sequence.sequence import SequenceGatherParallel
-from tp_transformers.model.dropout import OwnRandomness
 
 
 def test_what_others_ask_of_a_gather() -> None:
@@ -25,7 +25,7 @@ class Layer(nn.Module):
         self.first, self.second, self.p_drop = nn.Sequential(nn.Dropout(0.5)), nn.Sequential(nn.Dropout(0.5)), 0.5
         for block in (self.first, self.second):
             block.tp_strategy = SequenceGatherParallel()  # type: ignore[assignment]
-        OwnRandomness(rank, torch.device("cpu"), group).attach(self)
+        SequenceRandomness(rank, torch.device("cpu"), group, SequenceGatherParallel()).attach(self)
         self.seen: list[torch.Tensor] = []
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
