@@ -114,23 +114,20 @@ def join(device_mesh: DeviceMesh | None = None) -> TensorParallelGroup:
     Raises MeshError if `device_mesh` has no `tp` axis (and is not 1-D) or fails `check_ranks`, if a node has more ranks
     than GPUs or two ranks of NCCL have the same, or if the environment has no rendezvous address.
     """
-    user_mesh = device_mesh
-    if device_mesh is None and (dist.is_initialized() or launcher() is not None):
+    if device_mesh is None:
+        if launcher() is None and not dist.is_initialized():
+            return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
         device_type = _start_process_group()
         device_mesh = init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
-    elif device_mesh is not None:
-        device_mesh = _tp_axis(device_mesh)
-    if device_mesh is None:
-        return TensorParallelGroup(None, 0, 1, local_device(_default_device_type()))
-    device = local_device(device_mesh.device_type)
+    axis = _tp_axis(device_mesh)
+    device = local_device(axis.device_type)
     bind_thread(device)
-    group = device_mesh.get_group()
+    group = axis.get_group()
     if device.type == "cuda" and "cuda:nccl" in get_backend_config(group):  # which starts with the first collective
-        store = PrefixStore(f"tp_transformers/{device_mesh.mesh.tolist()}", get_default_store())
+        store = PrefixStore(f"tp_transformers/{axis.mesh.tolist()}", get_default_store())
         check_gpus(store, group.rank(), group.size(), device)
     prepare(group, device)
-    mesh = device_mesh if user_mesh is None else user_mesh
-    return TensorParallelGroup.of_mesh(device_mesh, device, mesh=mesh)
+    return TensorParallelGroup.of_mesh(axis, device, mesh=device_mesh)
 
 
 def prepare(process_group: dist.ProcessGroup, device: torch.device) -> None:
@@ -213,38 +210,29 @@ def _start_process_group() -> str:
     """Start the default process group unless it is running; returns the device type for meshes."""
     if dist.is_initialized():
         return "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
-    device_type = _default_device_type()
-    if device_type == "cuda":
-        device = local_device(device_type)
-        torch.cuda.set_device(device)
-        # Gloo too: FSDP2 with CPU offload has parameters on the CPU.
-        _start("cpu:gloo,cuda:nccl", device)
-    else:
-        _start("gloo", None)
-    atexit.register(_stop_process_group)
-    return device_type
-
-
-def _start(backend: str, device: torch.device | None) -> None:
-    """Start the default process group at the store of the launch."""
+    device = local_device(_default_device_type())
+    bind_thread(device)
     with ExitStack() as stack:
         uses = [stack.enter_context(feature.around_start()) for feature in features().values()]
         store, rank, size = find_store()
         for use in uses:
             store = use(store, rank, size)
         store = PrefixStore("default_pg", store)
-        if device is not None:
+        if device.type == "cuda":
             check_gpus(store, rank, size, device)
-        init(backend, store, rank, size, device)
+        # Gloo beside NCCL: FSDP2 with CPU offload has parameters on the CPU.
+        init("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store, rank, size, device)
+    atexit.register(_stop_process_group)
+    return device.type
 
 
-def init(backend: str, store: Store, rank: int, size: int, device: torch.device | None) -> None:
+def init(backend: str, store: Store, rank: int, size: int, device: torch.device) -> None:
     """Start the default process group, bound to a GPU where torch can split it into the groups of a mesh.
 
     torch 2.8 splits no group of two backends, and 2.9 lets gloo's parts meet at the same keys of the store.
     """
-    splits = torch.__version__ >= (2, 10)  # type: ignore[operator]  # a TorchVersion
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if splits else None)
+    binds = device.type != "cpu" and torch.__version__ >= (2, 10)  # type: ignore[operator]  # a TorchVersion
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device if binds else None)
 
 
 def _stop_process_group() -> None:

@@ -142,5 +142,8 @@ def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(
     monkeypatch.setattr(mesh, "find_store", lambda: (dist.HashStore(), 0, 2))
     monkeypatch.setattr(mesh, "features", dict)
     monkeypatch.setattr(mesh, "check_gpus", lambda *own: None)
-    mesh._start("cpu:gloo,cuda:nccl", device)
+    monkeypatch.setattr(mesh, "local_device", lambda kind: device)
+    monkeypatch.setattr(mesh, "bind_thread", lambda device: None)
+    monkeypatch.setattr(mesh.atexit, "register", lambda function: None)
+    mesh._start_process_group()
     assert started == [device if binds else None]

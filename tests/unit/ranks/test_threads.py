@@ -114,7 +114,7 @@ def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: started.append(("set_device", gpu)))
+    monkeypatch.setattr(device, "set_device", lambda gpu: started.append(("set_device", gpu)))
     monkeypatch.setattr(device, "device_count", lambda: 2, raising=False)
     monkeypatch.setattr(device, "current_device", lambda: 0, raising=False)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -67,7 +67,7 @@ def _restart(group: TensorParallelGroup, store: Store) -> None:
     """
     backend, rank, size = dist.get_backend_config(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    init(backend, store, rank, size, None if group.device.type == "cpu" else group.device)
+    init(backend, store, rank, size, group.device)
     assert group.device_mesh is not None
     root = getattr(group.device_mesh, "_get_root_mesh", lambda: None)()  # older torch finds groups by name alone
     registry = getattr(root, "_pg_registry", None)
