@@ -73,13 +73,10 @@ class TensorParallelGeneration(Mixin):
             return own(*given, **arguments)
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
-        criteria = super()._get_stopping_criteria(*args, **kwargs)
-        call = _call.get()
-        if call is None or not (
-            call.shares_steps or any(isinstance(criterion, MaxTimeCriteria) for criterion in criteria)
-        ):
-            return criteria
-        return _SharedCriteria(criteria, self.tp_group, call)
+        criteria, call = super()._get_stopping_criteria(*args, **kwargs), _call.get()
+        if call is not None and (call.shares_steps or any(isinstance(each, MaxTimeCriteria) for each in criteria)):
+            return _SharedCriteria(criteria, self.tp_group, call)
+        return criteria
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
         """Drafts of an assistant are not cut short by its clock, which differs between ranks."""
@@ -128,12 +125,13 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     group: TensorParallelGroup = model.tp_group
     own = {name: value for name, value in arguments.items() if name not in OWN and value is not None}
     own["generation_config"] = arguments.get("generation_config") or getattr(model, "generation_config", None)
-    prints = {name: fingerprint(value) for name, value in own.items()}
-    streams, stops = (arguments.get(name) is not None for name in OWN)
+    own_prints = {name: fingerprint(value) for name, value in own.items()}
+    given = [arguments.get(name) is not None for name in OWN]
     states = random_states(model.device) if group.rank == 0 else None
-    ranks = group.gather((prints, streams, stops, states, model._tp_sample()))
-    model._tp_compare([rank[4] for rank in ranks])
-    differs, names = differing([rank[0] for rank in ranks])
+    everyone = group.gather((own_prints, given, states, model._tp_sample()))
+    prints, given_by_rank, (first_states, *_), samples = zip(*everyone, strict=True)
+    model._tp_compare(samples)
+    differs, names = differing(prints)
     if names:
         raise MeshError(
             f"generate's {', '.join(sorted(names))}",
@@ -143,8 +141,8 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
             'each: a device_mesh with a "dp" axis beside "tp".',
         )
     if states is None:
-        set_random_states(model.device, ranks[0][3])
-    streams, stops = (any(rank[which] for rank in ranks) for which in (1, 2))
+        set_random_states(model.device, first_states)
+    streams, stops = map(any, zip(*given_by_rank, strict=True))
     chooses = _chooses(arguments)
     call = _Call(group.global_ranks, bool(streams or stops or chooses), chooses)
     if streams:
