@@ -1,8 +1,4 @@
-"""Methods of a loaded model that differ from those of its own class: saving, loading, moving, copying.
-
-Full tensors that come in, as in a state dict of one process, are sharded by the plan. Tensors that go out are this
-rank's shards, under the names of the plain model.
-"""
+"""Methods of a loaded model that differ from those of its own class: calls, saving, moving, copying."""
 
 from __future__ import annotations
 
@@ -13,10 +9,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from ..anatomy import cache_in, check_values
+from ..anatomy import cache_in
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
@@ -27,8 +22,7 @@ from ..plans.bind import Resolution
 from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..seams import Mixin, collective, features, model_patches
-from ..strategies import SHARD, ParamShard, local_tensor, shard_of, unsharded_like
-from ..strategies.shards.tensors import is_sharded, laid_out, local_values
+from ..strategies import SHARD, local_tensor
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
 
@@ -69,29 +63,11 @@ class TensorParallelModel(Mixin):
         """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`."""
         save_pretrained(self, save_directory, *args, **kwargs)
 
-    @collective
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load full tensors, or the result of `state_dict()` on this rank. Collective."""
-        with self.tp_group.agree():
-            check_values(self, "load_state_dict")
-            return super().load_state_dict(state_dict, *args, **kwargs)
-
     def _tp_sample(self) -> Any:
         """What `_tp_compare` gets of all ranks when they generate or save; features override both."""
 
     def _tp_compare(self, samples: Sequence[Any]) -> None:
         """Called with the samples of all ranks."""
-
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count the parameters of the full model, as in one process."""
-        embeddings = {
-            param for module in self.modules() if isinstance(module, nn.Embedding) for param in module.parameters()
-        }
-        return sum(
-            unsharded_like(param).numel()
-            for param in self.parameters()
-            if (param.requires_grad or not only_trainable) and not (exclude_embeddings and param in embeddings)
-        )
 
     def get_memory_footprint(self, return_buffers: bool = True) -> int:
         """Bytes of this rank's parameters and buffers."""
@@ -144,13 +120,9 @@ def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def keep_state(module: nn.Module) -> None:
-    """Let `module` load full tensors, and keep its shards in deep copies; features add their hooks.
-
-    The hooks are on the module, so that they also run under a wrapper of the model.
-    """
+    """Keep the shards of `module` in deep copies; features add hooks, which also run under a wrapper of the model."""
     for feature in features().values():
         feature.sharded(module)
-    module.register_load_state_dict_pre_hook(_load_own_shards)
     untyped(module).tp_copies = _Copies(module)
 
 
@@ -165,58 +137,6 @@ class _Copies:
             if id(param) in memo and hasattr(param, SHARD.name):
                 SHARD.put(memo[id(param)], SHARD.of(param))
         return _Copies(memo.get(id(self.module), self.module))
-
-
-def _load_own_shards(
-    module: nn.Module,
-    state: dict[str, Any],
-    prefix: str,
-    metadata: dict[str, Any],
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-) -> None:
-    """Replace full tensors in a state dict that is loaded by this rank's shards."""
-    for name, param in module._parameters.items():
-        shard, value = shard_of(param), state.get(prefix + name)
-        if param is None or shard is None or not isinstance(value, Tensor):
-            continue
-        local = _own_shard(value, shard, param)
-        if local is None:
-            kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
-            errors.append(
-                f"size mismatch for {prefix}{name}: got {kind} of shape {tuple(value.shape)}, expected the full "
-                f"{tuple(shard.shape)}, or this rank's shard of it."
-            )
-            state[prefix + name] = param
-            continue
-        if metadata.get("assign_to_params_buffers"):
-            local = local.contiguous() if local.shape == value.shape else local.clone()
-        if shard.resharded_over is not None:
-            state[prefix + name] = nn.Parameter(laid_out(local, param), requires_grad=param.requires_grad)
-        else:
-            state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
-
-
-def _own_shard(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
-    """This rank's shard of `value`: a slice of a full value, or a value that has the parameter's layout; else None."""
-    if (
-        isinstance(value, DTensor)
-        and shard.placement is None
-        and all(place.is_replicate() for place in value.placements)
-    ):
-        value = local_tensor(value)  # full on every rank
-    if isinstance(value, DTensor):
-        placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
-        return local_tensor(value) if value.placements == placements else None
-    if is_sharded(value):
-        local = local_values(value)
-        value = local if value.tp_shard.layout == shard.layout else value.tp_shard.full(local)
-    value = value.detach()
-    if value.shape == shard.shape:
-        return shard.own(value)
-    return value if value.shape == local_tensor(param).shape else None
 
 
 @contextmanager

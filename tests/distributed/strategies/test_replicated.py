@@ -17,6 +17,7 @@ import tp_transformers
 from tests.support.architectures import GRADIENT_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tp_transformers.features.verify.small_models import model as probe
 
@@ -208,6 +209,7 @@ def older_state(folder: str) -> list[float]:
     return result
 
 
+@needs("full_parameters")
 def test_replicated_dtensors_are_loaded_into_plain_parameters(pool: Pool, cases: Any) -> None:
     for difference in pool.run(2, older_state, cases(8, 4).folder):
         assert difference == pytest.approx([1, 1])

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class FullParameters(Feature):
-    """Functions of torch on shards, steps of optimizers, embeddings of another size, `training.full_parameters`."""
+    """Functions of torch and steps of optimizers on shards, state dicts of full tensors, `training.full_parameters`.
+
+    Embeddings of another size, too.
+    """
 
     public: ClassVar[Mapping[str, str]] = {
         "training.full_parameters": ".full_parameters",
@@ -48,14 +51,15 @@ class FullParameters(Feature):
             WRITES_PARTS.reset(token)
 
     def sharded(self, module: nn.Module) -> None:
-        from .values import check_state
+        from .state import load_own_shards
 
-        module.register_load_state_dict_pre_hook(check_state)
+        module.register_load_state_dict_pre_hook(load_own_shards)
 
     def model_methods(self) -> Sequence[type]:
         from .embeddings import ResizableModel
+        from .state import FullModel
 
-        return (ResizableModel,)
+        return ResizableModel, FullModel
 
     def model_patches(self) -> Sequence[Patch]:
         from .optimizers.grad_scaler import SHARED_INFINITIES

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import CheckpointError, UnsupportedError
 from ...patches import Patch, Undo, nothing, replace, replace_all
 from ...ranks.collectives import apply_pair
-from ...strategies.shards.shard import ParamShard, shard_of
+from ...strategies.shards.shard import ParamShard
 from ...strategies.shards.tensors import HAS_LOCAL, PICKLED, gather, is_sharded, know, local_values, take_own
 from ...torch_api import as_torch, memory_of
 from .functions import SHAPES, name_of
@@ -41,14 +41,6 @@ def check_pickled(value: Any, param: Any, shard: ParamShard, name: str) -> None:
             fix="torch.save writes the state of one rank: let every rank save and load a file of its own, or save by "
             "save_pretrained and torch.distributed.checkpoint.",
         )
-
-
-def check_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before `module` loads a state dict: check the values for sharded parameters."""
-    for name, param in module._parameters.items():
-        shard, value = shard_of(param), state.get(prefix + name)
-        if shard is not None and isinstance(value, Tensor):
-            check_pickled(value, param, shard, prefix + name)
 
 
 def full_values(tensor: Any) -> Tensor:
