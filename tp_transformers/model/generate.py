@@ -22,9 +22,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, MaxTimeCriteria, StoppingCriteriaList
 
-from ..anatomy import cache_in
 from ..errors import MeshError
-from ..plans.attention import check_cache
 from ..plans.bind import Resolution
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup, agreed, differing
@@ -65,7 +63,6 @@ class TensorParallelGeneration(Mixin):
         call = _call.get()
         if self.tp_group.size == 1 or (call is not None and call.ranks == self.tp_group.global_ranks):
             return own(*args, **kwargs)  # nested, as for an assistant: its ranks are in step already
-        check_cache(self, cache_in(kwargs))
         names = _names(own, len(args), kwargs)
         arguments = {**dict(zip(names, args, strict=True)), **kwargs}
         with _in_step(self, arguments):

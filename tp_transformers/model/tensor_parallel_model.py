@@ -1,4 +1,4 @@
-"""Methods of a loaded model that differ from those of its own class: calls, saving, moving, copying."""
+"""Methods of a loaded model that differ from those of its own class: saving, moving, copying."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..anatomy import cache_in
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
 from ..errors import UnsupportedError
 from ..marks import untyped
-from ..plans.attention import check_cache
 from ..plans.bind import Resolution
-from ..ranks.direct import refuse_transforms
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..seams import Mixin, collective, features, model_patches
 from ..strategies import SHARD, local_tensor
@@ -45,18 +42,6 @@ class TensorParallelModel(Mixin):
     def device(self) -> torch.device:
         """The device of this rank's shards, for inputs; placeholders of parameters are on the meta device."""
         return self.tp_group.device
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own class. Raises UnsupportedError in torch.func, and for a cache of another layout."""
-        if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)
-        if self.tp_group.size > 1:
-            refuse_transforms()
-        try:
-            return super().__call__(*args, **kwargs)
-        except RuntimeError:
-            check_cache(self, cache_in(kwargs))
-            raise
 
     @collective
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..anatomy import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
-from ..errors import UnsupportedError, shown
-from ..ranks.group import GROUP
+from ..errors import shown
 from ..slices.layout import Split, packed
 from ..strategies import LocalConfig
 from .parse import names_of, rule_arguments
@@ -123,24 +122,3 @@ class AttentionHeads(SplitHeads):
             set_own(model.get_submodule(holder), self.attributes(rank))
         if hasattr(module, "config") and (self.is_fused or reads_counts_of_config(module)):
             module.config = LocalConfig(module.config, **self.config_attributes(rank))
-
-
-def check_cache(model: Any, cache: Any) -> None:
-    """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank.
-
-    A model within `model` has other names than the splits; the error is then that of the outer one.
-    """
-    layers, resolution = getattr(cache, "layers", ()), getattr(model, "tp_resolution", None)
-    modules = dict(model.named_modules())
-    for name, heads in resolution.attention.items() if layers and resolution is not None else ():
-        index = getattr(modules.get(name), "layer_idx", None)
-        keys = getattr(layers[index], "keys", None) if isinstance(index, int) and index < len(layers) else None
-        own = heads.kv.widths[GROUP.of(model).rank]
-        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[1] != own and not heads.is_latent:
-            raise UnsupportedError(
-                "cache, or past_key_values",
-                got=f"{keys.shape[1]} KV heads in layer {index} of a {type(cache).__name__}",
-                expected=f"{own}, the heads of this rank",
-                fix="Let the cache take its shape from its first input, or give early_initialization num_heads="
-                "[kv for _, kv in tp_transformers.debug.head_counts(model).values()].",
-            )

@@ -10,6 +10,7 @@ import torch
 from transformers import StaticCache
 
 from tests.support.models import PROMPTS, load, load_both
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tp_transformers import UnsupportedError
 from tp_transformers.debug import head_counts
@@ -38,6 +39,7 @@ def generate_early(folder: str) -> bool:
     return torch.equal(model.generate(PROMPTS, past_key_values=early(model, own), **settings), expected)
 
 
+@needs("refusals")
 @pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 2), marks=pytest.mark.slow)])
 def test_an_early_cache_has_the_heads_of_its_rank(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     assert all(pool.run(2, generate_early, cases(*heads).folder))

@@ -1,9 +1,8 @@
-"""Heads of attention modules: what is split by them, the counts of a rank, and caches with those of other ranks."""
+"""Heads of attention modules: what is split by them, and the counts of a rank."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from torch import nn
 
 from tests.support.models import llama_config
 from tests.unit.plans.test_plan import LAYER, MEGATRON, faults, meta_model
-from tp_transformers import UnsupportedError
 from tp_transformers.plans import Plan
-from tp_transformers.plans.attention import AttentionHeads, check_cache
+from tp_transformers.plans.attention import AttentionHeads
 from tp_transformers.plans.bind import resolve
 from tp_transformers.plans.rule import Entry
 from tp_transformers.slices.layout import Ranks, heads
@@ -55,26 +53,6 @@ def test_counts_are_set_where_a_module_has_them(kind: type[Attention], is_fused:
     assert (module.num_heads, module.config.num_attention_heads, config.num_attention_heads) == (4, configured, 8)
     assert not hasattr(module, "n_head")
     assert not hasattr(bare, "config")
-
-
-def test_caches_with_heads_of_other_ranks_are_refused() -> None:
-    model: Any = nn.Module()
-    model.attention = nn.Module()
-    model.attention.layer_idx = 1
-    own, full = torch.zeros(1, 2, 5, 3), torch.zeros(1, 4, 5, 3)
-
-    def check(*keys: Any) -> None:
-        check_cache(model, SimpleNamespace(layers=[SimpleNamespace(keys=each) for each in keys]))
-
-    check(own, full)  # the model has no plan
-    model.tp_group = SimpleNamespace(rank=0)
-    model.tp_resolution = SimpleNamespace(attention={"attention": of_two_ranks()})
-    for keys in ((full, own), (full,), (full, None), (full, full[0])):
-        check(*keys)
-    with pytest.raises(UnsupportedError, match=r"got 4 KV heads in layer 1 of .*, expected 2, the heads of this rank"):
-        check(own, full)
-    model.tp_resolution.attention = {"attention": of_two_ranks(is_latent=True)}
-    check(own, full)
 
 
 def test_attention_beside_what_a_plan_describes_is_not_recognised() -> None:

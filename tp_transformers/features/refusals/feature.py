@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 class Refusals(Feature):
-    """Wrappers, replaced modules and kernels that do not fit shards raise on all ranks."""
+    """Wrappers, replaced modules, kernels, transforms and caches that do not fit shards raise on all ranks."""
 
     def model_methods(self) -> Sequence[type]:
+        from .calls import CheckedModel
         from .refusals import KernelModel
 
-        return (KernelModel,)
+        return CheckedModel, KernelModel
 
     def model_patches(self) -> Sequence[Patch]:
         from .refusals import UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE
