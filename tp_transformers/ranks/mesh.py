@@ -37,17 +37,10 @@ def find_store() -> tuple[Store, int, int]:
     Raises MeshError if the environment has no address of a store, or if it does not answer within LATE.
     """
     place = rendezvous()
-    try:
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    with late_is_error(place["world_size"], list, f"no store at {address} within {LATE.total_seconds():.0f} s"):
         found: tuple[Store, int, int] = next(meet("env://", timeout=LATE / 2, **place))  # torch tries twice
-        return found
-    except dist.DistError as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise MeshError(
-            f"rank {place['rank']}",
-            got=f"no store at {address}: {str(error).splitlines()[0]}",
-            expected=f"one within {LATE.total_seconds():.0f} s, made by rank 0, or by torchrun on the first machine",
-            fix="Start all machines again; MASTER_ADDR has to be a name or an address that each of them reaches.",
-        ) from error
+    return found
 
 
 def check_gpus(store: Store, rank: int, size: int, device: torch.device) -> None:
@@ -86,21 +79,24 @@ def exchange(store: Store, key: str, value: Any, rank: int, size: int) -> list[A
 
 
 @contextmanager
-def late_is_error(size: int, missing: Callable[[], list[int]]) -> Iterator[None]:
-    """Raise MeshError, with the ranks that are `missing`, if a call of the store fails."""
+def late_is_error(
+    size: int, missing: Callable[[], list[int]], lost: str = "no answer of the store at which they meet"
+) -> Iterator[None]:
+    """Raise MeshError, with the ranks that are `missing`, or else that the store is `lost`, if a call of it fails."""
     try:
         yield
     except RuntimeError as error:  # a DistStoreError does not say which rank is late
-        late, where = [], "the machine on which torchrun was started first, or that of rank 0"
+        late: list[int] = []
         with suppress(RuntimeError):
             late = missing()
-            where = "that rank's machine"
         got = f"no sign of rank {', '.join(map(str, late))} of {size} within {LATE.total_seconds():.0f} s"
+        where = "that rank's machine" if late else "the machine on which torchrun was started first, or that of rank 0"
         raise MeshError(
             "the ranks",
-            got=got if late else f"no answer of the store at which they meet: {error}",
+            got=got if late else f"{lost}: {str(error).partition(chr(10))[0]}",
             expected="all of them to start",
-            fix=f"Look for an error on {where}; start all machines again. A firewall has to admit all ports.",
+            fix=f"Look for an error on {where}; start all machines again. A firewall has to admit all ports, and "
+            "MASTER_ADDR has to be a name or an address that each machine reaches.",
         ) from error
 
 
