@@ -14,7 +14,6 @@ from torch import nn
 from ..checkpoint.reading.report import LoadReport
 from ..checkpoint.saving.save import save_pretrained
 from ..copies import copied_only
-from ..errors import UnsupportedError
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
@@ -60,15 +59,7 @@ class TensorParallelModel(Mixin):
         return sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.is_meta)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Implement `to`, `half`, `cuda`, ...: shards stay shards. Raises UnsupportedError for another device."""
-        device = fn(torch.empty(0, device=self.device)).device
-        if device != self.device:
-            raise UnsupportedError(
-                "the device of a tensor-parallel model",
-                got=str(device),
-                expected=f"{self.device}, which its mesh is made of",
-                fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
-            )
+        """Implement `to`, `half`, `cuda`, ...: shards stay shards."""
         with keep_shards(self):
             return super()._apply(fn, *args, **kwargs)
 

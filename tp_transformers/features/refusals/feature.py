@@ -15,10 +15,9 @@ class Refusals(Feature):
     """Wrappers, replaced modules, kernels, transforms and caches that do not fit shards raise on all ranks."""
 
     def model_methods(self) -> Sequence[type]:
-        from .calls import CheckedModel
-        from .refusals import KernelModel
+        from .refusals import RefusingModel
 
-        return CheckedModel, KernelModel
+        return (RefusingModel,)
 
     def model_patches(self) -> Sequence[Patch]:
         from .refusals import UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE

@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ...anatomy import fold_layers
+from ...anatomy import cache_in, fold_layers, inner
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...patches import Patch, replace
-from ...ranks.group import GROUP, agreed
+from ...ranks.direct import refuse_transforms
+from ...ranks.group import GROUP, TensorParallelGroup, agreed
 from ...seams import Mixin
 from ...strategies import SHARD, STRATEGY, TensorParallelLayer
 from ...strategies.signature import FEATURES
@@ -101,8 +103,39 @@ UNSHARDED_MODELS_ONLY = Patch(
 """Makes DistributedDataParallel, and accelerate's `prepare`, raise for a tensor-parallel model, on all ranks."""
 
 
-class KernelModel(Mixin):
-    """The method of a loaded model that puts kernels in place of forwards."""
+class RefusingModel(Mixin):
+    """Methods of a loaded model that refuse what ranks cannot compute."""
+
+    tp_group: TensorParallelGroup
+    device: torch.device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own class. Raises UnsupportedError in torch.func, and for a cache of another layout."""
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)
+        if self.tp_group.size > 1:
+            refuse_transforms()
+        try:
+            return super().__call__(*args, **kwargs)
+        except RuntimeError:
+            check_cache(self, cache_in(kwargs))
+            raise
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Implement `to`, `half`, `cuda`, .... Raises UnsupportedError for another device than the mesh's."""
+        device = fn(torch.empty(0, device=self.device)).device
+        if device != self.device:
+            raise UnsupportedError(
+                "the device of a tensor-parallel model",
+                got=str(device),
+                expected=f"{self.device}, which its mesh is made of",
+                fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
+            )
+        return super()._apply(fn, *args, **kwargs)
+
+    def _generate(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        check_cache(self, cache_in(kwargs))
+        return super()._generate(own, *args, **kwargs)
 
     def set_use_kernels(self, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
         """Replace forwards by kernels of the Hub. Collective.
@@ -154,3 +187,23 @@ def _computes_alone(module: nn.Module) -> bool:
     own: TensorParallelLayer | None = module.__dict__.get("tp_strategy")
     inside = (inner for inner in module.modules() if inner is not module)
     return not any("tp_strategy" in inner.__dict__ for inner in inside) and not (own is not None and own.holds_experts)
+
+
+def check_cache(model: Any, cache: Any) -> None:
+    """Raise UnsupportedError if a cache of keys and values has other KV heads than this rank.
+
+    A model within `model` has other names than the splits; the error is then that of the outer one.
+    """
+    layers, resolution = getattr(cache, "layers", ()), getattr(model, "tp_resolution", None)
+    for name, heads in resolution.attention.items() if layers and resolution is not None else ():
+        index = getattr(inner(model, name), "layer_idx", None)
+        keys = getattr(layers[index], "keys", None) if isinstance(index, int) and index < len(layers) else None
+        own = heads.kv.widths[GROUP.of(model).rank]
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[1] != own and not heads.is_latent:
+            raise UnsupportedError(
+                "cache, or past_key_values",
+                got=f"{keys.shape[1]} KV heads in layer {index} of a {type(cache).__name__}",
+                expected=f"{own}, the heads of this rank",
+                fix="Let the cache take its shape from its first input, or give early_initialization num_heads="
+                "[kv for _, kv in tp_transformers.debug.head_counts(model).values()].",
+            )

@@ -54,6 +54,7 @@ REFUSED: dict[Callable[[Any], Any], str] = {
     differentiated: "torch.func of a tensor-parallel model",
     transformed_layer: "torch.func of a tensor-parallel model",
     transformed_layer_without_gradients: "torch.func of a tensor-parallel model",
+    lambda model: torch.nn.Sequential(model).to("meta"): "the device of a tensor-parallel model: got meta",
     loaded_on_meta: r'tp_plan: got a load inside of torch.device\("meta"\)',
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tp_transformers import UnsupportedError
-from tp_transformers.features.refusals.calls import check_cache
+from tp_transformers.features.refusals.refusals import check_cache
 from tp_transformers.plans.attention import AttentionHeads
 from tp_transformers.slices.layout import Ranks, heads
 
