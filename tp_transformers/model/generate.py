@@ -7,9 +7,7 @@ of user code.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,9 +23,8 @@ from transformers import GenerationMixin, MaxTimeCriteria, StoppingCriteriaList
 from ..errors import MeshError
 from ..plans.bind import Resolution
 from ..ranks import direct
-from ..ranks.group import TensorParallelGroup, agreed, differing
+from ..ranks.group import TensorParallelGroup, agreed
 from ..seams import Mixin, collective
-from ..strategies import local_tensor
 from ..transformers_api import BaseStreamer
 from .dropout import random_states, set_random_states
 
@@ -54,7 +51,7 @@ class TensorParallelGeneration(Mixin):
         given to some ranks only: if one of them stops or fails, all ranks do.
 
         Raises:
-            MeshError: the ranks' inputs differ, or tokens that user code chose; the message names them.
+            MeshError: tokens that user code chose differ between ranks; the message names them.
             RemoteRankError: a streamer or a stopping criterion of any rank failed.
         """
         return self._generate(super().generate, *args, **kwargs)
@@ -120,23 +117,11 @@ _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
 def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Share rank 0's random states, and guard the calls that only some ranks have."""
     group: TensorParallelGroup = model.tp_group
-    own = {name: value for name, value in arguments.items() if name not in OWN and value is not None}
-    own["generation_config"] = arguments.get("generation_config") or getattr(model, "generation_config", None)
-    own_prints = {name: fingerprint(value) for name, value in own.items()}
     given = [arguments.get(name) is not None for name in OWN]
     states = random_states(model.device) if group.rank == 0 else None
-    everyone = group.gather((own_prints, given, states, model._tp_sample()))
-    prints, given_by_rank, (first_states, *_), samples = zip(*everyone, strict=True)
+    everyone = group.gather((given, states, model._tp_sample(arguments)))
+    given_by_rank, (first_states, *_), samples = zip(*everyone, strict=True)
     model._tp_compare(samples)
-    differs, names = differing(prints)
-    if names:
-        raise MeshError(
-            f"generate's {', '.join(sorted(names))}",
-            got=f"one on rank 0 and another on rank {differs}",
-            expected="the same on all ranks of a model",
-            fix="Give them all the same prompts and settings; ranks that get different prompts need a model "
-            'each: a device_mesh with a "dp" axis beside "tp".',
-        )
     if states is None:
         set_random_states(model.device, first_states)
     streams, stops = map(any, zip(*given_by_rank, strict=True))
@@ -243,27 +228,3 @@ def _names(function: Any, count: int, keywords: Mapping[str, Any]) -> list[str]:
     names = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     names += [*inspect.signature(GenerationMixin.generate).parameters][len(names) + 1 :]  # after `self`
     return [names[at] if at < len(names) and names[at] not in keywords else f"argument {at + 1}" for at in range(count)]
-
-
-def fingerprint(value: Any) -> str:
-    """A short hash of `value`: of the contents of tensors and plain data, of the type of everything else."""
-    return hashlib.blake2b(json.dumps(_plain_data(value), sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _plain_data(value: Any) -> Any:
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, Tensor):
-        data = local_tensor(value).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return [list(value.shape), str(value.dtype), hashlib.blake2b(data).hexdigest()]
-    if hasattr(value, "to_dict"):  # a config
-        value = value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain_data(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain_data(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(fingerprint, value))
-    if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
-        return [type(value).__name__, _plain_data(value.get_seq_length())]
-    return type(value).__name__

@@ -47,8 +47,8 @@ class TensorParallelModel(Mixin):
         """Write a normal checkpoint from rank 0. Collective; see `checkpoint.saving.save.save_pretrained`."""
         save_pretrained(self, save_directory, *args, **kwargs)
 
-    def _tp_sample(self) -> Any:
-        """What `_tp_compare` gets of all ranks when they generate or save; features override both."""
+    def _tp_sample(self, arguments: Mapping[str, Any] | None = None) -> Any:
+        """What `_tp_compare` gets of all ranks when they generate with `arguments` or save; features override both."""
 
     def _tp_compare(self, samples: Sequence[Any]) -> None:
         """Called with the samples of all ranks."""

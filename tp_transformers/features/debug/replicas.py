@@ -21,6 +21,7 @@ from ...ranks import direct
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...seams import Mixin
 from ...strategies import SHARD, local_tensor, shard_of
+from .same_inputs import check_arguments, hashes_of
 
 CHUNK = 1 << 20
 """Elements per step of a fingerprint."""
@@ -201,15 +202,17 @@ TOLERANCE = 1e-3
 
 
 class DriftingModel(Mixin):
-    """Methods of a loaded model that compare samples of its parameters."""
+    """Methods of a loaded model that compare samples of its parameters, and the arguments of `generate`."""
 
     tp_group: TensorParallelGroup
 
-    def _tp_sample(self) -> Any:
-        return sample(self, self.tp_group)  # type: ignore[arg-type]
+    def _tp_sample(self, arguments: Mapping[str, Any] | None = None) -> Any:
+        hashes = {} if arguments is None else hashes_of(self, arguments)
+        return sample(self, self.tp_group), hashes  # type: ignore[arg-type]
 
     def _tp_compare(self, samples: Sequence[Any]) -> None:
-        warn_of_drift(samples, self.tp_group.rank)
+        warn_of_drift([values for values, _ in samples], self.tp_group.rank)
+        check_arguments([hashes for _, hashes in samples])
 
 
 Sample = dict[tuple[str, tuple[int, ...], int], list[float]]

@@ -1,19 +1,23 @@
-"""`check_inputs`: raise MeshError if ranks that share a model get different batches; nothing else detects that."""
+"""Inputs that differ between ranks: those of `generate` always raise, those of a forward with `check_inputs`."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ...errors import MeshError, UnsupportedError
 from ...model.dropout import generator_of
-from ...model.generate import fingerprint
+from ...model.generate import OWN
 from ...ranks.group import GROUP, agreed, differing
-from ...strategies import batch_sharded
+from ...strategies import batch_sharded, local_tensor
 from ..places.place import named_inputs
 
 SWITCH = "TP_TRANSFORMERS_DEBUG"
@@ -64,3 +68,47 @@ def check_if_enabled(model: PreTrainedModel) -> None:
     """Check the inputs of a loaded model if `SWITCH` is set."""
     if os.environ.get(SWITCH, "0") not in ("", "0") and not any(batch_sharded(model)):
         check_inputs(model)
+
+
+def hashes_of(model: Any, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Hashes of the arguments of `generate` that all ranks have to give alike, by name."""
+    shared = {name: value for name, value in arguments.items() if name not in OWN and value is not None}
+    shared["generation_config"] = arguments.get("generation_config") or getattr(model, "generation_config", None)
+    return {name: fingerprint(value) for name, value in shared.items()}
+
+
+def check_arguments(ranks: Sequence[Mapping[str, str]]) -> None:
+    """Raise MeshError if arguments of `generate` differ between ranks, by the `hashes_of` each."""
+    rank, names = differing(ranks)
+    if names:
+        raise MeshError(
+            f"generate's {', '.join(sorted(names))}",
+            got=f"one on rank 0 and another on rank {rank}",
+            expected="the same on all ranks of a model",
+            fix="Give them all the same prompts and settings; ranks that get different prompts need a model "
+            'each: a device_mesh with a "dp" axis beside "tp".',
+        )
+
+
+def fingerprint(value: Any) -> str:
+    """A short hash of `value`: of the contents of tensors and plain data, of the type of everything else."""
+    return hashlib.blake2b(json.dumps(_plain_data(value), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _plain_data(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Tensor):
+        data = local_tensor(value).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return [list(value.shape), str(value.dtype), hashlib.blake2b(data).hexdigest()]
+    if hasattr(value, "to_dict"):  # a config
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_data(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(fingerprint, value))
+    if hasattr(value, "get_seq_length"):  # a cache, of this rank's heads
+        return [type(value).__name__, _plain_data(value.get_seq_length())]
+    return type(value).__name__
