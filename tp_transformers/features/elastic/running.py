@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.continuous_batching.continuous_api import OutputRouter
+from transformers.generation.continuous_batching.continuous_api import OutputRouter, RequestStatus
 
 
 class _Told(queue.Queue):  # type: ignore[type-arg]
@@ -37,6 +37,10 @@ class _Router(OutputRouter):
         for output in outputs:
             self._note(output)
         super().deliver_batch(outputs)
+
+    def fail(self, state: Any, error: Exception) -> None:
+        state.status, state.error = RequestStatus.FAILED, str(error)
+        self.deliver(state.to_generation_output())
 
     def _note(self, output: Any) -> None:
         if output.is_finished():
@@ -74,7 +78,7 @@ class Running:
             lengths = {name: len(each.initial_tokens) + each.max_new_tokens for name, each in self._states.items()}
             for name in [name for name, length in lengths.items() if length > room]:
                 error = RuntimeError(f"{lengths[name]} tokens do not fit the cache of the ranks that are left ({room})")
-                self.output_router.fail_and_deliver(self._states[name], error)
+                self.output_router.fail(self._states[name], error)
             self.input_queue.queue.extend(self._states.values())
             return len(self._states)
 
@@ -82,7 +86,7 @@ class Running:
         """Answer all requests with an error."""
         with self._lock:
             for state in [*self._states.values()]:
-                self.output_router.fail_and_deliver(state, error)
+                self.output_router.fail(state, error)
 
     def _add(self, state: Any) -> None:
         with self._lock:
