@@ -78,7 +78,10 @@ NOT_LOADED = {
 }
 """model_type -> why its declared plan does not load it, in what we say of it, in one release of transformers or all."""
 
-ONLY_EVEN = {"axk2", "codegen", "gpt_neox", "hy_v4", "hy_v4_vl_text", "muse_glimmer_vision", "muse_glimmer"}
+ONLY_EVEN = {
+    *("axk2", "codegen", "gpt_neox", "hy_v4", "hy_v4_vl_text", "muse_glimmer_vision", "muse_glimmer"),
+    "ernie4_5_vl_moe_vision",  # declared by transformers 5.20
+}
 """Architectures whose attention is not recognised: 2 ranks, which divide their heads, will do, 3 will not."""
 
 ONLY_A_HEAD = ("bamba", "dbrx", "diffllama", "falcon_h1", "gpt_oss", "hunyuan_v1_dense", "lfm2")
