@@ -80,7 +80,7 @@ def check() -> None:
             problems.append(f"{cls.__name__} without {', '.join(sorted(lacking))}")
     if problems:
         got = f"transformers {version} with {'; '.join(problems)}"
-        expected = f"transformers >= {_dotted(OLDEST)}, < {_dotted(FIRST_UNSUPPORTED)}"
+        expected = "transformers >= {}.{}, < {}.{}".format(*OLDEST, *FIRST_UNSUPPORTED)
         fix = "Nothing was patched. Install a supported transformers, or a newer tp_transformers."
         raise UnsupportedError("tp_transformers.enable()", got=got, expected=expected, fix=fix)
 
@@ -91,7 +91,3 @@ def auto_classes() -> list[type]:
     for cls in classes:
         classes.extend(cls.__subclasses__())
     return [cls for cls in classes if "from_pretrained" in cls.__dict__]
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -96,18 +96,29 @@ class TensorParallelGeneration(Mixin):
 
 
 @dataclass
-class _Call:
-    """A running `generate`."""
+class _Call(BaseStreamer):
+    """A running `generate`. In the place of a streamer, it keeps the error of that until all ranks can raise."""
 
     ranks: list[int]
-    """Its world ranks."""
-    shares_steps: bool = False
+    """World ranks of the model."""
+    streamer: BaseStreamer | None
+    """The streamer of this rank."""
+    shares_steps: bool
     """True if some rank runs user code in the loop: ranks then compare tokens, and agree to stop or go on, in every
     step."""
-    chooses: tuple[str, ...] = ()
+    chooses: tuple[str, ...]
     """Names of user code that changes which tokens are taken."""
     failure: Exception | None = None
-    """The error of this rank's streamer."""
+    """The error of the streamer."""
+
+    def _do(self, method: str, *args: Any) -> None:
+        if self.streamer is not None and self.failure is None:
+            try:
+                getattr(self.streamer, method)(*args)
+            except Exception as error:
+                self.failure = error
+
+    put, end = partialmethod(_do, "put"), partialmethod(_do, "end")
 
 
 _call: ContextVar[_Call | None] = ContextVar("generate", default=None)
@@ -126,9 +137,9 @@ def _in_step(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
         set_random_states(model.device, first_states)
     streams, stops = map(any, zip(*given_by_rank, strict=True))
     chooses = _chooses(arguments)
-    call = _Call(group.global_ranks, bool(streams or stops or chooses), chooses)
+    call = _Call(group.global_ranks, arguments.get("streamer"), bool(streams or stops or chooses), chooses)
     if streams:
-        arguments["streamer"] = _GuardedStreamer(arguments.get("streamer"), call)
+        arguments["streamer"] = call
     token = _call.set(call)
     try:
         yield
@@ -194,22 +205,6 @@ def _chooses(arguments: Mapping[str, Any]) -> tuple[str, ...]:
         value = arguments.get(name)
         names += [type(item).__name__ for item in value] if isinstance(value, list) else [name] if value else []
     return tuple(names)
-
-
-class _GuardedStreamer(BaseStreamer):
-    """A streamer that keeps its error until all ranks can raise; does nothing on a rank without one."""
-
-    def __init__(self, streamer: BaseStreamer | None, call: _Call) -> None:
-        self.streamer, self.call = streamer, call
-
-    def _do(self, method: str, *args: Any) -> None:
-        if self.streamer is not None and self.call.failure is None:
-            try:
-                getattr(self.streamer, method)(*args)
-            except Exception as error:
-                self.call.failure = error
-
-    put, end = partialmethod(_do, "put"), partialmethod(_do, "end")
 
 
 def _agree_on_failure(group: TensorParallelGroup, failure: Exception | None) -> None:
