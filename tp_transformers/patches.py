@@ -1,7 +1,7 @@
 """Process-wide patches of other libraries; each is undone when nothing needs it any more.
 
-Every tensor-parallel model holds its patches for its lifetime, and `enable()` until `disable()`. `loading/README.md`
-has a table of all patches.
+Every tensor-parallel model holds its patches for its lifetime, and `enable()` until `disable()`. PATCHES.md has
+tables of all patches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -157,13 +157,10 @@ def replace_all(changes: Iterable[Change]) -> Undo:
     missing = [(owner, name) for owner, name, _ in changes if inspect.getattr_static(owner, name, None) is None]
     if missing:
         raise MissingError(*missing)
-    undos = [replace(*change) for change in changes]
-
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
+    with ExitStack() as undos:
+        for change in changes:
+            undos.callback(replace(*change))
+        return undos.pop_all().close
 
 
 def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> Undo:
