@@ -17,17 +17,14 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     Args:
         homes: module, relative to the package -> its names, separated by spaces.
     """
-    modules = {name: f".{module}" for module, names in homes.items() for name in names.split()}
     root, _, inside = package.partition(".")
+    modules = {name: f"{inside}.{module}".lstrip(".") for module, names in homes.items() for name in names.split()}
 
     def find(name: str) -> object:
-        if name in modules:
-            module = import_module(modules[name], package)
-        elif name in public_names(inside):
-            module = import_module(f".{public_names(inside)[name]}", root)
-        else:
+        known = modules if name in modules else public_names(inside)
+        if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value: object = getattr(module, name)
+        value: object = getattr(import_module(f".{known[name]}", root), name)
         setattr(sys.modules[package], name, value)
         return value
 

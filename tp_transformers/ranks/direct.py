@@ -106,9 +106,7 @@ def connect(group: dist.ProcessGroup) -> None:
     transport = first((feature.transport(group) for feature in features().values()), BACKEND)
     _transports[id(group)] = transport
     weakref.finalize(group, _transports.pop, id(group), None).atexit = False
-    OPERATORS.pop(group.group_name, None)  # a destroyed group may have had the same name
-    if transport.operators is not None:
-        OPERATORS[group.group_name] = transport.operators
+    OPERATORS[group.group_name] = transport.operators  # or None: a destroyed group may have had the same name
 
 
 def transport_of(group: dist.ProcessGroup) -> Transport:
