@@ -208,7 +208,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 TRAINED = ("mixtral", "qwen3", "phi3", "gemma2", "gpt2")
 UNEVEN: tuple[Variant, ...] = ((6, 3), (9, 3))
-MORE = (("llama", (6, 3)), ("qwen3", (8, 4)), ("gemma2", (8, 4)), ("phi3", (8, 4)))
+MORE = (("gpt2", (8, 8)), ("llama", (6, 3)), ("qwen3", (8, 4)), ("gemma2", (8, 4)), ("phi3", (8, 4)))
 """More of the same kind, for the slow tier."""
 ALONE = tuple(name for name, mode in MODES.items() if mode.copies == 1)
 

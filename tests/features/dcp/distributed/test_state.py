@@ -62,23 +62,23 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
 @needs("full_parameters")
 @pytest.mark.parametrize("tied", [False, True])
 def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path, tied: bool) -> None:
-    for heads, sizes in (((9, 3), (2, 3)), ((8, 2), (3, 2)))[tied:]:
-        folder, target = cases(*heads, tie_word_embeddings=tied).folder, str(tmp_path / str(heads))
-        (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
-        for weights, _ in others:  # what several ranks hold may be written by any of them
-            assert different_tensors(weights, saved) == []
-        losses = set()
-        for size in (sizes[1], 1):
-            for weights, loaded, loss in pool.run(size, load_saved, folder, target):
-                assert different_tensors(weights, saved) == [], (heads, size)
-                assert different_tensors(loaded, moments) == []
-                losses.add(round(loss, 3))
-        assert len(losses) == 1
-        # A model without a plan takes the same checkpoint.
-        plain = AutoModelForCausalLM.from_pretrained(folder)
-        state = {"model": plain.state_dict()}
-        dcp.load(state, checkpoint_id=target, no_dist=True)
-        assert all(torch.equal(value, state["model"][name]) for name, value in saved.items())
+    heads, sizes = (((9, 3), (2, 3)), ((8, 2), (3, 2)))[tied]
+    folder, target = cases(*heads, tie_word_embeddings=tied).folder, str(tmp_path / str(heads))
+    (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
+    for weights, _ in others:  # what several ranks hold may be written by any of them
+        assert different_tensors(weights, saved) == []
+    losses = set()
+    for size in (sizes[1], 1):
+        for weights, loaded, loss in pool.run(size, load_saved, folder, target):
+            assert different_tensors(weights, saved) == [], (heads, size)
+            assert different_tensors(loaded, moments) == []
+            losses.add(round(loss, 3))
+    assert len(losses) == 1
+    # A model without a plan takes the same checkpoint.
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    state = {"model": plain.state_dict()}
+    dcp.load(state, checkpoint_id=target, no_dist=True)
+    assert all(torch.equal(value, state["model"][name]) for name, value in saved.items())
 
 
 def read(folders: list[str]) -> float:

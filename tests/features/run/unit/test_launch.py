@@ -82,7 +82,7 @@ def signalled(tmp_path: Path, *numbers: Any, again: str = "1", ignored: int | No
     path = tmp_path / "output"
     with path.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, again, "2" if ignored else "60"],
+            [sys.executable, "-c", LAUNCHER, again, "1" if ignored else "60"],
             stdout=output,
             stderr=output,
             start_new_session=True,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import LlamaConfig
 from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
 from tests.support.needs import needs
+from tests.support.pool import Pool
 from tp_transformers import PlanError
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.fit import fit_shares, fullest, longest_context, more_ranks
@@ -204,25 +204,23 @@ def test_shares_of_a_plan_need_as_many_ranks() -> None:
         plan.ranks(2)
 
 
-LIMITED = """
-import resource, sys, torch
-from tp_transformers.features.shares.measures import free_memory
-free = free_memory(torch.device("cpu"))
-limit = int(sys.argv[1])
-for name in ("RLIMIT_AS", "RLIMIT_DATA"):
-    resource.setrlimit(getattr(resource, name), (limit, resource.RLIM_INFINITY))
-    print(free, free_memory(torch.device("cpu")))
-"""
+def limited(limit: int) -> tuple[int, list[int]]:
+    """Run in a process: the free memory without a limit of the process, and with each kind of limit."""
+    device, found = torch.device("cpu"), []
+    free = measures.free_memory(device)
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        before = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit, before[1]))
+        found.append(measures.free_memory(device))
+        resource.setrlimit(kind, before)
+    return free, found
 
 
-def test_free_memory_follows_the_limits_of_the_process() -> None:
+def test_free_memory_follows_the_limits_of_the_process(pool: Pool) -> None:
     limit = 40 * 2**30
-    output = subprocess.run(
-        [sys.executable, "-c", LIMITED, str(limit)], capture_output=True, text=True, timeout=120, check=True
-    ).stdout
-    for line in output.splitlines():
-        free, limited = map(int, line.split())
-        assert 0 < limited <= min(free * 1.05, limit)
+    ((free, found),) = pool.run(1, limited, limit)
+    for each in found:
+        assert 0 < each <= min(free * 1.05, limit)
     assert measures.free_memory(torch.device("cpu"), 2) <= measures.free_memory(torch.device("cpu")) / 1.9
 
 

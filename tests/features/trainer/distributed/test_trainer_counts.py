@@ -80,7 +80,7 @@ class Way:
 TOGETHER = {"average_tokens_across_devices": False, "include_num_input_tokens_seen": "all"}
 WAYS = {
     "tokens of each copy": Way(TOGETHER, copies=(1,)),
-    "tokens of all copies": Way({"include_num_input_tokens_seen": "non_padding"}),
+    "tokens of all copies": Way({"include_num_input_tokens_seen": "non_padding"}, copies=(2,)),
     "rebalanced batches": Way({"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2}, rows=2),
     "a stream": Way(data=Stream),
     "random rows": Way(data=RandomRows, copies=(1,)),
