@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from ..ranks.collectives import copy_to_region, reduce_from_region
 from ..slices.layout import Ranks, Split
 from .base import TensorParallelLayer
-from .forward.attach import LocalConfig, forward_of, read_locally
+from .forward.attach import LocalConfig, forward_of, parameter_of
 from .local import to_local
 from .shards.shard import SHARD, ParamShard
 from .signature import PARTIAL, REPLICATED, Signature
@@ -127,12 +127,17 @@ class MoEExpertsParallel(IsolatedParallel):
         """None: the parameters have rules of their own."""
         return None
 
+    read: Mapping[str, ParamShard] = {}
+    """Shards of the experts' matrices that a child holds, as in DBRX, by their names in the module."""
+
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Let the experts read this rank's matrices if a child holds them, as in DBRX."""
         shards = {name: SHARD.find(param) for name, param in module.named_parameters() if "." in name}
         read = {name: shard for name, shard in shards.items() if shard is not None and shard.layout is not None}
-        if read and _is_routed(module):
-            read_locally(module, read)
+        self.read = read if _is_routed(module) else {}
+
+    def local_parameters(self, module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Tensor | None]:
+        read = {name: shard.view(parameter_of(module, name)) for name, shard in self.read.items()}
+        return {**super().local_parameters(module, views), **read}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         # Routing is identical on all ranks, but gradients of hidden states and routing weights are partial sums.

@@ -231,8 +231,6 @@ class RowwiseParallel(_WeightParallel):
     input_layouts: Placements = (Shard(LAST),)
     output_layouts: Placements = (Replicate(),)
     desired_input_layouts: Placements = (Shard(LAST),)
-    rows: ParamShard
-    """Of an embedding, on a rank without rows: the shard of its weight."""
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The input features: the last dim of a weight, the rows of an embedding; a bias is replicated."""
@@ -281,18 +279,15 @@ class RowwiseParallel(_WeightParallel):
         inside = start <= module.padding_idx < stop
         return {"padding_idx": module.padding_idx - start if inside else None}
 
-    def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """See `Communication.attached`; an embedding has no rows on this rank if the ranks are more than its rows."""
-        super().attached(module, shards, mesh)
+    def local_parameters(self, module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Tensor | None]:
+        """A Conv1D needs a bias, and gets a zero; an embedding without rows gets one, and its output is masked."""
+        local, bias = super().local_parameters(module, views), module._parameters.get("bias")
+        if self.is_transposed and bias is not None and "bias" in self.hidden:
+            local["bias"] = torch.zeros(1, dtype=bias.dtype, device=bias.device)
         if self.is_embedding and not self.input_split.widths[self.rank]:
-            self.hidden, self.rows = (*self.hidden, "weight"), shards["weight"]
-
-    def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
-        """No bias; a Conv1D needs one, and gets a zero. A row for an embedding without rows, whose output is masked."""
-        weight: Any = module._parameters["weight"]
-        if name == "weight":  # made from the shard: the output needs a gradient on all ranks or on none
-            return pad(self.rows.view(weight), (0, 0, 0, 1))
-        return weight.new_zeros(1) if self.is_transposed else None
+            assert local["weight"] is not None
+            local["weight"] = pad(local["weight"], (0, 0, 0, 1))  # of the shard: all ranks need a gradient, or none
+        return local
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, placement = inputs[0], only(self.input_layouts)

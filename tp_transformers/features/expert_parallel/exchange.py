@@ -24,8 +24,7 @@ from ...ranks import direct
 from ...ranks.collectives import Group, apply_directly, gather_from_region, scatter_to_region
 from ...slices.layout import Ranks, Split
 from ...strategies.experts import IsolatedParallel, MoEExpertsParallel, never_empty
-from ...strategies.forward.attach import forward_of
-from ...strategies.forward.communication import Forwarder
+from ...strategies.forward.attach import forward_of, wrap_forward
 from ...strategies.local import to_local
 from ...strategies.signature import LOCAL, PARTIAL, SEQUENCE, Signature
 from ..sequence.sequence import exchange_shards
@@ -58,10 +57,10 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
 
     split_dim = IsolatedParallel.split_dim
 
-    def traced(self, forward: Forwarder) -> Forwarder:
-        """Disable tracing: the graph breaks here, since numbers of tokens depend on data."""
-        untraced: Forwarder = torch.compiler.disable(forward)
-        return untraced
+    def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Disable tracing: a compiled graph breaks here, since numbers of tokens depend on data."""
+        super().completed(module, mesh)
+        wrap_forward(module, torch.compiler.disable)
 
     def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
         """True if ranks have different tokens in `states`; returns the same on all ranks."""

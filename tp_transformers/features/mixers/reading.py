@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...slices.layout import Layout, Split
-from ...strategies.forward.attach import argument_names, put_back, put_local, wrap_forward
+from ...strategies.forward.attach import argument_names, parameter_of, put_parameters, wrap_forward
 from ...strategies.forward.communication import Forwarder
 from ...strategies.shards.shard import ParamShard
 from ...strategies.shards.slicing import take
@@ -46,7 +46,8 @@ def mix_locally(
                 argument, _, index = name.rpartition(".")
                 if values.get(argument) is not None:
                     _slice_state(values[argument], int(index), splits[name], rank)
-            params = put_local(mod, views)
+            local = {name: shard.view(parameter_of(mod, name)) for name, shard in views.items()}
+            params = put_parameters(mod, local)
             try:
                 mod._buffers.update(
                     {name: local_buffer(buffer, buffer_splits[name]) for name, buffer in buffers.items()}
@@ -58,7 +59,7 @@ def mix_locally(
                 if training:
                     mod.training = True
                 mod._buffers.update(buffers)
-                put_back(mod, params)
+                put_parameters(mod, params)
 
         return forward
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +47,10 @@ class ChannelwiseParallel(TensorParallelLayer):
         dim = first_long_dim(shape)
         return Layout(dim, self.split_length(shape[dim], size))
 
-    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
-        """See `Communication.views_of`; the enclosing mixer has replaced the parameters that it reads."""
-        return [name for name in views if isinstance(module._parameters[name], ShardTensor)]
+    def local_parameters(self, module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Tensor | None]:
+        """See `Communication.local_parameters`; the enclosing mixer has replaced the parameters that it reads."""
+        own = {name: shard for name, shard in views.items() if isinstance(module._parameters[name], ShardTensor)}
+        return super().local_parameters(module, own)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
         """Channel counts of a convolution's shard, for code that calls it."""

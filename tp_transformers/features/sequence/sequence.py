@@ -10,7 +10,7 @@ sharded along features compute on the full sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,9 +137,9 @@ class SequenceParallel(_SequenceMember):
         notes["sequence"] = (length, x)
         return (x, *inputs[1:])
 
-    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
-        """See `Communication.views_of`: none for a full sequence, since they sum gradients over the ranks."""
-        return () if forward_of(module).notes.get("full") else views
+    def local_parameters(self, module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Tensor | None]:
+        """See `Communication.local_parameters`: none for a full sequence, since they sum gradients over the ranks."""
+        return {} if forward_of(module).notes.get("full") else super().local_parameters(module, views)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         length, x = forward_of(module).notes["sequence"]

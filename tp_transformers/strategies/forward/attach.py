@@ -50,7 +50,7 @@ def attach(
     strategy.asks_block = short is not None
 
     def around(call: Forwarder) -> Forwarder:
-        general = strategy.traced(_communicating(call, shards, views, mesh))
+        general = _communicating(call, shards, views, mesh)
         return general if short is None else forward_of_linear(general, short, strategy, views, mesh)
 
     wrap_forward(module, around)
@@ -118,29 +118,6 @@ def wrap_forward(module: nn.Module, around: Callable[[Forwarder], Forwarder]) ->
     untyped(module).forward = MethodType(wraps(call)(around(call)), module)
 
 
-def read_locally(module: nn.Module, shards: Mapping[str, ParamShard]) -> None:
-    """Wrap the forward of a module so that the parameters of its children that it reads are this rank's shards."""
-
-    def around(call: Forwarder) -> Forwarder:
-        def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            params = put_local(mod, shards)
-            try:
-                return call(mod, *args, **kwargs)
-            finally:
-                put_back(mod, params)
-
-        return forward
-
-    wrap_forward(module, around)
-
-
-def put_local(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, nn.Parameter]:
-    """Replace parameters of a module and its children by local tensors; return the replaced ones."""
-    params = {name: parameter_of(module, name) for name in views}
-    put_back(module, {name: views[name].view(param) for name, param in params.items()})
-    return params
-
-
 def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter `name` of a module or of its children.
 
@@ -152,11 +129,14 @@ def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
     return param
 
 
-def put_back(module: nn.Module, params: Mapping[str, torch.Tensor]) -> None:
-    """Set parameters of a module and its children, by their names in the module."""
+def put_parameters(module: nn.Module, params: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Replace parameters of a module and its children, by their names in the module; return the replaced ones."""
+    replaced: dict[str, torch.Tensor | None] = {}
     for name, param in params.items():
         owner, _, param_type = name.rpartition(".")
-        module.get_submodule(owner)._parameters[param_type] = param  # type: ignore[assignment]
+        parameters: Any = module.get_submodule(owner)._parameters
+        replaced[name], parameters[param_type] = parameters[param_type], param
+    return replaced
 
 
 def block_of(module: nn.Module) -> Block:
@@ -247,16 +227,16 @@ def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[
 
 def _leave_view(module: nn.Module, forward: Forward) -> None:
     """Restore the module's own parameters and attributes."""
-    if forward.replaced is not None:
-        module._parameters.update(forward.replaced[0])
-        if not forward.replaced[1]:
-            return
-        for name, value in forward.replaced[1].items():
-            module.__dict__[name] = value
-        computed = module.__dict__.get("parametrizations")
-        if isinstance(computed, _Computed):
-            del module.__dict__["parametrizations"]
-            _cache(module, computed)
+    if forward.replaced is None:
+        return
+    params, attributes = forward.replaced
+    put_parameters(module, params)
+    for name, value in attributes.items():
+        module.__dict__[name] = value
+    computed = module.__dict__.get("parametrizations") if attributes else None
+    if isinstance(computed, _Computed):
+        del module.__dict__["parametrizations"]
+        _cache(module, computed)
 
 
 def _enter_dtensor_view(
@@ -266,38 +246,26 @@ def _enter_dtensor_view(
 
     DTensor sums the gradient of such a parameter over the ranks if it is `Partial`.
     """
-    parameters = module._parameters
-    saved: dict[str, Any] = {
-        name: param
-        for name, param in parameters.items()
+    replicated = {
+        name: DTensor.from_local(param, mesh, [Replicate()], run_check=False)
+        for name, param in module._parameters.items()
         if param is not None and name in shards and shards[name].layout is None and not isinstance(param, DTensor)
     }
-    for name, param in saved.items():
-        parameters[name] = DTensor.from_local(param, mesh, [Replicate()], run_check=False)  # type: ignore[assignment]
-    return saved, {}
+    return put_parameters(module, replicated), {}
 
 
 def _enter_local_view(
     module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Replace the module's parameters and attributes by local ones; return the replaced ones."""
-    parameters = module._parameters
-    computed = _view_computed(module, views) if any(name not in parameters for name in views) else {}
-    saved: dict[str, Any] = {
-        name: parameters[name]
-        for name in (*strategy.views_of(module, views), *strategy.hidden)
-        if parameters.get(name) is not None
-    }
-    for name, param in saved.items():
-        hidden = name in strategy.hidden
-        local = strategy.local_hidden(module, name) if hidden else views[name].view(param)
-        parameters[name] = local  # type: ignore[assignment]
+    computed = _view_computed(module, views) if any(name not in module._parameters for name in views) else {}
+    replaced = put_parameters(module, strategy.local_parameters(module, views))
     widths = {name: strategy.ranks.counts(width)[strategy.rank] for name, width in strategy.widths.items()}
     attributes = {**widths, **strategy.local_attributes(module, strategy.rank)}
     saved_attributes = {name: module.__dict__[name] for name in attributes}
     for name, value in attributes.items():
         module.__dict__[name] = value
-    return saved, {**saved_attributes, **computed}
+    return replaced, {**saved_attributes, **computed}
 
 
 def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ...ranks.collectives import Group, apply_directly, copy_to_region, reduce_from_region
 from ...torch_api import as_torch, is_any_true, tree_map_only
-from ..shards.tensors import HAS_LOCAL, ShardDTensor, ShardTensor, as_shard, traced_values
-
-
-class Guard(Protocol):
-    """Callbacks around a module's forwards with gradients or in training mode, and the first one after that."""
-
-    def begin(self, module: nn.Module) -> None:
-        """Called before the forward."""
-
-    def enter(self) -> None:
-        """Called by a strategy during the forward, where sharded features begin."""
-
-    def leave(self) -> None:
-        """Called where replicated features begin again, and after the forward, also if it raised."""
+from ..shards.tensors import HAS_LOCAL, ShardDTensor, ShardTensor, as_shard
 
 
 class Block:
@@ -43,8 +30,10 @@ class Block:
     the gradients of parameters into DTensors.
     """
 
-    def __init__(self, guards: Sequence[Guard] = ()) -> None:
+    def __init__(self, guards: Sequence[Any] = ()) -> None:
         self.guards = list(guards)
+        """Each has `begin(module)`, called before a forward in training or with gradients, and the first after that;
+        and `leave()`, called after that forward, also if it raised."""
         self.was_training = False
         self.children: tuple[nn.Module | None, ...] = ()
         self.layers: list[Any] = []
@@ -74,13 +63,8 @@ class Block:
 
     def local(self, param: Tensor) -> Tensor:
         """The local view of a parameter of one of the layers."""
-        if torch.compiler.is_dynamo_compiling():  # which would compile again for the id of each layer's parameter
-            return local_view(param)
-        entry = self.views.get(id(param))
-        return self._first(param) if entry is None else entry[1]
-
-    def _first(self, param: Tensor) -> Tensor:
-        if not self.is_open:
+        # torch.compile would compile again for the id of each layer's parameter.
+        if torch.compiler.is_dynamo_compiling() or not self.is_open:
             return local_view(param)
         if not self.views:
             self._enter(None, None)
@@ -141,10 +125,7 @@ def local_view(param: Tensor) -> Tensor:
     if not isinstance(param, HAS_LOCAL):
         return param
     if torch.compiler.is_compiling():
-        if isinstance(param, ShardTensor):
-            return traced_values(param)
-        if torch.is_grad_enabled():
-            return param.to_local()
+        return param.to_local() if torch.is_grad_enabled() and isinstance(param, DTensor) else param._local_tensor
     return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal, NamedTuple
 
@@ -136,13 +136,16 @@ class Communication:
         """The short form of `before` and `after` for plain tensors; None if they need the state of the forward."""
         return None
 
-    def views_of(self, module: nn.Module, views: Mapping[str, ParamShard]) -> Iterable[str]:
-        """Names of the parameters in `views` that local tensors replace in the forward of `module`."""
-        return views
+    def local_parameters(self, module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Tensor | None]:
+        """The tensors that the forward of `module` sees in place of its parameters and of its children's ("fc.weight").
 
-    def traced(self, forward: Forwarder) -> Forwarder:
-        """The module's `forward`, as torch.compile should see it."""
-        return forward
+        `views` are the shards of its parameters with `needs_view`.
+        """
+        local: dict[str, Tensor | None] = {}
+        for name, param in module._parameters.items():
+            if param is not None and (name in self.hidden or name in views):
+                local[name] = None if name in self.hidden else views[name].view(param)
+        return local
 
     def copy(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
         """See `copy_to_region`; layers of one block share a copy of the same input."""
@@ -162,10 +165,6 @@ class Communication:
 
     def interrupted(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Called instead of `after` if the module's forward raised."""
-
-    def local_hidden(self, module: nn.Module, name: str) -> Tensor | None:
-        """The tensor that the local forward sees in place of the hidden parameter `name`; None for none."""
-        return None
 
     def prepare_arguments(
         self, module: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any], mesh: DeviceMesh
