@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..namespaces import lazy_names
 from .base import STRATEGY, TensorParallelLayer, batch_sharded, shard_module
 from .experts import IsolatedParallel, MoEExpertsParallel
-from .forward.attach import LocalConfig, attach, block_of, join_layers, open_forward, wrap_forward
+from .forward.attach import LocalConfig, attach, block_of, join_layers, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
 from .registry import STRATEGIES, ParallelInterface, as_strategy, strategy_hint

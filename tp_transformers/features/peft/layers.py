@@ -13,7 +13,8 @@ from ...anatomy import check_values, is_transposed
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...slices.layout import Layout, Split
-from ...strategies import SHARD, STRATEGY, local_tensor, open_forward, take
+from ...strategies import SHARD, STRATEGY, local_tensor, take
+from ...strategies.forward.attach import Forward
 from ...strategies.signature import FEATURES
 
 PeftLayer: Any = object
@@ -123,6 +124,17 @@ def parameters_as(*replaced: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
     finally:
         for module, params in saved:
             module._parameters.update(params)
+
+
+@contextmanager
+def open_forward(module: Any) -> Iterator[None]:
+    """Allow calls of a strategy's `before` and `after` for `module` without its forward."""
+    forwards: list[Forward] = module.tp_forwards
+    forwards.append(Forward())
+    try:
+        yield
+    finally:
+        forwards.pop()
 
 
 def communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:

@@ -12,13 +12,14 @@ from torch.nn.functional import linear
 
 from ...marks import untyped
 from ...ranks import direct
-from ...strategies import SHARD, STRATEGY, ParamShard, local_tensor, open_forward, take
+from ...strategies import SHARD, STRATEGY, ParamShard, local_tensor, take
 from .layers import (
     AdaptedFactors,
     AdaptedLayer,
     PeftLayer,
     communicating,
     local_weights,
+    open_forward,
     parameters_as,
     product,
     split_of,

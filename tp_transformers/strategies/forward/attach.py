@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -192,17 +191,6 @@ def forward_of(module: Any) -> Forward:
     """The current forward of `module`; the innermost of nested ones."""
     forwards: list[Forward] = module.tp_forwards
     return forwards[-1]
-
-
-@contextmanager
-def open_forward(module: Any) -> Iterator[None]:
-    """Allow calls of a strategy's `before` and `after` for `module` without its forward."""
-    forwards: list[Forward] = module.tp_forwards
-    forwards.append(Forward())
-    try:
-        yield
-    finally:
-        forwards.pop()
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
