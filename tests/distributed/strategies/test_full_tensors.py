@@ -62,9 +62,10 @@ def gather_and_count(copies: int) -> dict[str, Any]:
                 if gathered is not None:
                     assert torch.equal(gathered.view(torch.uint8), value.view(torch.uint8)), name
                 held = 0 if data_parallel is None or layout is None else value.nbytes
+                joined = take(value, layout, group.rank).nbytes if held and not dist.get_rank(data_parallel) else 0
                 found[f"{name} {dtype}"] = (
                     gathered is not None,
-                    gathering.peak - value.nbytes * (gathered is not None),
+                    gathering.peak - value.nbytes * (gathered is not None) - joined,
                     filling.peak - value.nbytes - held,
                 )
     scalar = ParamShard(torch.Size([]), None, group, resharded_over=data_parallel).gather(torch.tensor(1.0))

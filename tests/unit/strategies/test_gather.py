@@ -31,13 +31,13 @@ def test_blocks_are_sent_from_the_cpu_where_gloo_is(
     monkeypatch: pytest.MonkeyPatch, backend: str, device: str, rank: int
 ) -> None:
     moved: list[str] = []
-    group: Any = SimpleNamespace(rank=rank, process_group=object(), device=GPU)
+    group: Any = object()
     monkeypatch.setattr("tp_transformers.ranks.group.get_backend_config", lambda group: backend)
     monkeypatch.setattr(gather.dist, "get_rank", lambda group: rank)
     monkeypatch.setattr(gather.dist, "send", lambda block, **_: moved.append(block.device.type))
     monkeypatch.setattr(gather.dist, "recv", lambda block, **_: moved.append(block.device.type))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda into, values: into)  # a tensor of the stand-in has no values
-    gather.on_first(torch.ones(4, 6), (8, 6), Layout(0, chunked(8, 2)), group, None)
+    gather.on_first(torch.ones(4, 6), (8, 6), Layout(0, chunked(8, 2)), group, GPU)
     assert moved == [device]
 
 

@@ -15,15 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ranks.collectives import Group, all_gather_uneven
-from ...ranks.group import TensorParallelGroup, host_or
-from ...slices.layout import Layout, Range, chunked
+from ...ranks.group import host_or
+from ...slices.layout import Layout
 
 CHUNK_BYTES = 16 << 20
 """Bytes that one rank receives at a time."""
 
 Index = tuple[slice, ...]
-BlockIndices = tuple[Index, Index]
-"""The same block as an index of the full tensor, and as an index of a rank's shard."""
 
 
 def on_all(local: Tensor, shape: Sequence[int], layout: Layout, group: Group, device: torch.device) -> Tensor:
@@ -34,114 +32,67 @@ def on_all(local: Tensor, shape: Sequence[int], layout: Layout, group: Group, de
     per_rank = [list(split_blocks(shape, layout, rank, limit=limit)) for rank in range(size)]
     for turn in range(max(map(len, per_rank))):
         of_turn = {rank: blocks[turn] for rank, blocks in enumerate(per_rank) if turn < len(blocks)}
-        length = max(_count(in_full) for in_full, _ in of_turn.values())
+        length = max(full[in_full].numel() for in_full, _ in of_turn.values())
         sent = torch.empty(length, dtype=local.dtype, device=device)
         if own in of_turn:
-            in_full, in_shard = of_turn[own]
-            sent[: _count(in_full)].view(_lengths(in_full)).copy_(local[in_shard])
+            block = local[of_turn[own][1]]
+            sent[: block.numel()].view(block.shape).copy_(block)
         received = all_gather_uneven(sent.view(torch.uint8), [sent.nbytes] * size, group, dim=0).view(local.dtype)
         for rank, (in_full, _) in of_turn.items():
-            start = rank * length
-            full[in_full].copy_(received[start : start + _count(in_full)].view(_lengths(in_full)))
+            place, values = full[in_full], received[rank * length : (rank + 1) * length]
+            place.copy_(values[: place.numel()].view(place.shape))
     return full
 
 
 def on_first(
-    local: Tensor, shape: Sequence[int], layout: Layout | None, group: TensorParallelGroup, copies: Group | None
+    local: Tensor, shape: Sequence[int], layout: Layout | None, group: Group | None, device: torch.device
 ) -> Tensor | None:
-    """Gather the full tensor of `shape` on the CPU of rank 0, block by block from every rank; None on other ranks.
-
-    `copies` is the process group over which dim 0 of this rank's shard is sharded again. A block is sent to its first
-    rank, and from there to rank 0 of `group`. If both are the same group, the tensor is sharded over it alone, and one
-    step suffices.
+    """Gather the full tensor of `shape` on the CPU of rank 0 of `group`, block by block from every rank; None on other
+    ranks. `device`: the device of the group.
     """
-    count, copy = (dist.get_world_size(copies), dist.get_rank(copies)) if copies is not None else (1, 0)
-    is_one_way = copies is not None and copies == group.process_group
-    full = torch.empty(tuple(shape), dtype=local.dtype) if group.rank == 0 and copy == 0 else None
-    if not shape:
-        return None if full is None else full.copy_(local)
+    own, device = (0, device) if group is None else (dist.get_rank(group), host_or(device, group))
+    full = torch.empty(tuple(shape), dtype=local.dtype, device="meta" if own else "cpu")
     for rank in [0] if layout is None else sorted({entry.rank for entry in layout.split.shard_ranges}):
-        rows = shape[0] if layout is None else layout.local_shape(shape, rank)[0]
-        is_mine = rank == group.rank or is_one_way
-        for holder, held in enumerate(ranges[0] for ranges in chunked(rows, count).ranges):
-            for in_full, in_shard in split_blocks(shape, layout, rank, held=held, limit=CHUNK_BYTES // local.itemsize):
-                block = local[in_shard] if is_mine and copy == holder else None
-                if holder != 0 and is_mine:
-                    block = _to_first(block, _lengths(in_full), local.dtype, copies, holder, group.device)
-                if rank != 0 and copy == 0:
-                    block = _to_first(block, _lengths(in_full), local.dtype, group.process_group, rank, group.device)
-                if full is not None and block is not None:
-                    full[in_full].copy_(block)
-    return full
+        for in_full, in_shard in split_blocks(shape, layout, rank, limit=CHUNK_BYTES // local.itemsize):
+            if own == rank == 0:
+                full[in_full].copy_(local[in_shard])
+            elif own == rank:
+                block = local[in_shard].to(device).contiguous()
+                dist.send(block.view(-1).view(torch.uint8), group=group, group_dst=0)
+            elif own == 0:
+                block = torch.empty(full[in_full].shape, dtype=local.dtype, device=device)
+                dist.recv(block.view(-1).view(torch.uint8), group=group, group_src=rank)
+                full[in_full].copy_(block)
+    return None if own else full
 
 
 def split_blocks(
-    shape: Sequence[int], layout: Layout | None, rank: int, *, limit: int, held: Range | None = None
-) -> Iterator[BlockIndices]:
-    """Yield the shard of `rank` of a full tensor of `shape` as blocks of at most `limit` elements (at least one).
-
-    `held` is the range of indices of dim 0 of the shard on the holder; None: all.
+    shape: Sequence[int], layout: Layout | None, rank: int, *, limit: int
+) -> Iterator[tuple[Index, Index]]:
+    """Yield the shard of `rank` of a full tensor of `shape` in blocks of at most `limit` elements (at least one), each
+    as an index of the full tensor and as one of the shard.
     """
-    dim, ranges = (0, [(0, 0, shape[0])]) if layout is None else (layout.dim, _ranges(layout, rank))
-    for local, start, length in ranges:
-        lengths, in_full, in_shard = list(shape), [0] * len(shape), [0] * len(shape)
-        lengths[dim], in_full[dim], in_shard[dim] = length, start, local
-        if held is not None:
-            first, last = max(in_shard[0], held[0]), min(in_shard[0] + lengths[0], held[1])
-            in_full[0] += first - in_shard[0]
-            in_shard[0], lengths[0] = first - held[0], last - first
-        if min(lengths) > 0:
-            for block in _split(lengths, max(limit, 1)):
-                yield _moved(block, in_full), _moved(block, in_shard)
-
-
-def _ranges(layout: Layout, rank: int) -> list[tuple[int, int, int]]:
-    """(start in the shard, start in the full tensor, length) of every range that is read from `rank`."""
-    return [(entry.local, entry.start, entry.length) for entry in layout.split.shard_ranges if entry.rank == rank]
-
-
-def _split(lengths: Sequence[int], limit: int) -> Iterator[tuple[Range, ...]]:
-    """Split a block of `lengths` along its first dims into blocks of at most `limit` elements."""
-    length, rest = lengths[0], prod(lengths[1:])
-    if length * rest <= limit:
-        yield tuple((0, stop) for stop in lengths)
+    if layout is None:
+        yield from ((block, block) for block in _split(shape, max(limit, 1)))
         return
-    step = max(limit // rest, 1)
-    for start in range(0, length, step):
-        rows = (start, min(start + step, length))
-        if rest <= limit:
-            yield rows, *((0, stop) for stop in lengths[1:])
-        else:
-            yield from ((rows, *inner) for inner in _split(lengths[1:], limit))
+    for entry in layout.split.shard_ranges:
+        lengths = list(shape)
+        lengths[layout.dim] = entry.length
+        for block in _split(lengths, max(limit, 1)) if entry.rank == rank else ():
+            yield _moved(block, layout.dim, entry.start), _moved(block, layout.dim, entry.local)
 
 
-def _moved(block: Sequence[Range], by: Sequence[int]) -> Index:
-    return tuple(slice(start + offset, stop + offset) for (start, stop), offset in zip(block, by, strict=True))
+def _split(lengths: Sequence[int], limit: int) -> Iterator[Index]:
+    """Split a tensor of `lengths` along its first dims into blocks of at most `limit` elements; none if it is empty."""
+    if prod(lengths) <= limit:
+        yield from [tuple(slice(0, length) for length in lengths)] if 0 not in lengths else ()
+        return
+    step = max(limit // prod(lengths[1:]), 1)
+    for start in range(0, lengths[0], step):
+        rows = slice(start, min(start + step, lengths[0]))
+        yield from ((rows, *inner) for inner in _split(lengths[1:], limit))
 
 
-def _lengths(index: Index) -> list[int]:
-    return [span.stop - span.start for span in index]
-
-
-def _count(index: Index) -> int:
-    return prod(_lengths(index))
-
-
-def _to_first(
-    block: Tensor | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    group: Group | None,
-    sender: int,
-    device: torch.device,
-) -> Tensor | None:
-    """Send the `block` of `sender` to rank 0 of `group`, which returns it; None on other ranks."""
-    own, device = dist.get_rank(group), host_or(device, group)
-    if own == sender:
-        assert block is not None
-        dist.send(block.to(device).contiguous().view(-1).view(torch.uint8), group=group, group_dst=0)
-    if own != 0:
-        return None
-    received = torch.empty(tuple(shape), dtype=dtype, device=device)
-    dist.recv(received.view(-1).view(torch.uint8), group=group, group_src=sender)
-    return received
+def _moved(block: Index, dim: int, by: int) -> Index:
+    span = block[dim]
+    return (*block[:dim], slice(span.start + by, span.stop + by), *block[dim + 1 :])

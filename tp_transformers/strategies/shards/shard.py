@@ -165,8 +165,18 @@ class ParamShard:
         return shard if self.resharded_over is None else shard[slice(*self.rows)]
 
     def gather(self, local: Tensor) -> Tensor | None:
-        """Gather the full tensor on the CPU of rank 0 alone, that of the first copy; None on other ranks."""
-        return on_first(local, self.shape, self.layout, self.group, self.resharded_over)
+        """Gather the full tensor on the CPU of rank 0 alone, that of the first copy; None on other ranks.
+
+        Ranks of the first copy hold their complete shard meanwhile, gathered from its parts.
+        """
+        if self.layout is None and self.is_over_copies and self.group.rank:
+            return None
+        if self.resharded_over is not None:
+            joined = on_first(local, self.local_shape, self._rows, self.resharded_over, self.group.device)
+            if joined is None or self.layout is None:
+                return joined
+            local = joined
+        return on_first(local, self.shape, self.layout, self.group.process_group, self.group.device)
 
     def any_rank(self, value: bool) -> bool:
         """True if `value` is True on any rank that holds a shard of the parameter. Collective over these ranks."""
@@ -177,18 +187,22 @@ class ParamShard:
 
     def joined(self, local: Tensor) -> Tensor:
         """This rank's shard, gathered from its parts (all-gather over `resharded_over`)."""
-        if self.resharded_over is None or 0 in self.local_shape:
+        if self._rows is None or self.resharded_over is None or 0 in self.local_shape:
             return local
-        rows = Layout(0, chunked(self.local_shape[0], self.resharded_over.size()))
-        return on_all(local, self.local_shape, rows, self.resharded_over, self.group.device)
+        return on_all(local, self.local_shape, self._rows, self.resharded_over, self.group.device)
 
     @property
     def rows(self) -> Range:
         """Range of indices of dim 0 of this rank's shard that are on this rank: all, or those of its part."""
-        if self.resharded_over is None:
+        if self._rows is None:
             return 0, self.local_shape[0]
-        length, copies = self.local_shape[0], self.resharded_over
-        return chunked(length, copies.size()).ranges[dist.get_rank(copies)][0]
+        return self._rows.split.ranges[dist.get_rank(self.resharded_over)][0]
+
+    @property
+    def _rows(self) -> Layout | None:
+        """Layout of this rank's shard over `resharded_over`."""
+        copies = self.resharded_over
+        return Layout(0, chunked(self.local_shape[0], copies.size())) if copies is not None and self.shape else None
 
 
 SHARD: Mark[ParamShard] = Mark("tp_shard")
