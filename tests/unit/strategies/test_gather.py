@@ -55,9 +55,9 @@ def test_blocks_cover_a_shard_once_and_are_no_larger_than_the_limit(limit: int) 
 
 
 def test_where_no_feature_computes_a_shard_computes_elementwise_alone() -> None:
-    group: Any = SimpleNamespace(rank=1, size=2)
-    shard = ParamShard(torch.Size((4, 2)), Layout(0, chunked(4, 2)), group)
-    param = tensors.plain_parameter(torch.ones(2, 2), shard, requires_grad=False)
+    group: Any = SimpleNamespace(rank=1, size=2, device_mesh=object())
+    shard = ParamShard(torch.Size((4, 2)), Layout(0, chunked(4, 2)), group, use_dtensor=False)
+    param = shard.wrap(torch.ones(2, 2), requires_grad=False)
     double = tensors._on_values(tensors.ShardTensor, torch.mul, (2.0, param), {})
     assert type(double) is tensors.ShardTensor
     assert double.tp_shard is shard

@@ -21,7 +21,7 @@ from ...slices.layout import Layout, Range, Shared, chunked
 from ..forward.block import local_view
 from .gather import on_all, on_first
 from .slicing import take
-from .tensors import HAS_LOCAL, ShardDTensor, own_values, plain_parameter
+from .tensors import HAS_LOCAL, ShardDTensor, ShardTensor, as_shard, own_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,27 +87,20 @@ class ParamShard:
         A sharded one gets a class that computes as the full parameter; see `tensors`. Without a process group the shard
         is the full parameter.
         """
-        is_full = self.layout is None or self.group.device_mesh is None
-        if self.placement is None and (is_full or type(local) not in (Tensor, nn.Parameter)):
-            param: Any = nn.Parameter(local, requires_grad=requires_grad)
-        elif self.placement is None:
-            return plain_parameter(local, self, requires_grad=requires_grad)
+        is_sharded = self.layout is not None and self.group.device_mesh is not None
+        if self.placement is not None:
+            layout: Any = {"shape": self.shape, "stride": torch.empty(self.shape, device="meta").stride()}
+            mesh, placements = self.group.device_mesh, [self.placement]
+            param: Any = DTensor.from_local(local.detach(), mesh, placements, run_check=False, **layout)
+            kind: type = ShardDTensor if is_sharded else DTensor
+        elif is_sharded and type(local) in (Tensor, nn.Parameter):
+            param, kind = local.detach(), ShardTensor
         else:
-            stride = torch.empty(self.shape, device="meta").stride()
-            param = DTensor.from_local(
-                local.detach(),
-                self.group.device_mesh,
-                [self.placement],
-                run_check=False,
-                shape=self.shape,
-                stride=stride,
-            ).requires_grad_(requires_grad)
-            # nn.Parameter sets this, too, but detaches first: 5 ms for every new shape in DTensor's dispatch.
-            param._is_param = True
-            if self.layout is not None:
-                param.__class__ = ShardDTensor
-        param.tp_shard = self
-        return param  # type: ignore[no-any-return]
+            param = nn.Parameter(local, requires_grad=False)
+            kind = type(param)
+        # nn.Parameter sets this, too, but detaches first: 5 ms for every new shape in DTensor's dispatch.
+        param._is_param = True
+        return as_shard(param.requires_grad_(requires_grad), kind, self)  # type: ignore[no-any-return]
 
     @property
     def needs_view(self) -> bool:

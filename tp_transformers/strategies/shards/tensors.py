@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ...errors import UnsupportedError
@@ -36,16 +36,30 @@ class Sharded:
         if _is_traced() or _is_generated():
             with as_torch():
                 return func(*args, **(kwargs or {}))
-        if func in _METHODS:
-            return _METHODS[func](*args, **(kwargs or {}))
         return computes()(cls, func, args, kwargs or {})
 
     def __copy__(self) -> Any:
         """`copy.copy`: the same shard in the same memory. The default would pickle it."""
-        copied = know(local_values(self).detach(), self).requires_grad_(untyped(self).requires_grad)
-        if getattr(self, "_is_param", False):
-            copied._is_param = True
-        return copied
+        return _with_values(self, local_values(self).detach())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy to a shard with the same layout and ranks; torch's parameters are copied without a gradient."""
+        if id(self) not in memo:
+            copied = memo[id(self)] = _with_values(self, local_values(self).detach().clone())
+            grad = untyped(self).grad
+            if grad is not None and not getattr(self, "_is_param", False):
+                copied.grad = grad.clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a DTensor, or as an ordinary tensor, of this rank's shard, with the shard's position."""
+        with as_torch():
+            if isinstance(self, DTensor):
+                plain: Any = DTensor.__new__(DTensor, self._local_tensor, self._spec, requires_grad=False)
+            else:
+                plain = untyped(self).detach()
+        PICKLED.put(plain, self.tp_shard.position)
+        return plain.__reduce_ex__(protocol)
 
 
 class ShardTensor(Sharded, Tensor):
@@ -58,9 +72,16 @@ class ShardTensor(Sharded, Tensor):
     def _local_tensor(self) -> Tensor:
         """The shard as a detached ordinary tensor in the same memory; named like the attribute of DTensor."""
         if torch.compiler.is_compiling():
-            return traced_values(self)
+            local: Tensor = torch.ops.aten.alias.default(self)  # which a graph can call on the shard
+            return local
         with as_torch():
             return self.detach()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        shard = self.tp_shard
+        with as_torch():
+            values = repr(self.detach().as_subclass(Tensor))
+        return f"Shard of rank {shard.group.rank} of {shard.group.size}, of {tuple(shard.shape)}: {values}"
 
     def set_(self, *source: Any) -> Any:
         """`torch.Tensor.set_`, which does not call `__torch_function__` by itself."""
@@ -81,13 +102,6 @@ HAS_LOCAL = (ShardTensor, DTensor)
 """Tensor classes that keep this rank's values in `_local_tensor`."""
 
 
-def plain_parameter(local: Tensor, shard: Any, *, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of this rank's shard in the memory of `local`."""
-    param = as_shard(local.detach().requires_grad_(requires_grad), ShardTensor, shard)
-    param._is_param = True
-    return untyped(param)  # type: ignore[no-any-return]
-
-
 def is_sharded(value: object) -> TypeGuard[Any]:
     """True if `value` is a `Sharded` tensor."""
     return isinstance(value, Sharded)
@@ -105,15 +119,12 @@ def know(result: Any, like: Any) -> Any:
     """Mark `result` as a shard if it has the local shape (or placements) of the shard `like`; else return it as is."""
     if not is_sharded(like) or not hasattr(like, "tp_shard"):  # fake tensors of torch.compile have no tp_shard
         return result
-    shard, is_dtensor = like.tp_shard, isinstance(like, DTensor)
-    if is_dtensor and type(result) is Tensor and tuple(result.shape) == shard.local_shape:
+    shard = like.tp_shard
+    if type(result) is Tensor and tuple(result.shape) == shard.local_shape:
         with as_torch():
-            result = laid_out(result, like)
-    if is_dtensor:
-        has_layout = type(result) is DTensor and result.placements == like.placements and result.shape == shard.shape
-    else:
-        has_layout = type(result) is Tensor and tuple(result.shape) == shard.local_shape
-    return as_shard(result, type(like), shard) if has_layout else result
+            return as_shard(laid_out(result, like), type(like), shard)
+    has_layout = isinstance(like, DTensor) and type(result) is DTensor and result.placements == like.placements
+    return as_shard(result, type(like), shard) if has_layout and result.shape == shard.shape else result
 
 
 def as_shard(local: Tensor, kind: type, shard: Any) -> Any:
@@ -132,12 +143,6 @@ def local_values(tensor: Any) -> Tensor:
         else:
             local = tensor.view_as(tensor) if recorded else tensor.detach()
         return local
-
-
-def traced_values(tensor: Any) -> Tensor:
-    """`local_values` of a plain shard, as an operator that a graph of torch.compile can call on the shard."""
-    local: Tensor = torch.ops.aten.alias.default(tensor)
-    return local
 
 
 def own_values(full: Tensor, shard: Any) -> Tensor:
@@ -159,37 +164,12 @@ def gather(local: Tensor, shard: Any) -> Tensor:
 # -- outside of a forward
 
 
-def _copy_deeply(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Copy to a shard with the same layout and ranks."""
-    if id(tensor) not in memo:
-        copied = memo[id(tensor)] = know(local_values(tensor).detach().clone(), tensor)
-        copied.requires_grad_(tensor.requires_grad)
-        if getattr(tensor, "_is_param", False):  # torch's parameters are copied without a gradient
-            copied._is_param = True
-        elif tensor.grad is not None:
-            copied.grad = tensor.grad.clone()
-    return memo[id(tensor)]
-
-
-def _reduce(tensor: Any, *args: Any) -> Any:
-    """Pickle as a DTensor, or as an ordinary tensor, of this rank's shard, with the shard's position."""
-    with as_torch():
-        if isinstance(tensor, DTensor):
-            plain: Any = DTensor.__new__(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False)
-        else:
-            plain = tensor.detach()
-    PICKLED.put(plain, tensor.tp_shard.position)
-    return plain.__reduce_ex__(*args)
-
-
-def _show(tensor: Any, *args: Any, **kwargs: Any) -> str:
-    shard = tensor.tp_shard
-    with as_torch():
-        values = repr(local_values(tensor).detach())
-    return f"Shard of rank {shard.group.rank} of {shard.group.size}, of {tuple(shard.shape)}: {values}"
-
-
-_METHODS = {Tensor.__deepcopy__: _copy_deeply, Tensor.__reduce_ex__: _reduce, Tensor.__repr__: _show}
+def _with_values(tensor: Any, local: Tensor) -> Any:
+    """A shard like `tensor` with the values `local`."""
+    copied = know(local, tensor).requires_grad_(tensor.requires_grad)
+    if getattr(tensor, "_is_param", False):
+        copied._is_param = True
+    return copied
 
 
 def _is_traced() -> bool:
