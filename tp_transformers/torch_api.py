@@ -45,8 +45,6 @@ PRIVATE: dict[str, str] = {
     "torch.nn.Module._modules": REFUSED,
     "torch.nn.Module._parameters": REFUSED,  # exchanged in a forward
     "torch.nn.Parameter.__new__._is_param": REFUSED,  # shards that are nn.Parameter
-    "torch.nn.utils.parametrize._cache": REFUSED,  # shards in `parametrize.cached`, as the next
-    "torch.nn.utils.parametrize._cache_enabled": REFUSED,
 }
 """Private name -> the consequence if the installed torch lacks it; `_bind` adds the functions and classes below."""
 

@@ -159,7 +159,7 @@ def long_way(module: Any, x: Tensor, mesh: Any) -> Tensor:
     """`after(linear(before(x)))`, with this rank's views of the parameters."""
     strategy = module.tp_strategy
     weight, bias = (None if each is None else each.tp_shard.view(each) for each in (module.weight, module.bias))
-    with mock.patch.object(module, "tp_forwards", [Forward()]):
+    with mock.patch.object(module, "tp_forwards", [Forward({})]):
         (given,) = strategy.before(module, (x,), mesh)
         output = linear(given, weight, None if "bias" in strategy.hidden else bias)
         return strategy.after(module, output, mesh)  # type: ignore[no-any-return]
@@ -231,7 +231,7 @@ def observed_states(name: str) -> tuple[list[State], list[State]]:
     takes = (-1, strategy.split_length(8, group.size)) if signature.takes is State.FEATURES else None
     weight, bias = (None if each is None else each.tp_shard.view(each) for each in (module.weight, module.bias))
     seen = []
-    with mock.patch.object(module, "tp_forwards", [Forward()]), torch.no_grad():
+    with mock.patch.object(module, "tp_forwards", [Forward({})]), torch.no_grad():
         given = own_part(x, takes, group.rank)
         (inner,) = strategy.before(module, (given,), group.device_mesh)
         raw = linear(inner, weight, None if "bias" in strategy.hidden else bias)

@@ -130,7 +130,7 @@ def parameters_as(*replaced: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
 def open_forward(module: Any) -> Iterator[None]:
     """Allow calls of a strategy's `before` and `after` for `module` without its forward."""
     forwards: list[Forward] = module.tp_forwards
-    forwards.append(Forward())
+    forwards.append(Forward({}))
     try:
         yield
     finally:

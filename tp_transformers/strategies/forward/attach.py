@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import parametrize
 
 from ...marks import untyped
 from ..shards.shard import ParamShard
@@ -65,24 +64,21 @@ def _communicating(
             return untraced(mod, *args, **kwargs)  # torch.compile misses the replacement of computed values
         # Read directly, not by a `Mark`: torch.compile then loses the restored parameters.
         strategy: Communication = mod.tp_strategy
-        state = Forward(strategy.arguments, args, kwargs)
+        # Without strict=False: torch.compile before torch 2.12 reads it as True.
+        state = Forward({**dict(zip(strategy.arguments, args)), **kwargs})  # noqa: B905
         forwards: list[Forward] = mod.tp_forwards
         is_local = any(outer.replaced is not None for outer in forwards)
         forwards.append(state)
         try:
             names = _input_names(strategy.arguments, args, kwargs)
-            inputs = (*args, *(kwargs[name] for name in names))
-            input_count = len(inputs)
-            inputs = strategy.before(mod, inputs, mesh)
-            if not is_local:
-                is_dtensor = any(isinstance(value, DTensor) for value in inputs)
-                if is_dtensor:
-                    state.replaced = _enter_dtensor_view(mod, shards, mesh)
-                else:
-                    state.replaced = _enter_local_view(mod, strategy, views)
-            count = len(args) if len(inputs) == input_count else len(inputs)
+            inputs = strategy.before(mod, (*args, *(kwargs[name] for name in names)), mesh)
+            if not is_local and any(isinstance(value, DTensor) for value in inputs):
+                state.replaced = _enter_dtensor_view(mod, shards, mesh)
+            elif not is_local:
+                state.replaced = _enter_local_view(mod, strategy, views)
+            count = len(args) if len(inputs) == len(args) + len(names) else len(inputs)
             kwargs = {name: value for name, value in kwargs.items() if name not in names}
-            kwargs.update(zip(names, inputs[count:]))  # noqa: B905, see Forward
+            kwargs.update(zip(names, inputs[count:]))  # noqa: B905
             args, kwargs = strategy.prepare_arguments(mod, inputs[:count], kwargs, mesh)
             state.given = {}
             output = call(mod, *args, **kwargs)
@@ -146,13 +142,7 @@ def block_of(module: nn.Module) -> Block:
     untyped(module).tp_block = block = Block()
 
     def around(call: Forwarder) -> Forwarder:
-        def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
-            block: Block = mod.tp_block
-            if mod.training or block.was_training or torch.is_grad_enabled():
-                return block.around(call, mod, args, kwargs)
-            return call(mod, *args, **kwargs)
-
-        return forward
+        return lambda mod, *args, **kwargs: mod.tp_block.around(call, mod, args, kwargs)
 
     wrap_forward(module, around)
     return block
@@ -165,26 +155,22 @@ def join_layers(module: nn.Module) -> None:
         strategy.block = block_of(module)
 
 
-class _Computed(dict[str, Any]):
-    """By name, tensors that `torch.nn.utils.parametrize` computed, while the module sees local ones instead."""
+Replaced = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""The module's own parameters, attributes and properties, while local ones replace them."""
 
 
 class Forward:
     """The state of one forward of one module; a deep copy is empty."""
 
-    def __init__(
-        self, names: Sequence[str] = (), args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> None:
-        # Without strict=False: torch.compile before torch 2.12 reads it as True.
-        self.given = {**dict(zip(names, args)), **(kwargs or {})}  # noqa: B905
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
         """The arguments by name, until the module's own forward begins."""
-        self.replaced: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The module's own parameters and attributes, while local ones replace them."""
+        self.replaced: Replaced | None = None
         self.notes: dict[str, Any] = {}
         """Values that the strategy stores in `before` for `after`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
-        return Forward()
+        return Forward({})
 
 
 def forward_of(module: Any) -> Forward:
@@ -214,22 +200,18 @@ def _input_names(names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _leave_view(module: nn.Module, forward: Forward) -> None:
-    """Restore the module's own parameters and attributes."""
+    """Restore the module's own parameters, attributes and properties."""
     if forward.replaced is None:
         return
-    params, attributes = forward.replaced
+    params, attributes, properties = forward.replaced
     put_parameters(module, params)
     for name, value in attributes.items():
         module.__dict__[name] = value
-    computed = module.__dict__.get("parametrizations") if attributes else None
-    if isinstance(computed, _Computed):
-        del module.__dict__["parametrizations"]
-        _cache(module, computed)
+    for name, value in properties.items():
+        setattr(type(module), name, value)
 
 
-def _enter_dtensor_view(
-    module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _enter_dtensor_view(module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> Replaced:
     """Replace replicated parameters of the module by DTensors; return the replaced ones.
 
     DTensor sums the gradient of such a parameter over the ranks if it is `Partial`.
@@ -239,46 +221,30 @@ def _enter_dtensor_view(
         for name, param in module._parameters.items()
         if param is not None and name in shards and shards[name].layout is None and not isinstance(param, DTensor)
     }
-    return put_parameters(module, replicated), {}
+    return put_parameters(module, replicated), {}, {}
 
 
-def _enter_local_view(
-    module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Replace the module's parameters and attributes by local ones; return the replaced ones."""
-    computed = _view_computed(module, views) if any(name not in module._parameters for name in views) else {}
-    replaced = put_parameters(module, strategy.local_parameters(module, views))
-    widths = {name: strategy.ranks.counts(width)[strategy.rank] for name, width in strategy.widths.items()}
-    attributes = {**widths, **strategy.local_attributes(module, strategy.rank)}
-    saved_attributes = {name: module.__dict__[name] for name in attributes}
-    for name, value in attributes.items():
-        module.__dict__[name] = value
-    return replaced, {**saved_attributes, **computed}
+def _enter_local_view(module: nn.Module, strategy: Communication, views: Mapping[str, ParamShard]) -> Replaced:
+    """Replace the module's parameters, attributes and properties by local ones; return the replaced ones.
 
-
-def _view_computed(module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Any]:
-    """Replace tensors that the module computes from parameters by local ones; return the replaced ones.
-
-    `torch.nn.utils.parametrize` computes them in a module of `parametrizations`, which is replaced by a function that
-    returns the local tensor; `prune` and `weight_norm` store them in an attribute.
+    A parameter may be computed from others: `prune` and `weight_norm` of `torch.nn.utils` store it in an attribute,
+    `parametrize` computes it in a property of the class, which it makes for each module.
     """
-    saved: dict[str, Any] = {}
-    for name in views.keys() - module._parameters.keys():
-        value = getattr(module, name)
-        local = views[name].view(value)
+    widths = {name: strategy.ranks.counts(width)[strategy.rank] for name, width in strategy.widths.items()}
+    local = {**widths, **strategy.local_attributes(module, strategy.rank)}
+    properties: dict[str, Any] = {}
+    for name, shard in views.items():
         if name in module.__dict__:
-            saved[name], module.__dict__[name] = value, local
-        else:
-            saved.setdefault("parametrizations", _Computed())[name] = value
-            module.__dict__["parametrizations"] = {**untyped(module).parametrizations, name: lambda local=local: local}
-            _cache(module, {name: local})
-    return saved
-
-
-def _cache(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Put these values of the module into the cache of `parametrize.cached`, if it is active."""
-    if parametrize._cache_enabled:
-        parametrize._cache.update({(id(module), name): value for name, value in values.items()})
+            local[name] = shard.view(module.__dict__[name])
+        elif name not in module._parameters:
+            view = shard.view(getattr(module, name))
+            properties[name] = inspect.getattr_static(module, name)
+            setattr(type(module), name, view)
+    replaced = put_parameters(module, strategy.local_parameters(module, views))
+    attributes = {name: module.__dict__[name] for name in local}
+    for name, value in local.items():
+        module.__dict__[name] = value
+    return replaced, attributes, properties
 
 
 class LocalConfig:
