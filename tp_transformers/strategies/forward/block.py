@@ -84,13 +84,15 @@ class Block:
                 for param in layer._parameters.values()
                 if isinstance(param, HAS_LOCAL) and param.requires_grad and not param._backward_hooks
             ]
-        copied, views = enter(x, group, *params)
+        copied, *views = apply_directly(_Enter)(x, group, *params)
         for param, view in zip(params, views, strict=True):
             self.views[id(param)] = (param, view)
         return copied
 
     def around(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run `call`, the module's forward, between the guards; in inference it is used only right after training."""
+        """Run `call`, the module's forward, between the guards; in inference without them, but right after training."""
+        if not (module.training or self.was_training or torch.is_grad_enabled()):
+            return call(module, *args, **kwargs)
         opens = not self.is_open and torch.is_grad_enabled()
         if opens:
             self.is_open = True
@@ -126,33 +128,29 @@ def local_view(param: Tensor) -> Tensor:
         return param
     if torch.compiler.is_compiling():
         return param.to_local() if torch.is_grad_enabled() and isinstance(param, DTensor) else param._local_tensor
-    return enter(None, None, param)[1][0] if torch.is_grad_enabled() and param.requires_grad else param._local_tensor
+    if torch.is_grad_enabled() and param.requires_grad:
+        return apply_directly(_Enter)(None, None, param)[1]  # type: ignore[no-any-return]
+    return param._local_tensor
 
 
-def enter(x: Tensor | None, group: dist.ProcessGroup | None, *params: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+class _Enter(torch.autograd.Function):
     """Copy `x` and make the `local_view` of sharded parameters that require gradients, in one autograd node.
 
     Its backward sums the gradient of `x` over the ranks of `group`, like that of `copy_to_region`.
     """
-    copied, *views = apply_directly(_Enter)(x, group, *params)
-    return copied, views
 
-
-class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor | None, group: dist.ProcessGroup | None, *params: Any) -> tuple[Any, ...]:
-        ctx.group, ctx.kinds = (
-            group,
-            [(getattr(param, "_spec", None), getattr(param, "tp_shard", None)) for param in params],
-        )
+        ctx.group = group
+        ctx.kinds = [(getattr(param, "_spec", None), getattr(param, "tp_shard", None)) for param in params]
         ctx.set_materialize_grads(False)  # some may not be used
         return x if x is None else x.view_as(x), *[param._local_tensor.detach() for param in params]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *of_params = grads
-        wrap = _wrap_recorded if torch.is_grad_enabled() else _wrap_arriving
-        wrapped = [None if grad is None else wrap(grad, *kind) for grad, kind in zip(of_params, ctx.kinds, strict=True)]
+        kinds = zip(of_params, ctx.kinds, strict=True)
+        wrapped = [None if grad is None else _wrapped(grad, *kind) for grad, kind in kinds]
         return None if x is None else reduce_from_region(x, ctx.group), None, *wrapped
 
 
@@ -201,20 +199,13 @@ def _wrap(grad: Tensor, spec: Any, cls: type[DTensor] = DTensor) -> Tensor:
     return DTensor.__new__(cls, grad, spec, requires_grad=False)  # not __init__, which is slow and does nothing
 
 
-def _wrap_arriving(grad: Tensor, spec: Any, shard: Any) -> Tensor:
-    """The gradient as hooks of the parameter and `torch.autograd.grad` get it."""
-    if spec is None:
-        return as_shard(grad.detach(), ShardTensor, shard)  # type: ignore[no-any-return]
-    if shard is None:
-        return _wrap(grad, spec, _Arriving)
-    arriving: Any = _wrap(grad, spec, _ArrivingShard)
-    arriving.tp_shard = shard
-    return arriving  # type: ignore[no-any-return]
-
-
-def _wrap_recorded(grad: Tensor, spec: Any, shard: Any) -> Tensor:
+def _wrapped(grad: Tensor, spec: Any, shard: Any) -> Tensor:
+    """The gradient of a parameter as its hooks and `torch.autograd.grad` get it."""
     if spec is None:
         return as_shard(grad.view_as(grad), ShardTensor, shard)  # type: ignore[no-any-return]
-    layout: Any = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
-    recorded = DTensor.from_local(grad, spec.mesh, spec.placements, **layout)
-    return recorded if shard is None else as_shard(recorded, ShardDTensor, shard)
+    if torch.is_grad_enabled():  # recorded, for higher-order gradients
+        layout: Any = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+        recorded = DTensor.from_local(grad, spec.mesh, spec.placements, **layout)
+        return recorded if shard is None else as_shard(recorded, ShardDTensor, shard)
+    arriving = _wrap(grad, spec, _Arriving)
+    return arriving if shard is None else as_shard(arriving, _ArrivingShard, shard)

@@ -120,19 +120,12 @@ class ParamShard:
         """
         if self.is_full(param):
             param = own_values(param, self)
-        local, process_group = local_view(param), None
-        if not torch.is_grad_enabled():
-            return torch.zeros_like(local) if self.added_once and self.group.rank else local
-        if self.routes_gradient:
-            process_group, dtype = self.group.process_group, self.group.reduce_dtype
-        if process_group is None:
+        local, process_group, dtype = local_view(param), self.group.process_group, self.group.reduce_dtype
+        if not self.routes_gradient or process_group is None:
             return local
-        if self.added_once:
-            return copy_to_region(local, process_group, dtype) * (0 if self.group.rank else 1)
-        if not local.requires_grad:
-            return local
-        if self.sums_gradients:
-            return copy_to_region(local, process_group, dtype)
+        if self.sums_gradients or self.added_once:
+            local = copy_to_region(local, process_group, dtype)
+            return local * 0 if self.added_once and self.group.rank else local
         assert self.layout is not None
         return copy_shared(local, self._shared, self._shared_length, process_group, dtype, dim=self.layout.dim)
 
