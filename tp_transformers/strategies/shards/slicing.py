@@ -107,7 +107,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     empty = torch.empty(tuple(shape), device="meta")
     slices: list[tuple[int | None, tuple[Range, ...]]] = []
     for rank in range(size):
-        param = _Traced(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
+        param = _traced(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
         try:
             shard = partition(param, empty, param_type, empty.dtype, True, rank, meta_mesh(rank, size))
         except Exception as error:
@@ -154,16 +154,6 @@ class _Traced(Tensor):
 
     stored: Stored
 
-    @staticmethod
-    def __new__(cls, stored: Stored) -> _Traced:
-        meta = torch.device("meta")
-        traced: _Traced = make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype, device=meta)
-        traced.stored = stored
-        return traced
-
-    def __init__(self, stored: Stored) -> None:
-        pass
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         select = _SELECTIONS.get(func.overloadpacket)
@@ -175,11 +165,17 @@ class _Traced(Tensor):
         return func(*args, **kwargs)
 
 
+def _traced(stored: Stored) -> _Traced:
+    traced: _Traced = make_wrapper_subclass(_Traced, stored.shape, dtype=stored.dtype, device=torch.device("meta"))
+    traced.stored = stored
+    return traced
+
+
 def _slice(x: _Traced, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
     if step != 1:
         return torch.empty(x.shape, device="meta")[(slice(None),) * (dim % x.ndim) + (slice(start, end, step),)]
     first, last, _ = slice(start, end).indices(x.shape[dim])
-    return _Traced(x.stored.select(dim % x.ndim, [(first, max(first, last))]))
+    return _traced(x.stored.select(dim % x.ndim, [(first, max(first, last))]))
 
 
 def _split(x: _Traced, lengths: int | Sequence[int], dim: int = 0) -> list[Tensor]:
@@ -197,13 +193,13 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         stored = tensor.stored if isinstance(tensor, _Traced) else None
         joined = joined.extended(stored, dim % tensor.ndim) if joined is not None and stored is not None else None
     if joined is not None:
-        return _Traced(joined)
+        return _traced(joined)
     return torch.cat([torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in tensors], dim)
 
 
 def _same(x: _Traced, *args: Any, **kwargs: Any) -> _Traced:
     """The same indices; the load determines dtype, device and strides."""
-    return _Traced(x.stored)
+    return _traced(x.stored)
 
 
 def _view(x: _Traced, shape: Sequence[int]) -> Tensor:

@@ -33,7 +33,9 @@ class Sharded:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute as `Feature.computes` says; torch.compile computes on this rank's values."""
-        if _is_traced() or _is_generated():
+        # torch.compile traces code, builds guards and fake tensors for its inputs, or runs the code that it generated.
+        is_compiled = torch.compiler.is_compiling() or TracingContext.try_get() is not None or _is_generated()
+        if is_compiled:
             with as_torch():
                 return func(*args, **(kwargs or {}))
         return computes()(cls, func, args, kwargs or {})
@@ -80,7 +82,7 @@ class ShardTensor(Sharded, Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         shard = self.tp_shard
         with as_torch():
-            values = repr(self.detach().as_subclass(Tensor))
+            values = repr(self.detach())
         return f"Shard of rank {shard.group.rank} of {shard.group.size}, of {tuple(shard.shape)}: {values}"
 
     def set_(self, *source: Any) -> Any:
@@ -170,11 +172,6 @@ def _with_values(tensor: Any, local: Tensor) -> Any:
     if getattr(tensor, "_is_param", False):
         copied._is_param = True
     return copied
-
-
-def _is_traced() -> bool:
-    """True while torch.compile traces code or builds guards and fake tensors for its inputs."""
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def _is_generated() -> bool:
