@@ -108,7 +108,8 @@ def _attach_strategies(
     mesh: DeviceMesh,
 ) -> None:
     """Attach strategies to modules that communicate, hold a sharded parameter, or compute with this rank's heads."""
-    takes_dtensors = any(strategy.passes_dtensors for strategy in resolution.module_strategies.values())
+    strategies = resolution.module_strategies.values()
+    takes_dtensors = any(strategy.shards_as_torch or not strategy.use_local_output for strategy in strategies)
     owners = dict(resolution.module_strategies)
     for name in resolution.param_strategies:
         owners.setdefault(name.rpartition(".")[0], TensorParallelLayer())

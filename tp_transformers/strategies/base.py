@@ -317,11 +317,6 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return None
 
     @property
-    def passes_dtensors(self) -> bool:
-        """True if modules inside or after this one may get DTensors."""
-        return self.shards_as_torch or not self.use_local_output
-
-    @property
     def replicates(self) -> bool:
         """True if every rank holds full parameters of every module."""
         own, base = type(self), TensorParallelLayer

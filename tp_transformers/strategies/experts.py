@@ -40,14 +40,11 @@ class IsolatedParallel(TensorParallelLayer):
     `after` then puts them back among all tokens. Other parameters are replicated.
     """
 
+    use_dtensor = False
     experts: Split | None = None
     """Split of the experts over the ranks; None without experts, or if each expert is sharded."""
     is_empty = False
     """True if each expert is sharded over more ranks than it has blocks, and this rank holds no features."""
-
-    def __init__(self, *, use_dtensor: bool = False) -> None:
-        """`use_dtensor`: whether shards become DTensors where a placement describes them."""
-        super().__init__(use_dtensor=use_dtensor)
 
     def split_dim(self, param_type: str, ndim: int) -> int | None:
         """The dim of the experts, if the module holds any."""
@@ -141,11 +138,9 @@ class MoEExpertsParallel(IsolatedParallel):
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         # Routing is identical on all ranks, but gradients of hidden states and routing weights are partial sums.
-        inputs = tuple(
-            copy_to_region(value, mesh.get_group()) if isinstance(value, Tensor) else value
-            for value in to_local(inputs)
-        )
-        return super().before(module, inputs, mesh)
+        local, group = to_local(inputs), mesh.get_group()
+        copied = tuple(copy_to_region(value, group) if isinstance(value, Tensor) else value for value in local)
+        return super().before(module, copied, mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         outputs = super().after(module, outputs, mesh)
@@ -164,11 +159,7 @@ def has_implementations(module: nn.Module) -> bool:
 
 
 def may_select_rows(states: Tensor) -> bool:
-    """True if an expert's rows may be selected: their number depends on data, so a graph cannot have them.
-
-    Args:
-        states: the tokens (tokens, hidden).
-    """
+    """True if rows of `states` may be selected: a graph cannot have a number of rows that depends on data."""
     is_plain = not states.is_meta and type(states) in (Tensor, nn.Parameter)
     return is_plain and not torch.compiler.is_compiling() and not is_captured(states)
 

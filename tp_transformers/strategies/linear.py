@@ -46,7 +46,7 @@ class _WeightParallel(TensorParallelLayer):
     PlanError.
     """
 
-    heeds = ("input_layouts", "output_layouts", "use_local_output", "use_dtensor")
+    heeds: tuple[str, ...] = ("input_layouts", "output_layouts", "use_local_output", "use_dtensor")
     is_transposed = False
     """True if the weight is (in, out), as in GPT-2's Conv1D."""
     in_features = 0
@@ -121,10 +121,12 @@ class _WeightParallel(TensorParallelLayer):
             )
         return placement.dim % x.ndim
 
-    def leaving(self, outputs: Tensor, dim: int, split: Split, mesh: DeviceMesh) -> Tensor:
-        """The outputs, sharded by `split` along `dim`, as a plain tensor or a DTensor."""
+    def leaving(self, outputs: Tensor, mesh: DeviceMesh, dim: int = 0, split: Split | None = None) -> Tensor:
+        """The outputs, replicated or sharded by `split` along `dim`, as a plain tensor or a DTensor."""
         if self.use_local_output:
             return outputs
+        if split is None:
+            return DTensor.from_local(outputs, mesh, [Replicate()], run_check=False)
         if not split.is_chunked:
             raise ValueError(
                 f"no DTensor placement describes features split into {split.widths}; use use_local_output=True"
@@ -204,13 +206,12 @@ class ColwiseParallel(_WeightParallel):
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         placement, split, group = only(self.output_layouts), self.output_split, mesh.get_group()
         if not isinstance(placement, Shard):
-            outputs = gather_from_region(outputs, split.widths, group)
-            return outputs if self.use_local_output else _as_replicated(outputs, mesh)
+            return self.leaving(gather_from_region(outputs, split.widths, group), mesh)
         dim = self.dim_of(placement, outputs)
         if dim < outputs.ndim - 1:
             of_features, split = split, chunked(outputs.shape[dim], self.size)
             outputs = exchange_regions(outputs, of_features.widths, split.widths, group, into=dim)
-        return self.leaving(outputs, dim, split, mesh)
+        return self.leaving(outputs, mesh, dim, split)
 
 
 class RowwiseParallel(_WeightParallel):
@@ -333,12 +334,12 @@ class RowwiseParallel(_WeightParallel):
                 else:
                     full = copy_to_region(bias, group)
                 outputs = outputs + (full.split(split.widths)[self.rank] if is_last else full)
-            return self.leaving(outputs, dim, split, mesh)
+            return self.leaving(outputs, mesh, dim, split)
         is_own = self.asks_block or not torch.is_grad_enabled()
         outputs = reduce_from_region(outputs, self.group_of(mesh), in_place=is_own)
         if bias is not None:
             outputs = outputs + (bias.to_local() if isinstance(bias, DTensor) else bias)
-        return outputs if self.use_local_output else _as_replicated(outputs, mesh)
+        return self.leaving(outputs, mesh)
 
 
 class _PackedParallel(_WeightParallel):
@@ -356,7 +357,3 @@ class PackedColwiseParallel(_PackedParallel, ColwiseParallel):
 
 class PackedRowwiseParallel(_PackedParallel, RowwiseParallel):
     """Shard each part of a fused projection's input features: `AABB -> [AB, AB]`; sum the outputs."""
-
-
-def _as_replicated(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(x, mesh, [Replicate()], run_check=False)

@@ -31,9 +31,7 @@ def to_local(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 class _LocalMixin(TensorParallelLayer):
     """The sharding of another strategy without its communication; parameters are plain tensors."""
 
-    def __init__(self, *, use_dtensor: bool = True) -> None:
-        """`use_dtensor`: whether shards become DTensors where a placement describes them."""
-        super().__init__(use_dtensor=use_dtensor)
+    heeds: tuple[str, ...] = ("use_dtensor",)
 
     def check(self, module: nn.Module) -> None:
         """Accept any module with parameters along the sharded features, such as a norm over heads."""

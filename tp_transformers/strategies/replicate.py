@@ -13,7 +13,6 @@ class ReplicateParallel(TensorParallelLayer):
     """
 
     def adapter(self) -> tuple[TensorParallelLayer, TensorParallelLayer]:
-        """See `TensorParallelLayer.adapter`: both matrices are replicated."""
         return ReplicateParallel(), ReplicateParallel()
 
 
