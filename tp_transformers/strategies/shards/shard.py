@@ -41,16 +41,14 @@ class ParamShard:
     resharded_over: dist.ProcessGroup | None = None
     """Process group over which dim 0 of this rank's shard is sharded again, in torch.chunk's sizes; None for none.
     It may be the tensor-parallel group, if each rank has its own batch; the parameter is then replicated in it."""
-    _shared: tuple[Shared, ...] = field(init=False)
-    """Indices that this rank and other ranks hold."""
-    _shared_length: int = field(init=False)
-    """Number of indices that several ranks hold; the same on all ranks."""
+    _shared: tuple[tuple[Shared, ...], int] = field(init=False)
+    """Indices that this rank and others hold; number of indices that several ranks hold, the same on all ranks."""
 
     def __post_init__(self) -> None:
         # Here and not in the first forward, which torch.compile may trace.
-        split = self.layout.split if self.layout is not None else None
-        object.__setattr__(self, "_shared", split.shared(self.group.rank) if split is not None else ())
-        object.__setattr__(self, "_shared_length", split.shared_length if split is not None else 0)
+        split = None if self.layout is None else self.layout.split
+        shared = ((), 0) if split is None else (split.shared(self.group.rank), split.shared_length)
+        object.__setattr__(self, "_shared", shared)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParamShard:
         return self
@@ -110,7 +108,7 @@ class ParamShard:
     @property
     def routes_gradient(self) -> bool:
         """True if the backward sums the gradient of this rank's shard over ranks, or only rank 0 computes with it."""
-        return self.sums_gradients or self.added_once or self._shared_length > 0
+        return self.sums_gradients or self.added_once or self._shared[1] > 0
 
     def view(self, param: Tensor) -> Tensor:
         """The local tensor of the local forward; its backward sums gradients as the layout needs.
@@ -127,7 +125,7 @@ class ParamShard:
             local = copy_to_region(local, process_group, dtype)
             return local * 0 if self.added_once and self.group.rank else local
         assert self.layout is not None
-        return copy_shared(local, self._shared, self._shared_length, process_group, dtype, dim=self.layout.dim)
+        return copy_shared(local, *self._shared, process_group, dtype, dim=self.layout.dim)
 
     def is_full(self, tensor: Tensor) -> bool:
         """True if `tensor` is an ordinary tensor of the full shape, which a user set in place of the shard."""
@@ -267,10 +265,8 @@ def full_tensor(param: Tensor, value: Tensor | None = _ITSELF) -> Tensor | None:
         if shard is None:
             return None
         tensor = torch.zeros_like(param)
-    has_layout = (
-        not isinstance(tensor, DTensor) or not isinstance(param, DTensor) or tensor.placements == param.placements
-    )
-    if shard is not None and has_layout:
+    is_elsewhere = isinstance(tensor, DTensor) and isinstance(param, DTensor) and tensor.placements != param.placements
+    if shard is not None and not is_elsewhere:
         return shard.full(local_tensor(tensor))
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import error_text
 from ...ranks.group import TP_AXIS
-from ...slices.layout import Layout, Range, Ranks, Split, chunked, packed
+from ...slices.layout import Layout, Ranks, Split, chunked, packed
 from ...slices.lazy import LazyTensor, Resident
 from ...slices.stored import Stored
 from ...torch_api import make_wrapper_subclass, to_copy, tree_map_only
@@ -105,7 +105,7 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
     every index held, and any two ranges disjoint or equal.
     """
     empty = torch.empty(tuple(shape), device="meta")
-    slices: list[tuple[int | None, tuple[Range, ...]]] = []
+    selections = []
     for rank in range(size):
         param = _traced(Stored(None, offset=0, shape=shape, dtype=empty.dtype))  # type: ignore[arg-type]
         try:
@@ -118,20 +118,14 @@ def traced_layout(partition: Callable[..., Any], param_type: str, shape: Sequenc
                 "its partition_tensor has to return a slice of `param` (param[a:b], param[..., a:b], get_tensor_shard, "
                 "get_packed_weights), plain or in a DTensor or a parameter, not values computed from it"
             )
-        selection = shard.stored.selection
-        dims = [dim for dim, ranges in enumerate(selection) if ranges != ((0, shape[dim]),)]
-        if len(dims) > 1:
-            raise ValueError(f"its partition_tensor splits dims {dims}; a parameter is split along one")
-        slices.append((dims[0], selection[dims[0]]) if dims else (None, ()))
-    shard_dims = {dim for dim, _ in slices if dim is not None}
-    if not shard_dims:
+        selections.append(shard.stored.selection)
+    dims = [dim for dim, length in enumerate(shape) if any(held[dim] != ((0, length),) for held in selections)]
+    if not dims:
         return None
-    if len(shard_dims) > 1:
-        first, last = min(shard_dims), max(shard_dims)
-        raise ValueError(f"its partition_tensor splits dim {first} on one rank, dim {last} on another")
-    (dim,) = shard_dims
-    full: tuple[Range, ...] = ((0, shape[dim]),)
-    split = Split(shape[dim], tuple(full if sliced is None else ranges for sliced, ranges in slices))
+    if len(dims) > 1:
+        raise ValueError(f"its partition_tensor splits dims {dims}; a parameter is split along one dim on all ranks")
+    (dim,) = dims
+    split = Split(shape[dim], tuple(held[dim] for held in selections))
     if not split.is_complete:
         raise ValueError(
             f"its partition_tensor leaves out indices of dim {dim}, or splits it into ranges that overlap: "
