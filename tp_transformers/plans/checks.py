@@ -319,12 +319,10 @@ def misfits(bound: Binding) -> Iterator[str]:
 
 def _makes(module: nn.Module, strategy: TensorParallelLayer, ranks: Ranks) -> dict[int, Split]:
     """Width -> split of a linear's output: of all features, and of each part of a fused linear."""
-    width = output_width(module)
-    parts = {
-        length: ranks.split(length, unit=strategy.unit_of(length), joins=strategy.joins_remainder)
-        for length in strategy.part_lengths(width)
-    }
-    return {width: _split(module, strategy, width, 0, ranks.size), **parts}
+    width, parts = output_width(module), strategy.parts
+    lengths = [width // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
+    of_parts = {length: strategy.split_part(length, ranks) for length in lengths}
+    return {width: _split(module, strategy, width, 0, ranks.size), **of_parts}
 
 
 def _split(module: nn.Module, strategy: TensorParallelLayer, width: int, dim: int, size: int) -> Split:

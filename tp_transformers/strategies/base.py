@@ -18,11 +18,11 @@ from ..marks import Mark
 from ..ranks import direct
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import join
-from ..slices.layout import Layout, Ranks, Split, chunked
+from ..slices.layout import Layout, Ranks, Split, chunked, packed
 from .forward.attach import attach
 from .forward.communication import Communication
 from .shards.shard import ParamShard, shard_of
-from .shards.slicing import split_of, take, traced_layout
+from .shards.slicing import part_lengths, take, traced_layout
 from .signature import BATCH, PARTIAL, Placements, only
 
 EXPERT_UNIT = 8
@@ -49,8 +49,6 @@ class TensorParallelLayer(Communication, ParallelStyle):
     """Arguments by which a class of this package communicates."""
     keeps_order = False
     """True if its results, and the sums over its parameters' gradients, have the order of one process."""
-    joins_remainder = False
-    """True if what remains of a length, after whole units, belongs to the last unit; False if it is one by itself."""
     shards_as_torch = False
     """True for a style of another library: it shards modules only, in torch.chunk's sizes, without regard to heads, and
     its module gets DTensors."""
@@ -228,25 +226,22 @@ class TensorParallelLayer(Communication, ParallelStyle):
         return self.ranks if self.size == size else Ranks(size)
 
     def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
-        lengths = self.part_lengths(length) if self.split is None else []
-        unit = max(unit, *map(self.unit_of, lengths or [length]))
+        if self.split is None:
+            return packed([self.split_part(part, ranks, unit) for part in part_lengths(length, self.parts)])
+        if not self.split.length or length % self.split.length:
+            raise ValueError(f"its {length} features are not {self.split.length} complete heads")
+        return self.split.scaled(length // self.split.length)
+
+    def split_part(self, length: int, ranks: Ranks, unit: int = 1) -> Split:
+        """Split of one part of a fused projection, or of all features, in blocks of `unit` that stay on one rank."""
         if self.applied_by_torch and unit == 1 and not self.parts:
             return self.evenly(length, ranks)
-        return split_of(length, ranks, unit, self.split, self.parts, joins=self.joins_remainder)
+        return ranks.split(length, unit=unit)
 
     def evenly(self, length: int, ranks: Ranks) -> Split:
         """Split of `length` features that are no heads and no parts."""
         is_chunked = self.applied_by_torch and ranks.shares is None
         return chunked(length, ranks.size) if is_chunked else ranks.split(length)
-
-    def part_lengths(self, length: int) -> list[int]:
-        """Lengths of the parts of a fused projection of `length`; equal ones once, none without parts."""
-        parts = self.parts
-        return [length // parts] if isinstance(parts, int) else [part for part in parts or () if isinstance(part, int)]
-
-    def unit_of(self, length: int) -> int:
-        """Number of consecutive indices of a split `length` that stay on one rank."""
-        return 1
 
     def partition_tensor(
         self,

@@ -31,7 +31,6 @@ class InBlocks(TensorParallelLayer):
     """Base of strategies that split features in blocks of columns, and keep the order of one process."""
 
     keeps_order = True
-    joins_remainder = True
 
     def gathered(self) -> Iterable[Split]:
         """Splits of what a forward or backward gathers."""
@@ -42,9 +41,9 @@ class InBlocks(TensorParallelLayer):
         for split in self.gathered():
             split.gathered_ranges  # noqa: B018
 
-    def unit_of(self, length: int) -> int:
-        """See `TensorParallelLayer.unit_of`: a block of columns."""
-        return block_of(length, self.ranks)
+    def split_part(self, length: int, ranks: Ranks, unit: int = 1) -> Split:
+        """See `TensorParallelLayer.split_part`: in blocks of columns; what remains belongs to the last block."""
+        return ranks.split(length, unit=max(unit, block_of(length, ranks)), joins=True)
 
 
 def block_of(length: int, ranks: Ranks) -> int:

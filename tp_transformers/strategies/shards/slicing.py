@@ -52,39 +52,26 @@ def get_packed_weights(param: T, empty_param: Tensor, device_mesh: Any, rank: in
 
     The other arguments are those of `get_tensor_shard`. Raises ValueError if the length is not `parts` equal parts.
     """
-    dim %= empty_param.ndim
-    return take(param, Layout(dim, split_of(empty_param.shape[dim], Ranks(device_mesh.size()), 1, None, parts)), rank)
+    dim, ranks = dim % empty_param.ndim, Ranks(device_mesh.size())
+    split = packed([ranks.split(part) for part in part_lengths(empty_param.shape[dim], parts)])
+    return take(param, Layout(dim, split), rank)
 
 
-def split_of(
-    length: int,
-    ranks: Ranks,
-    unit: int,
-    split: Split | None,
-    parts: int | Sequence[int | str] | None,
-    *,
-    joins: bool = False,
-) -> Split:
-    """Split `length` over `ranks` by the heads of `split`, else each of `parts` in blocks of `unit`; see `Ranks.split`.
+def part_lengths(length: int, parts: int | Sequence[int | str] | None) -> list[int]:
+    """Lengths of the `parts` of `length` features; all features are one part if `parts` is None.
 
-    Raises ValueError if it is not a number of complete heads or the sum of the parts.
+    Raises ValueError if the features are not the sum of the parts.
     """
-    if split is not None:
-        if not split.length or length % split.length:
-            raise ValueError(f"its {length} features are not {split.length} complete heads")
-        return split.scaled(length // split.length)
-    if parts is None:
-        return ranks.split(length, unit=unit, joins=joins)
     if isinstance(parts, int):
         if parts < 1 or length % parts:
             raise ValueError(f"{length} features are not {parts} equal parts")
-        return packed([ranks.split(length // parts, unit=unit, joins=joins)] * parts)
-    lengths = [part for part in parts if isinstance(part, int) and part > 0]
-    if not lengths or len(lengths) < len(parts):
-        raise ValueError(f"parts {list(parts)} are not lengths, and no attention gives their heads")
+        return [length // parts] * parts
+    lengths = [length] if parts is None else [part for part in parts if isinstance(part, int) and part > 0]
+    if not lengths or len(lengths) < len(parts or ()):
+        raise ValueError(f"parts {list(parts or ())} are not lengths, and no attention gives their heads")
     if sum(lengths) != length:
         raise ValueError(f"it has length {length}, its parts add up to {sum(lengths)}")
-    return packed([ranks.split(part, unit=unit, joins=joins) for part in lengths])
+    return lengths
 
 
 def own_rows(ids: Tensor, split: Split, rank: int) -> tuple[Tensor, Tensor]:
