@@ -197,14 +197,13 @@ class TensorParallelLayer(Communication, ParallelStyle):
     def shard(self, param_type: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """This rank's shard of the parameter `param_type` of `shape`."""
         layout = self.layout(param_type, shape, group.size)
-        is_replicated = layout is None
         return ParamShard(
             shape,
             layout,
             group,
-            self.use_dtensor and not is_replicated,
-            self.signature.gradient is PARTIAL and is_replicated,
-            param_type in self.added_once and is_replicated,
+            use_dtensor=self.use_dtensor and layout is not None,
+            sums_gradients=self.signature.gradient is PARTIAL and layout is None,
+            added_once=param_type in self.added_once and layout is None,
             keeps_order=self.keeps_order,
         )
 
@@ -234,14 +233,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def split_part(self, length: int, ranks: Ranks, unit: int = 1) -> Split:
         """Split of one part of a fused projection, or of all features, in blocks of `unit` that stay on one rank."""
-        if self.applied_by_torch and unit == 1 and not self.parts:
-            return self.evenly(length, ranks)
-        return ranks.split(length, unit=unit)
-
-    def evenly(self, length: int, ranks: Ranks) -> Split:
-        """Split of `length` features that are no heads and no parts."""
-        is_chunked = self.applied_by_torch and ranks.shares is None
-        return chunked(length, ranks.size) if is_chunked else ranks.split(length)
+        is_chunked = self.applied_by_torch and unit == 1 and not self.parts and ranks.shares is None
+        return chunked(length, ranks.size) if is_chunked else ranks.split(length, unit=unit)
 
     def partition_tensor(
         self,
