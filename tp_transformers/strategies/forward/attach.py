@@ -234,10 +234,12 @@ def _enter_local_view(module: nn.Module, strategy: Communication, views: Mapping
     local = {**widths, **strategy.local_attributes(module, strategy.rank)}
     properties: dict[str, Any] = {}
     for name, shard in views.items():
+        if name in module._parameters:
+            continue
+        view = shard.view(getattr(module, name))
         if name in module.__dict__:
-            local[name] = shard.view(module.__dict__[name])
-        elif name not in module._parameters:
-            view = shard.view(getattr(module, name))
+            local[name] = view
+        else:
             properties[name] = inspect.getattr_static(module, name)
             setattr(type(module), name, view)
     replaced = put_parameters(module, strategy.local_parameters(module, views))

@@ -32,8 +32,8 @@ class Block:
 
     def __init__(self, guards: Sequence[Any] = ()) -> None:
         self.guards = list(guards)
-        """Each has `begin(module)`, called before a forward in training or with gradients, and the first after that;
-        and `leave()`, called after that forward, also if it raised."""
+        """Each has `begin(module)`, called before a forward in training or with gradients, and before the first after
+        that; `enter()` and `leave()`, called where sharded features begin and end. `leave` ends the forward, too."""
         self.was_training = False
         self.children: tuple[nn.Module | None, ...] = ()
         self.layers: list[Any] = []

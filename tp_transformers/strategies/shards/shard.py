@@ -86,16 +86,16 @@ class ParamShard:
         is the full parameter.
         """
         is_sharded = self.layout is not None and self.group.device_mesh is not None
+        if self.placement is None and not (is_sharded and type(local) in (Tensor, nn.Parameter)):
+            full = nn.Parameter(local, requires_grad=requires_grad)
+            SHARD.put(full, self)
+            return full
+        param: Any = local.detach()
+        kind: type = ShardTensor
         if self.placement is not None:
             layout: Any = {"shape": self.shape, "stride": torch.empty(self.shape, device="meta").stride()}
-            mesh, placements = self.group.device_mesh, [self.placement]
-            param: Any = DTensor.from_local(local.detach(), mesh, placements, run_check=False, **layout)
-            kind: type = ShardDTensor if is_sharded else DTensor
-        elif is_sharded and type(local) in (Tensor, nn.Parameter):
-            param, kind = local.detach(), ShardTensor
-        else:
-            param = nn.Parameter(local, requires_grad=False)
-            kind = type(param)
+            param = DTensor.from_local(param, self.group.device_mesh, [self.placement], run_check=False, **layout)
+            kind = ShardDTensor if is_sharded else DTensor
         # nn.Parameter sets this, too, but detaches first: 5 ms for every new shape in DTensor's dispatch.
         param._is_param = True
         return as_shard(param.requires_grad_(requires_grad), kind, self)  # type: ignore[no-any-return]
