@@ -129,7 +129,7 @@ def put_parameters(module: nn.Module, params: Mapping[str, torch.Tensor | None])
     replaced: dict[str, torch.Tensor | None] = {}
     for name, param in params.items():
         owner, _, param_type = name.rpartition(".")
-        parameters: Any = module.get_submodule(owner)._parameters
+        parameters: Any = (module.get_submodule(owner) if owner else module)._parameters
         replaced[name], parameters[param_type] = parameters[param_type], param
     return replaced
 

@@ -118,14 +118,14 @@ class ParamShard:
         """
         if self.is_full(param):
             param = own_values(param, self)
-        local, process_group, dtype = local_view(param), self.group.process_group, self.group.reduce_dtype
-        if not self.routes_gradient or process_group is None:
-            return local
-        if self.sums_gradients or self.added_once:
-            local = copy_to_region(local, process_group, dtype)
-            return local * 0 if self.added_once and self.group.rank else local
-        assert self.layout is not None
-        return copy_shared(local, *self._shared, process_group, dtype, dim=self.layout.dim)
+        local = local_view(param)
+        if torch.is_grad_enabled() and self.routes_gradient and self.group.process_group is not None:
+            process_group, dtype = self.group.process_group, self.group.reduce_dtype
+            if self.layout is None:
+                local = copy_to_region(local, process_group, dtype)
+            else:
+                local = copy_shared(local, *self._shared, process_group, dtype, dim=self.layout.dim)
+        return local * 0 if self.added_once and self.group.rank else local
 
     def is_full(self, tensor: Tensor) -> bool:
         """True if `tensor` is an ordinary tensor of the full shape, which a user set in place of the shard."""
