@@ -12,7 +12,6 @@ that each source fills. So slices are read from the files straight into the dest
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,22 +21,7 @@ from .lazy import LazyTensor, ReadStep, Resident
 from .stored import Stored
 
 
-class Expression(LazyTensor):
-    """A lazy tensor computed from other lazy tensors; only the leaves of the tree are read."""
-
-    @abstractmethod
-    def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
-        """See `LazyTensor.read_steps`."""
-
-    def materialize(self) -> torch.Tensor:
-        """Let every step fill its view of the result."""
-        result = torch.empty(self.shape, dtype=self.dtype)
-        for step, view in self.read_steps(result):
-            step.fill(view)
-        return result
-
-
-class Stack(Expression):
+class Stack(LazyTensor):
     """`torch.stack` of `tensors`, all of one shape, along a new `dim`: n of (..., m) -> (..., n, ..., m)."""
 
     def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
@@ -62,7 +46,7 @@ class Stack(Expression):
             yield from tensor.read_steps(destination.select(self.stack_dim, index))
 
 
-class Concat(Expression):
+class Concat(LazyTensor):
     """`torch.cat` of `tensors` along `dim`; their shapes differ only in that dim."""
 
     def __init__(self, tensors: Sequence[LazyTensor], dim: int) -> None:
@@ -100,7 +84,7 @@ class Concat(Expression):
             position += length
 
 
-class Transpose(Expression):
+class Transpose(LazyTensor):
     """`source` with the dims `first` and `second` swapped: (n, m) -> (m, n)."""
 
     def __init__(self, source: LazyTensor, first: int, second: int) -> None:
@@ -119,7 +103,7 @@ class Transpose(Expression):
         yield from self.source.read_steps(destination.transpose(self.first, self.second))
 
 
-class Squeeze(Expression):
+class Squeeze(LazyTensor):
     """`source` without `dim`, which has length 1: (n, 1, m) -> (n, m)."""
 
     def __init__(self, source: LazyTensor, dim: int) -> None:

@@ -29,7 +29,10 @@ class ReadStep(Protocol):
 
 
 class LazyTensor(ABC):
-    """A tensor without data. `select` returns a lazy tensor, and reads nothing. `==` compares identities."""
+    """A tensor without data. `select` returns a lazy tensor, and reads nothing. `==` compares identities.
+
+    A subclass overrides `materialize`, or `read_steps` if the tensor is computed from other lazy tensors.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -38,9 +41,12 @@ class LazyTensor(ABC):
     def select(self, dim: int, ranges: Sequence[Range]) -> LazyTensor:
         """Select the half-open index `ranges` of `dim`, in that order."""
 
-    @abstractmethod
     def materialize(self) -> torch.Tensor:
         """Read the values: a contiguous CPU tensor of `shape` and `dtype`."""
+        result = torch.empty(self.shape, dtype=self.dtype)
+        for step, view in self.read_steps(result):
+            step.fill(view)
+        return result
 
     def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         """Yield (step, view of `destination`) pairs, in the order to fill them. `destination` has `shape`."""

@@ -22,7 +22,7 @@ from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError, list_faults
 from ...loading.storage import Asked, Storage
 from ...ranks.limits import visible_cores
-from ...slices.composed import Expression, concat
+from ...slices.composed import concat
 from ...slices.layout import Layout, Range, ShardRange
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Source, Stored
@@ -96,7 +96,7 @@ class ShardedCheckpoint(Checkpoint):
         return self.manifest.save_id, self.manifest.files
 
 
-class _FullTensor(Expression):
+class _FullTensor(LazyTensor):
     """A full tensor read from the rank files; a selection opens only the files that it needs."""
 
     def __init__(

@@ -18,7 +18,6 @@ from itertools import product
 
 import torch
 
-from ...slices.composed import Expression
 from ...slices.layout import Range, union
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Selection, compose, lengths
@@ -64,7 +63,7 @@ Decode = Callable[[StoredValues, Sequence[int]], torch.Tensor]
 """Decode stored values to a tensor of the given shape. An element depends on its own group only."""
 
 
-class Bundle(Expression):
+class Bundle(LazyTensor):
     """Stored tensors that `decode` turns into a tensor of `shape` (..., n, m) and `dtype`."""
 
     def __init__(

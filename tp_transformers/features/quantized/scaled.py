@@ -17,7 +17,6 @@ from itertools import groupby
 
 import torch
 
-from ...slices.composed import Expression
 from ...slices.layout import Range, joined
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Selection, compose, lengths
@@ -29,7 +28,7 @@ Repeat = tuple[int, int]
 """(index of a scale, number of consecutive indices of the destination that it applies to)."""
 
 
-class Scaled(Expression):
+class Scaled(LazyTensor):
     """`values` (..., n, m) in float8 times `scales` (..., ceil(n / block), ceil(m / block)); the product is float32."""
 
     def __init__(
