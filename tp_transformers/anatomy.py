@@ -172,20 +172,6 @@ def stacks(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.ModuleLis
             yield from stacks(child, path)
 
 
-def layer_around(model: nn.Module, name: str) -> str | None:
-    """The name of the layer of a parameter: an entry of an outermost module list.
-
-    None if it is in no layer, or a direct parameter of the layer.
-    """
-    path = name.split(".")
-    owner = model
-    for depth, step in enumerate(path[:-2]):
-        if isinstance(owner, nn.ModuleList):
-            return ".".join(path[: depth + 1])
-        owner = owner.get_submodule(step)
-    return None
-
-
 def inner_models(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
     """(name, model) of the models inside `model`: a language model, a vision tower, ..., outermost first.
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .loading.options import Options
     from .loading.storage import Encoding, Storage
     from .patches import Patch
+    from .plans.binding import Binding
     from .plans.rule import Entry
     from .plans.rules import Plan
     from .ranks.direct import Transport
@@ -135,6 +136,10 @@ class Feature:
 
     def sections(self) -> Sequence[type[Entry]]:
         """Sections of plan files beside `attention`: their entries describe modules whose heads are split."""
+        return ()
+
+    def check_plan(self, bound: Binding) -> Iterable[str]:
+        """Faults of a plan that is bound to a model; notes for the user are added to `bound.notes`."""
         return ()
 
     def storages(self) -> Sequence[type[Storage]]:

@@ -14,11 +14,13 @@ from torch import Tensor
 from tests.support.architectures import LOGITS_TOLERANCE
 from tests.support.comparisons import relative
 from tests.support.models import load, save_as_loaded
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.processors import FAMILIES
 
 pytestmark = [
     pytest.mark.distributed,
+    needs("refusals"),
     pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="older processors are others"),
 ]
 QUICK = {"qwen3_vl", "whisper"}

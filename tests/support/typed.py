@@ -187,7 +187,7 @@ def run_as(
     torch.manual_seed(0)  # VibeVoice adds noise in its forward
     with rank_of(rank, size) as group:
         params = dict(model.named_parameters(remove_duplicate=False))
-        resolution = parallelize(model, plan, group, allow_replicated=True)
+        resolution = parallelize(model, plan.with_options(allow_replicated=True), group)
         for name, param in params.items():
             owner, _, own = name.rpartition(".")
             model.get_submodule(owner)._parameters[own] = param

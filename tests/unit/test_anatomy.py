@@ -244,7 +244,3 @@ def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
     assert list(found) == stacks
     members = [layer for stack in found.values() for layer in stack]
     assert set(fsdp.layers_of(model)) >= set(members)  # a tower's embedding is not split either
-    for path, _ in model.named_parameters():
-        inside = [f"{stack}.{step}" for stack in found for step, _ in found[stack].named_children()]
-        around = [layer for layer in inside if path.startswith(f"{layer}.")]
-        assert [layer for layer in [anatomy.layer_around(model, path)] if layer] == around

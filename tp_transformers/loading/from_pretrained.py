@@ -224,8 +224,7 @@ def load_pretrained_model(
         current.resolution, report, info = instead(model, plan, request)
     else:
         plan, reason = resolve_shares(plan, model, group, request)
-        replicated = bool(options.get("allow_replicated"))
-        current.resolution = parallelize(model, plan, group, allow_replicated=replicated)
+        current.resolution = parallelize(model, plan, group)
         report, info = load(model, current.resolution, group, dataclasses.replace(request, shares_because=reason))
     untyped(model).tp_report = report
     untyped(model).tp_options = options

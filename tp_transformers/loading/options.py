@@ -15,14 +15,6 @@ from ..plans.rules import Plan
 from ..seams import Option, options, plan_options
 
 
-class _Replicated(Option):
-    """Whether a plan that a transformers class declares may leave layers replicated."""
-
-    @property
-    def argument(self) -> str:
-        return "allow_replicated"
-
-
 class _Map(Option):
     """Whether, on a CPU, shards that are one contiguous range of a local file are mapped; so unless False is given."""
 
@@ -49,9 +41,7 @@ class _ReduceDtype(Option):
         return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
-OPTIONS: Mapping[str, Option] = {
-    option.argument: option for option in (_Replicated(), _Map(), _Shares(), _ReduceDtype(), *options())
-}
+OPTIONS: Mapping[str, Option] = {option.argument: option for option in (_Map(), _Shares(), _ReduceDtype(), *options())}
 """Options of the core and of all features, by their arguments."""
 
 

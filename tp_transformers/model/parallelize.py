@@ -14,7 +14,6 @@ from ..anatomy import base_prefix, fold_layers, owner_of
 from ..logs import get_logger
 from ..marks import Mark
 from ..plans.bind import Resolution, resolve
-from ..plans.fractions import check_layers_are_sharded
 from ..plans.rules import Plan
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..strategies import ParamShard, TensorParallelLayer, attach, join_layers
@@ -33,16 +32,13 @@ def is_tensor_parallel(model: object) -> bool:
     return isinstance(GROUP.find(model), TensorParallelGroup)
 
 
-def parallelize(
-    model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool = False
-) -> Resolution:
+def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) -> Resolution:
     """Give every parameter of `model`, on the meta device, its local shape, and every module its communication.
 
-    `allow_replicated`: whether a plan that a transformers class declares may leave most of the model replicated. Raises
-    PlanError if the plan does not fit; the model is then unchanged.
+    Raises PlanError if the plan does not fit; the model is then unchanged.
     """
     # 1. Bind the plan to the modules. All faults are reported before anything is changed.
-    resolution = _bind(model, plan, group, allow_replicated=allow_replicated)
+    resolution = _bind(model, plan, group)
     # 2. Local shapes.
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shards = {name: _local_parameter(model, name, resolution, group) for name in names}
@@ -64,11 +60,10 @@ def parallelize(
     return resolution
 
 
-def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, allow_replicated: bool) -> Resolution:
+def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) -> Resolution:
     """Bind the plan to the modules, compare plan and model between ranks, and log the replicated parameters."""
     with group.agree():
         resolution = resolve(plan, model, group.size)
-        warning = check_layers_are_sharded(model, plan, resolution, group.size, allow_replicated=allow_replicated)
         config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)  # nodes may have the checkpoint under different paths
     plan = resolution.plan
@@ -81,9 +76,8 @@ def _bind(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup, *, all
         }
     )
     if group.rank == 0:
-        for note in (*resolution.notes, warning):
-            if note is not None:
-                logger.warning("%s", note)
+        for note in resolution.notes:
+            logger.warning("%s", note)
         if resolution.uncovered:
             folded = sorted(set(map(fold_layers, resolution.uncovered)))
             logger.info("%s: no rule covers %s; they are replicated", plan.source, ", ".join(folded))

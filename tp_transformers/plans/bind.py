@@ -13,7 +13,7 @@ from torch import nn
 from ..anatomy import config_around, fold_layers, tied_parameters
 from ..errors import PlanError, hint_for, list_faults
 from ..ranks.group import TensorParallelGroup
-from ..seams import plan_options
+from ..seams import features, plan_options
 from ..slices.layout import Layout
 from ..strategies import (
     STRATEGIES,
@@ -27,7 +27,7 @@ from ..strategies import (
 from ..strategies.signature import FEATURES
 from .attention import Attention, AttentionHeads
 from .binding import Binding
-from .checks import misfits, scalars_between, sum_faults, unsummed_experts
+from .checks import scalars_between, sum_faults, unsummed_experts
 from .heads import split_attention
 from .rule import Rule, SplitHeads
 from .rules import Plan, sections
@@ -97,7 +97,7 @@ def resolve(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     plan = plan.completed(model)
     for option in options:
         plan = option.rewrite(plan, model, size)
-    return replace(bind(replace(plan, options={}), model, size), asked=asked)
+    return replace(bind(plan, model, size), plan=replace(plan, options={}), asked=asked)
 
 
 def bind(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
@@ -134,7 +134,8 @@ class _Resolver(Binding):
             self._complete()
         self.faults.extend(sum_faults(self))
         if not self.faults:  # rules that do not fit their modules are reported alone
-            self.faults.extend(misfits(self))
+            for feature in features().values():
+                self.faults.extend(feature.check_plan(self))
         if self.faults:
             named = "" if self.plan.declared or self.plan.source == "tp_plan" else "plan "
             title = f"{named}{self.plan.source} does not fit {type(self.model).__name__}"
@@ -148,7 +149,7 @@ class _Resolver(Binding):
             self.layouts,
             split_heads,
             tuple(uncovered),
-            (*((f"{names}: {self.size} {more}",) if names else ()), *self.plan.notes),
+            (*((f"{names}: {self.size} {more}",) if names else ()), *self.plan.notes, *self.notes),
             rule_names,
             frozenset(self.replicated),
             self.plan,
@@ -261,17 +262,6 @@ class _Resolver(Binding):
                 and strategy.use_local_output
             ):
                 self.faults.append(f"{name}: each rank would return its own shard of the output; use colwise_rep")
-            # Gemma 3n zeroes features below a threshold, which it computes from all features of a token.
-            pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
-            sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
-            block = name.rpartition(".")[0]
-            is_sharded = strategy.signature.leaves is FEATURES and self.size > 1
-            compared = sparse and name.endswith("mlp.gate_proj") and is_sharded
-            if compared and not self.signature(block).computes_locally:
-                self.faults.append(
-                    f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each other; "
-                    f"add {fold_layers(block)}: {{strategy: sharded_moments, widths: intermediate_size}}"
-                )
         for name, rule in self.param_rules.items():
             owner = name.rpartition(".")[0]
             is_style = rule.instance is not None and rule.instance.shards_as_torch

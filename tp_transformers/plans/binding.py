@@ -41,6 +41,7 @@ class Binding:
         self.param_strategies: dict[str, TensorParallelLayer] = {}
         self.layouts: dict[str, Layout | None] = {}
         self.faults: list[str] = []
+        self.notes: list[str] = []
 
     def strategy(self, module: str) -> TensorParallelLayer:
         return self.module_strategies.get(module, UNRULED)

@@ -37,12 +37,16 @@ def check_sections(data: Any, source: str, entries: Iterable[str]) -> list[str]:
         got = "nothing" if data is None else f"a {type(data).__name__}"
         expected, fix = f"a mapping of {', '.join(sections)}", "See model_plans/llama.yaml for one."
         raise PlanError(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix)
-    arguments = [key for key in ("shares", *(option.name for option in plan_options())) if key in data]
+    arguments = {"shares": "tp_shares", **{option.name: option.argument for option in plan_options()}}
     unknown = [key for key in data if not (isinstance(key, str) and key in (*sections, *arguments))]
     hint = nearest(unknown[0], sections) if unknown and is_name(unknown[0]) else ""
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
     faults = [f"unknown section {shown(key)}{hint}{more}; sections are {', '.join(sections)}" for key in unknown[:1]]
-    faults += [f"{key} is no section; pass tp_{key}={shown(data[key])} to from_pretrained" for key in arguments]
+    faults += [
+        f"{key} is no section; pass {argument}={shown(data[key])} to from_pretrained"
+        for key, argument in arguments.items()
+        if key in data
+    ]
     return faults
 
 

@@ -144,6 +144,7 @@ def load_with_wrong_rules(folder: str, rules: dict[str, str]) -> None:
     model(PROMPTS)
 
 
+@needs("refusals")
 def test_rules_that_do_not_fit_together_are_told_before_the_read(pool: Any, cases: Any, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(cases(8, 4).folder, folder)

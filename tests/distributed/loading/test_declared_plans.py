@@ -14,6 +14,7 @@ import transformers
 import tp_transformers
 from tests.support.comparisons import compare_seen
 from tests.support.models import load, observe, tiny_config
+from tests.support.needs import needs
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 
@@ -74,6 +75,7 @@ def load_only_a_head(folder: str, **options: Any) -> int:
     return len(tp_transformers.local_tensor(load(folder, tp_plan=plan, **options).lm_head.weight))
 
 
+@needs("refusals")
 def test_a_declared_plan_that_leaves_every_layer_whole_is_accepted_only_if_allowed(pool: Any, cases: Any) -> None:
     folder = cases(8, 4).folder
     with pytest.raises(WorkerError) as caught:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.fuzz import fuzz_cases, kept
 from tests.support.models import llama_config
+from tests.support.needs import needs
 from tp_transformers import PlanError, TensorParallelError
 from tp_transformers.features.planner.kv_cache import cached_attention
 from tp_transformers.plans import Plan
@@ -104,6 +105,7 @@ def test_head_counts_below_one_are_one_fault() -> None:
         list(cached_attention(model, {}, 2, batch=1, context=5))
 
 
+@needs("architectures")
 def test_a_sparsity_pattern_that_is_no_list_counts_as_one_for_all_layers() -> None:
     model = made({**LLAMA, "activation_sparsity_pattern": 0.95})
     plan = Plan.for_model(model)

@@ -19,12 +19,13 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from tests.support.fractions import largest_fraction
+from tests.support.needs import needs
 from tests.support.tiers import wide
 from tp_transformers import PlanError
 from tp_transformers.features.verify.small_models.config import shrink
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
 
 LAYERS = 4
 
@@ -154,10 +155,10 @@ def outcome(model: PreTrainedModel, size: int) -> str:
         return "there is no plan"
     try:
         resolution = resolve(plan, model, size)
-        note = check_layers_are_sharded(model, plan, resolution, size)
     except PlanError as error:
         return str(error)
-    return f"ok, {largest_fraction(model, resolution.layouts, size):.2f} of the bytes; {note or 'every layer is cut'}"
+    share = largest_fraction(model, resolution.layouts, size)
+    return f"ok, {share:.2f} of the bytes; {'; '.join(resolution.notes) or 'every layer is cut'}"
 
 
 PARTS = 4
@@ -184,6 +185,7 @@ def test_every_declared_plan_loads_or_says_why_not(part: int) -> None:
     assert len(loaded) > 0.8 * sum(NO_MODEL not in text for text in report.values())
 
 
+@needs("refusals")
 @pytest.mark.parametrize("name", ONLY_A_HEAD)
 def test_plans_that_cut_only_the_head_are_refused_or_told(name: str) -> None:
     cls = transformers.CONFIG_MAPPING[name]

@@ -146,7 +146,7 @@ def test_tied_parameters_have_to_be_cut_alike() -> None:
 
 
 def test_a_declared_plan_splits_the_embedding_with_the_head_that_is_tied_to_it() -> None:
-    plan = replace(Plan.from_dict({"lm_head": "colwise_rep"}), declared=True)
+    plan = replace(Plan.from_dict({"lm_head": "colwise_rep"}), declared=True).with_options(allow_replicated=True)
     for is_tied, rule in ((True, "embedding_rowwise"), (False, None)):
         names = resolve(plan, meta_model(tie_word_embeddings=is_tied), 2).rule_names
         assert names.get("model.embed_tokens.weight") == rule

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ...seams import Feature
 
 if TYPE_CHECKING:
+    from ...plans.binding import Binding
     from ...strategies import TensorParallelLayer
 
 
@@ -34,6 +35,11 @@ class Architectures(Feature):
             "sharded_norm": ShardedNormParallel(),
             "sharded_products": ShardedProductsParallel(),
         }
+
+    def check_plan(self, bound: Binding) -> Iterable[str]:
+        from .sharded import compared_features
+
+        return compared_features(bound)
 
 
 FEATURE = Architectures()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from ...anatomy import epsilon, is_norm, is_rms_norm
+from ...anatomy import epsilon, fold_layers, is_norm, is_rms_norm
 from ...ranks.collectives import Group, copy_to_region, reduce_from_region
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import block_of, forward_of, parameter_of, wrap_forward
 from ...strategies.forward.communication import Forwarder
 from ...strategies.linear import LAST
 from ...strategies.shards.shard import ParamShard
-from ...strategies.signature import LOCAL, Signature
+from ...strategies.signature import FEATURES, LOCAL, Signature
+
+if TYPE_CHECKING:
+    from ...plans.binding import Binding
 
 
 class ShardedNormParallel(TensorParallelLayer):
@@ -226,3 +229,17 @@ class _Products(TorchFunctionMode):
         if id(factor) not in self.copies:
             self.copies[id(factor)] = factor, copy_to_region(factor, self.group)
         return self.copies[id(factor)][1]
+
+
+def compared_features(bound: Binding) -> Iterator[str]:
+    """Faults: gates of Gemma 3n, which zeroes features below a threshold that is computed from all of a token."""
+    for name, strategy in bound.module_strategies.items() if bound.size > 1 else ():
+        block = name.rpartition(".")[0]
+        pattern = getattr(strategy.config, "activation_sparsity_pattern", None)
+        is_sparse = any(pattern) if isinstance(pattern, list | tuple) else bool(pattern)
+        is_cut = strategy.signature.leaves is FEATURES and not bound.signature(block).computes_locally
+        if is_sparse and is_cut and name.endswith("mlp.gate_proj"):
+            yield (
+                f"{fold_layers(name)}: with activation_sparsity_pattern its features are compared with each other; "
+                f"add {fold_layers(block)}: {{strategy: sharded_moments, widths: intermediate_size}}"
+            )

@@ -20,7 +20,7 @@ ADVICE = (
 class Infer(Feature):
     """A plan for an architecture without one, from a small model of it."""
 
-    requires = ("architectures", "command_line", "mixers", "verify")
+    requires = ("architectures", "command_line", "mixers", "refusals", "verify")
 
     def commands(self) -> Mapping[str, ModuleType]:
         from . import command

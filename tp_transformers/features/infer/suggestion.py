@@ -20,9 +20,9 @@ from ...errors import PlanError, TensorParallelError
 from ...logs import get_logger
 from ...plans.attention import AttentionHeads
 from ...plans.bind import Resolution, resolve
-from ...plans.fractions import shares
 from ...plans.rules import Plan
 from ..command_line.models import generating_class
+from ..refusals.fractions import shares
 from ..verify.small_models import model as probe
 from ..verify.small_models.config import meta_model, shrink, supported
 from ..verify.verify import Verdict, verify

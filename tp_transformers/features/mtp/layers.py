@@ -48,6 +48,7 @@ def drafting_plan(model: PreTrainedModel, plan: Plan) -> Plan:
         entries=_in_blocks(plan.entries, model),
         model_types=(),
         inner_models=(),
+        options={"allow_replicated": True},  # the model has been accepted
         notes=(),
     )
 

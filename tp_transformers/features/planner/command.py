@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix)
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
     asked = {"tp_plan": arguments.plan, "dtype": parse_dtype(arguments.dtype), "invariant": arguments.invariant}
+    asked["allow_replicated"] = arguments.allow_replicated
     take = partial(survey, arguments.model, **asked, **where)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
@@ -78,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
         "batch": arguments.batch,
         "context": default_context(surveyed.model) if arguments.context is None else arguments.context,
         "optimizer": arguments.optimizer,
-        "allow_replicated": arguments.allow_replicated,
     }
     fits_shares = shares is None and len(set(devices or memory)) > 1
     fit = fits_shares and not devices

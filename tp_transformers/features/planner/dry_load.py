@@ -34,6 +34,7 @@ def survey(
     revision: str | None = None,
     packed: bool = False,
     invariant: bool = False,
+    allow_replicated: bool = False,
     trust_remote_code: bool = False,
 ) -> Survey:
     """Prepare a load of a model, without reading weights.
@@ -46,6 +47,7 @@ def survey(
         revision: of a model on the Hub.
         packed: whether quantised weights stay packed (`tp_dequantize=False`).
         invariant: as `tp_invariant`.
+        allow_replicated: as `from_pretrained` takes it.
         trust_remote_code: whether code of the repository may run.
 
     Raises:
@@ -61,6 +63,7 @@ def survey(
     # Options of features that may not be there.
     kwargs |= {"tp_stream": True} if "tp_stream" in OPTIONS else {}
     kwargs |= {"tp_invariant": True} if invariant else {}
+    kwargs |= {"allow_replicated": True} if allow_replicated else {}
     guess: str | None = None
     try:
         config = read_config(name, **where)

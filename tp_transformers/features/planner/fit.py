@@ -51,7 +51,6 @@ def fit_shares(
     batch: int = 1,
     context: int = 0,
     optimizer: str | None = None,
-    allow_replicated: bool = False,
 ) -> MemoryPlan:
     """Find shares with which ranks of unlike memory fill equal fractions of it.
 
@@ -61,7 +60,7 @@ def fit_shares(
     Args:
         survey: the model, its plan and its checkpoint.
         memory: bytes of each rank.
-        batch, context, optimizer, allow_replicated: see `plan_memory`.
+        batch, context, optimizer: see `plan_memory`.
 
     Raises:
         PlanError: if the plan does not fit the model, or replicates most of it.
@@ -79,7 +78,6 @@ def fit_shares(
             batch=batch,
             context=context,
             optimizer=optimizer,
-            allow_replicated=allow_replicated,
         )
         if best is None or fullest(tried, memory) < fullest(best, memory):
             best = tried
@@ -102,7 +100,6 @@ def refit(planned: MemoryPlan, memory: Sequence[int]) -> MemoryPlan:
         batch=planned.batch,
         context=planned.context,
         optimizer=planned.optimizer,
-        allow_replicated=planned.allow_replicated,
     )
 
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from ...anatomy import tied_parameters
 from ...plans.bind import Resolution, resolve
-from ...plans.fractions import check_layers_are_sharded
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
@@ -100,8 +99,6 @@ class MemoryPlan:
     """Warnings that a load would log."""
     optimizer: str | None = None
     """The optimizer that the memory of training is counted for; None: no training."""
-    allow_replicated: bool = False
-    """As in `from_pretrained`."""
     summed: tuple[str, ...] = ()
     """Modules whose outputs are summed over the ranks."""
 
@@ -149,18 +146,16 @@ def plan_memory(
     context: int = 0,
     encoder_context: int | None = None,
     optimizer: str | None = None,
-    allow_replicated: bool = False,
 ) -> MemoryPlan:
     """Compute the memory of each of `size` ranks, with the shares of the plan.
 
     `batch`, `context`, `encoder_context`: see `cached_attention`. `optimizer`: a name of OPTIMIZERS, to count gradients
-    and the optimizer's states. `allow_replicated`: as in `from_pretrained`.
+    and the optimizer's states.
 
     Raises PlanError if a load would: the plan does not fit, or replicates most of the model.
     """
     model, dtypes = survey.model, survey.dtypes
     resolution = resolve(survey.plan, model, size)
-    warning = check_layers_are_sharded(model, survey.plan, resolution, size, allow_replicated=allow_replicated)
     cached = cached_attention(
         model, resolution.attention, size, batch=batch, context=context, encoder_context=encoder_context
     )
@@ -174,9 +169,8 @@ def plan_memory(
         sum(buffer.numel() * dtypes.get(name, buffer.dtype).itemsize for name, buffer in model.named_buffers()),
         tuple(cached),
         tuple(mixer_states(model, resolution.split_heads, size, batch=batch)) if context else (),
-        tuple(note for note in (*survey.notes, *resolution.notes, warning) if note is not None),
+        (*survey.notes, *resolution.notes),
         optimizer,
-        allow_replicated,
         tuple(name for name, strategy in resolution.module_strategies.items() if strategy.signature.sums),
     )
 
@@ -189,7 +183,7 @@ def draft_bytes(planned: MemoryPlan) -> tuple[int, ...] | None:
         return None
     plan = drafting_plan(survey.model, resolve(survey.plan, survey.model, planned.size).plan)
     drafting = replace(survey, model=layers, plan=plan, dtypes={}, packed={}, stock=None)
-    return plan_memory(drafting, planned.size, allow_replicated=True).total_bytes
+    return plan_memory(drafting, planned.size).total_bytes
 
 
 def replan(
@@ -202,7 +196,6 @@ def replan(
         batch=planned.batch,
         context=planned.context if context is None else context,
         optimizer=planned.optimizer,
-        allow_replicated=planned.allow_replicated,
     )
 
 

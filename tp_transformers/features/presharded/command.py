@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
         log=arguments.log,
         dtype=arguments.dtype,
         tp_dequantize=not arguments.packed,
-        allow_replicated=arguments.allow_replicated,
         trust_remote_code=arguments.trust_remote_code,
         **where,
+        **({"allow_replicated": True} if arguments.allow_replicated else {}),
         **({"tp_stream": True} if arguments.stream else {}),
     )
     for file in manifest.files:

@@ -170,7 +170,7 @@ class _Work:
         """Shard and write all parameters; the model stays on the meta device."""
         began = perf_counter()
         absent = AbsentRanks(None, 0, self.size, self.single.device)
-        resolution = parallelize(model, plan, absent, allow_replicated=bool(request.options.get("allow_replicated")))
+        resolution = parallelize(model, plan, absent)
         with open_together(request, self.single) as checkpoint:
             request = request.recognise(checkpoint, model)
             # 1. Every parameter: its lazy tensor, layout and dtype.

@@ -46,10 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=parse_dtype(arguments.dtype),
         trust_remote_code=arguments.trust_remote_code,
     )
-    model = surveyed.model
-    layouts = [
-        resolve(replace(surveyed.plan, shares=shares), model, count).layouts for count, shares in (before, after)
-    ]
+    model, plan = surveyed.model, surveyed.plan.with_options(allow_replicated=True)
+    layouts = [resolve(replace(plan, shares=shares), model, count).layouts for count, shares in (before, after)]
     tied = tied_parameters(model)
     table = {
         name: Entry(tuple(tensor.shape), surveyed.dtypes.get(name, tensor.dtype), layouts[0].get(name))

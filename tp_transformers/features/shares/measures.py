@@ -64,8 +64,7 @@ def by_memory(
 
     def fit() -> tuple[tuple[float, ...], float]:
         survey = take_survey(str(model.config.name_or_path), copy.deepcopy(model), plan, request)
-        allowed = bool(request.options.get("allow_replicated"))
-        planned = fit_shares(survey, memory, context=default_context(model), allow_replicated=allowed)
+        planned = fit_shares(survey, memory, context=default_context(model))
         return planned.survey.plan.numbers or (), fullest(planned, memory)
 
     shares, filled = group.from_first(fit)

@@ -47,7 +47,8 @@ def run_rank(folder: Path, reports: Path, deadline: float) -> int:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(TP_AXIS,))
         with enable():
             # allow_replicated: the full model was checked, not the small one; tp_watch: `fail` ends all ranks.
-            options = {"device_mesh": mesh, "dtype": dtype, "allow_replicated": True, "tp_watch": False}
+            plan = plan.with_options(allow_replicated=True)
+            options = {"device_mesh": mesh, "dtype": dtype, "tp_watch": False}
             model = cls.from_pretrained(folder / "checkpoint", tp_plan=plan, **options)
         probe.convert(model, dtype)
         with probe.computing_in(dtype), probe.on_threads(1 if tolerance.is_exact else None):

@@ -25,7 +25,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...errors import PlanError, TensorParallelError, UnsupportedError, UsageError
 from ...loading.choose_plan import planners, read_plan
 from ...plans.bind import Resolution, resolve
-from ...plans.fractions import check_layers_are_sharded
 from ...plans.rules import Plan
 from ...plans.yaml_file import available_plans
 from ...strategies import STRATEGIES
@@ -125,11 +124,11 @@ def verify(
     true, model = meta_model(cls, config), meta_model(cls, small)
     chosen = _choose(plan, true, max(2, *sizes))
     chosen = chosen if shares is None else replace(chosen, shares=tuple(shares))
-    chosen = chosen.with_options(invariant=True) if bits else chosen
+    chosen = chosen.with_options(invariant=bits, allow_replicated=allow_replicated)
     is_ours = not chosen.declared or config.model_type in available_plans()
     declared = None if is_ours else f"no plan of ours for {config.model_type}: this is {chosen.source}"
     notes = tuple(filter(None, (declared, in_floats)))
-    verdicts = {size: _bind(chosen, true, size, notes, allow_replicated) for size in dict.fromkeys(sizes)}
+    verdicts = {size: _bind(chosen, true, size, notes) for size in dict.fromkeys(sizes)}
     resolutions = {size: _bind_small(chosen, model, size) for size, verdict in verdicts.items() if verdict.ok}
     if resolutions:
         request = _Request(cls, small, chosen, grads, EXACT if bits else CLOSE, timeout, seed)
@@ -145,20 +144,19 @@ def _choose(plan: PlanLike | None, model: PreTrainedModel, size: int) -> Plan:
     return given if isinstance(given, Plan) else given.make(model)
 
 
-def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...], allow_replicated: bool) -> Verdict:
+def _bind(plan: Plan, model: PreTrainedModel, size: int, notes: tuple[str, ...]) -> Verdict:
     """Verdict before ranks run: the faults of the plan, or else `notes` and the notes of the plan."""
     try:
         resolution = resolve(plan, model, size)
-        warning = check_layers_are_sharded(model, plan, resolution, size, allow_replicated=allow_replicated)
     except PlanError as error:
         return Verdict(size, (str(error),))
-    return Verdict(size, notes=(*notes, *filter(None, (*resolution.notes, warning))))
+    return Verdict(size, notes=(*notes, *resolution.notes))
 
 
 def _bind_small(plan: Plan, model: PreTrainedModel, size: int) -> Resolution:
     """Bind the plan to the small model. Raises UnsupportedError if it fits only the full model."""
     try:
-        return resolve(plan, model, size)
+        return resolve(plan.with_options(allow_replicated=True), model, size)
     except PlanError as error:
         got = f"a plan that fits the model, but not its small one: {error}"
         expected = "one whose parts and units are not lengths"

@@ -23,6 +23,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qw
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import llama_config, load, observe
+from tests.support.needs import needs
 from tp_transformers import PlanError
 from tp_transformers.features.peft import shard as adapters
 from tp_transformers.plans import Plan, Rule
@@ -222,7 +223,13 @@ WRONG: dict[str, tuple[Any, Any, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+CHECKED = {"half a pair", "parts that torch loses track of", "parts cut in two ways"}
+"""Cases of WRONG that refusals finds."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[needs("refusals")] if case in CHECKED else []) for case in WRONG]
+)
 def test_wrong_uses_are_told_before_anything_is_loaded(case: str) -> None:
     model, plan, size, message = WRONG[case]
     with pytest.raises(PlanError) as caught:

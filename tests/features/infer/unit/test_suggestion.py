@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoConfig
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.fractions import largest_fraction
 from tests.support.remote_code import split_by_own_widths, with_code
 from tests.support.tiers import sampled, wide
 from tests.support.tiny_mixers import MIXERS
@@ -20,7 +21,6 @@ from tp_transformers.features.command_line.models import own_class
 from tp_transformers.features.infer.suggestion import suggest
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.fractions import largest_fraction
 from tp_transformers.slices.layout import Layout
 
 FOUND = [name for name in MIXERS if name not in ("zamba2", "kimi_linear", "olmo_hybrid", "rwkv", "xlstm", "minimax")]

@@ -1,20 +1,16 @@
-"""Rules that do not fit together, and plans that leave whole layers on every rank."""
+"""Linears that do not fit together."""
 
 from __future__ import annotations
-
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from tests.support.models import llama_config
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-from tp_transformers.plans.fractions import check_layers_are_sharded, largest_fraction
 from tp_transformers.strategies import Signature, State, TensorParallelLayer, get_tensor_shard
 
 MLP = "model.layers.*.mlp."
@@ -122,63 +118,3 @@ def test_slices_of_a_transposed_linear_have_to_fit_the_one_before() -> None:
     resolve(plan, model, 4)
     with pytest.raises(PlanError, match=r"c_fc and .*c_proj: the same features are split differently"):
         resolve(plan, model, 3)
-
-
-def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
-    model, plan = meta_model(), replace(Plan.from_dict({"lm_head": "colwise_rep"}, source="the plan"), declared=True)
-    resolution = resolve(plan, model, 2)
-    head = 199 * 64
-    whole = sum(param.numel() for param in model.parameters())
-    share = (whole - head + 100 * 64) / whole  # rank 0 holds 100 of 199 rows
-    assert largest_fraction(model, resolution.layouts, 2) == pytest.approx(share)
-    with pytest.raises(PlanError) as caught:
-        check_layers_are_sharded(model, plan, resolution, 2)
-    assert f"shards a matrix of model.layers.*, so that each of 2 ranks would hold {share:.0%} of the model" in str(
-        caught.value
-    )
-    assert "allow_replicated=True" in str(caught.value)
-    assert check_layers_are_sharded(model, plan, resolve(plan, model, 1), 1) is None
-    note = check_layers_are_sharded(model, plan, resolution, 2, allow_replicated=True)
-    assert note is not None
-    assert f"{1 - head / whole:.0%} of the model is on every rank, and the largest of 2 ranks holds {share:.0%}" in note
-    assert check_layers_are_sharded(model, replace(plan, declared=False), resolution, 2) is None
-
-
-def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share(tmp_path: Path) -> None:
-    config = LlavaConfig(
-        vision_config={
-            "model_type": "vit_msn",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        },
-        text_config=llama_config(8, 2),
-    )
-    with torch.device("meta"):
-        model = LlavaForConditionalGeneration(config)
-    plan = Plan.for_model(model)
-    assert plan is not None
-    assert plan.declared
-    note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
-    assert note is not None
-    assert "replicates 2 of 2 model.vision_tower." in note
-    assert plan.inner_models == ("model.language_model",)
-    assert plan.as_dict()["lm_head"] == "colwise_rep"  # of the plan for the language model
-    (tmp_path / "own.yaml").write_text("rules: {model.language_model.norm: replicate}")
-    own = Plan.for_model(model, tmp_path / "own.yaml")
-    assert own is not None
-    assert own.as_dict() == {"model.language_model.norm": "replicate"}
-
-
-def test_a_declared_plan_that_leaves_some_layers_is_told() -> None:
-    rules = {f"model.layers.0.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
-    plan = replace(
-        Plan.from_dict({**rules, "model.layers.0.mlp.down_proj": "rowwise"}, source="the plan"), declared=True
-    )
-    model = meta_model(intermediate_size=1000)
-    note = check_layers_are_sharded(model, plan, resolve(plan, model, 2), 2)
-    assert note is not None
-    assert "replicates 1 of 2 model.layers.*: " in note
