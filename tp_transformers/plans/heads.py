@@ -61,7 +61,7 @@ def split_attention(bound: Binding) -> dict[str, AttentionHeads]:
         counts = _count_heads(name, roles, bound) if _stays_sharded(name, roles, bound) else None
         if counts is None:
             continue
-        query, kv, head_dim = counts
+        query, kv, head_dim, repeats = counts
         count = max(blocks.values(), default=1)
         if query % count or kv % count:
             faults.append(f"attention {name}: {query} query and {kv} key/value heads are not those of {count} blocks")
@@ -82,7 +82,7 @@ def split_attention(bound: Binding) -> dict[str, AttentionHeads]:
             head_dim=head_dim,
             holders=tuple(holder for holder in holders if is_inside(holder, name)),
             hidden=tuple(hidden),
-            repeats=_repeats(name, roles, query, bound),
+            repeats=repeats,
         )
         bound.splits[name] = heads_by_module[name].query
         _split_children(roles, block_splits, blocks, bound)
@@ -239,18 +239,23 @@ def _is_sharded(role: str, rule: Rule | None) -> bool:
     return signature.takes is FEATURES if role == "output" else signature.leaves is FEATURES
 
 
-def _count_heads(name: str, roles: Roles, bound: Binding) -> tuple[int, int, int | None] | None:
-    """(query heads, KV heads, head size) of one attention module; None, and a fault, if they are inconsistent."""
+def _count_heads(name: str, roles: Roles, bound: Binding) -> tuple[int, int, int | None, int] | None:
+    """(query heads, KV heads, head size, times that each query head attends) of one attention module.
+
+    None, and a fault, if the counts are inconsistent.
+    """
     modules, module, faults = bound.modules, bound.modules[name], bound.faults
     config = attention_config(module, bound.model)
     head_dim = first_of(HEAD_SIZES, module, config)
-    query, kv = head_counts(module, config)
+    config_heads, kv = head_counts(module, config)
+    query, repeats = config_heads, 1
     attended = input_width(modules[roles["output"][0]]) if "output" in roles else 0
     if head_dim is None and query and attended % query == 0:
         head_dim = attended // query or None
     query_width = output_width(modules[roles["query"][0]]) if {"query", "fused"} <= roles.keys() else 0
     if head_dim is not None and query_width and query_width % head_dim == 0:
-        query = query_width // head_dim  # JetMoE: the heads of one expert
+        query = query_width // head_dim  # JetMoE: the heads of one expert, which attend once per expert of a token
+        repeats = config_heads // query if config_heads % query == 0 else 1
     if "key_value" in roles:  # latent attention: one key and value per query head
         kv = query
     groups = first_of(("num_key_value_groups",), module)
@@ -264,21 +269,12 @@ def _count_heads(name: str, roles: Roles, bound: Binding) -> tuple[int, int, int
                 faults.append(f"{child}: its {width} features are not complete heads of {head_dim}")
                 return None
             query, kv = (width // head_dim, kv) if role == "query" else (query, width // head_dim)
-        config_heads = head_counts(module, config)[0]
         if config_heads and query > config_heads and query % config_heads == 0 and attended == config_heads * head_dim:
             query = config_heads  # the projection also makes a gate per query head
     if not query or not kv or query % kv:
         faults.append(f"attention {name}: {query} query heads are not a multiple of {kv} key/value heads")
         return None
-    return query, kv, head_dim
-
-
-def _repeats(name: str, roles: Roles, query: int, bound: Binding) -> int:
-    """Times that each head of the query projection attends; in JetMoE, once per expert of a token."""
-    module = bound.modules[name]
-    config = attention_config(module, bound.model)
-    config_heads = head_counts(module, config)[0] if {"query", "fused"} <= roles.keys() else query
-    return config_heads // query if config_heads and config_heads % query == 0 else 1
+    return query, kv, head_dim, max(repeats, 1)
 
 
 def _own_names(children: Any) -> str:
