@@ -45,12 +45,7 @@ def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
 
 
 def fit_shares(
-    survey: Survey,
-    memory: Sequence[int],
-    *,
-    batch: int = 1,
-    context: int = 0,
-    optimizer: str | None = None,
+    survey: Survey, memory: Sequence[int], *, batch: int = 1, context: int = 0, optimizer: str | None = None
 ) -> MemoryPlan:
     """Find shares with which ranks of unlike memory fill equal fractions of it.
 
@@ -72,13 +67,7 @@ def fit_shares(
         if rounded in tried_shares:
             break
         tried_shares.add(rounded)
-        tried = plan_memory(
-            survey.with_shares(rounded),
-            len(memory),
-            batch=batch,
-            context=context,
-            optimizer=optimizer,
-        )
+        tried = plan_memory(survey.with_shares(rounded), len(memory), batch=batch, context=context, optimizer=optimizer)
         if best is None or fullest(tried, memory) < fullest(best, memory):
             best = tried
         level, fixed = sum(tried.total_bytes) / sum(memory), tried.replicated_bytes
@@ -94,13 +83,7 @@ def fit_shares(
 
 def refit(planned: MemoryPlan, memory: Sequence[int]) -> MemoryPlan:
     """Find shares for ranks of this `memory`, for the batch, context and options of `planned`; see `fit_shares`."""
-    return fit_shares(
-        planned.survey,
-        memory,
-        batch=planned.batch,
-        context=planned.context,
-        optimizer=planned.optimizer,
-    )
+    return fit_shares(planned.survey, memory, batch=planned.batch, context=planned.context, optimizer=planned.optimizer)
 
 
 def _improved(planned: MemoryPlan, memory: Sequence[int], moved: int) -> MemoryPlan:

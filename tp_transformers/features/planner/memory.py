@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...anatomy import tied_parameters
-from ...plans.bind import Resolution, resolve
+from ...plans.bind import Resolution
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
 from ...strategies import take
@@ -155,7 +155,7 @@ def plan_memory(
     Raises PlanError if a load would: the plan does not fit, or replicates most of the model.
     """
     model, dtypes = survey.model, survey.dtypes
-    resolution = resolve(survey.plan, model, size)
+    resolution = survey.resolved(size)
     cached = cached_attention(
         model, resolution.attention, size, batch=batch, context=context, encoder_context=encoder_context
     )
@@ -181,7 +181,7 @@ def draft_bytes(planned: MemoryPlan) -> tuple[int, ...] | None:
     layers = meta_layers(survey.model) if survey.stock is None or survey.stock.left_out else None
     if layers is None:
         return None
-    plan = drafting_plan(survey.model, resolve(survey.plan, survey.model, planned.size).plan)
+    plan = drafting_plan(survey.model, survey.resolved(planned.size).plan)
     drafting = replace(survey, model=layers, plan=plan, dtypes={}, packed={}, stock=None)
     return plan_memory(drafting, planned.size).total_bytes
 
@@ -241,7 +241,7 @@ def _packed(size: int, expression: LazyTensor, dtype: torch.dtype, layout: Layou
 def _heads(survey: Survey, resolution: Resolution, size: int) -> Iterator[Heads]:
     """Yield the heads of every attention module that the plan describes."""
     if resolution.replicated_attention:  # a single rank describes it too
-        described = resolve(survey.with_shares(None).plan, survey.model, 1).attention
+        described = survey.with_shares(None).resolved(1).attention
     else:
         described = resolution.attention
     for name, unsharded in described.items():

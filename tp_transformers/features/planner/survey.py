@@ -5,8 +5,9 @@ Dtypes, conversions and tied weights come from the code of a load, which reads t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from types import SimpleNamespace
 
 import torch
@@ -17,6 +18,7 @@ from ...checkpoint.conversion.convert import dtype_policy
 from ...checkpoint.reading.header import Checkpoint
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe
+from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 from ..packed.holding import pack_weights, stays_packed
@@ -64,6 +66,11 @@ class Survey:
     """True if the checkpoint is quantised."""
     notes: tuple[str, ...] = ()
     """What was guessed, and what has no effect."""
+
+    @cached_property
+    def resolved(self) -> Callable[[int], Resolution]:
+        """`resolved(size)`: the plan on `size` ranks. Raises PlanError if the plan does not fit."""
+        return cache(partial(resolve, self.plan, self.model))
 
     def with_shares(self, shares: tuple[float, ...] | None) -> Survey:
         """The same load with other shares of the ranks."""
