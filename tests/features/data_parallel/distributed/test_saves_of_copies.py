@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tp_transformers
 from tests.support.models import load
 from tests.support.pool import Pool
+from tests.support.tiers import wide
 from tp_transformers.checkpoint.saving.folder import SaveFolder
 from tp_transformers.errors import CheckpointError
 
@@ -47,7 +48,7 @@ def sees_files(folder: str, saved: str, mode: str, adapted: bool) -> bool:
     return Path(saved, ADAPTER if adapted else WEIGHTS).is_file()
 
 
-@pytest.mark.parametrize(("mode", "adapted"), [("replicate", False), ("shard", False), ("replicate", True)])
+@pytest.mark.parametrize(("mode", "adapted"), wide([("shard", False), ("replicate", True), ("replicate", False)], 2))
 def test_files_are_there_for_all_copies(pool: Pool, cases: Any, tmp_path: Path, mode: str, adapted: bool) -> None:
     assert pool.run(4, sees_files, cases(9, 3).folder, str(tmp_path / "saved"), mode, adapted) == [True] * 4
 

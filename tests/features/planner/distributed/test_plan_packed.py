@@ -20,10 +20,10 @@ pytestmark = pytest.mark.distributed
 
 FORMATS = {
     "int4": partial(quantized.compressed, bits=4, group=32),
-    "int8": partial(quantized.compressed, bits=8),
     "nvfp4": partial(quantized.small_groups, form="nvfp4-pack-quantized"),
     "gptq": quantized.gptq,
     "awq": quantized.awq,
+    "int8": partial(quantized.compressed, bits=8),
 }
 
 
@@ -34,7 +34,7 @@ def held(folder: str) -> tuple[tuple[int, ...], list[str]]:
 
 
 @pytest.mark.parametrize("size", wide([3, 2, 1], 1))
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", wide(FORMATS, 3))
 def test_packed_weights_count_as_a_load_holds_them(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
     torch.manual_seed(0)
     config = llama_config(9, 3, hidden_size=288, head_dim=32, intermediate_size=352, dtype="bfloat16")
