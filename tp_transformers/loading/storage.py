@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from ..checkpoint.conversion.convert import Conversion, convert
-from ..checkpoint.reading.header import Checkpoint, check_files, read_index
+from ..checkpoint.reading.header import Checkpoint, check_files, read_index, with_variant
 from ..checkpoint.reading.jobs import Request
 from ..errors import CheckpointError, UnsupportedError
 from ..ranks.group import TensorParallelGroup
@@ -223,12 +223,6 @@ def storages() -> list[type[Storage]]:
 def find_storage(asked: Asked) -> Storage:
     """The storage that a load asks for."""
     return first((kind.find(asked) for kind in storages()), Storage())
-
-
-def with_variant(name: str, variant: str | None) -> str:
-    """The name of the file `name` in a variant of a checkpoint: "model.fp16.safetensors"."""
-    stem, _, ending = name.rpartition(".")
-    return f"{stem}.{variant}.{ending}" if variant else name
 
 
 def agreed(storage: Storage) -> Mapping[str, object]:

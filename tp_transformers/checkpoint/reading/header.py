@@ -122,6 +122,12 @@ def check_files(
                 raise CheckpointError(subject, got=got, expected="files inside the checkpoint's own folder", fix=fix)
 
 
+def with_variant(name: str, variant: str | None) -> str:
+    """The name of the file `name` in a variant of a checkpoint: "model.fp16.safetensors"."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}.{variant}.{ending}" if variant else name
+
+
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, Any]]:
     """Read the `weight_map` {tensor name: file name} and the `metadata` of an index file.
 

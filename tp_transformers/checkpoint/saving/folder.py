@@ -181,20 +181,17 @@ class SaveFolder:
 T = TypeVar("T")
 
 
-def on_all_copies(
-    group: TensorParallelGroup, file: Path, save: Callable[[], object], *, writes: bool, by_first: bool = False
-) -> None:
-    """Run `save` on all copies, or on the first one, and return on all ranks when `file` is written.
+def on_all_copies(group: TensorParallelGroup, file: Path, save: Callable[[], object], *, writes: bool) -> None:
+    """Run `save` on all copies, and return on all ranks when `file` is written.
 
     Collective over all axes of the mesh. `writes`: True on a rank that has written `file`. Raises the error of a copy
     on every rank; the ranks of that copy agree on one inside `save`.
     """
     failure: Exception | None = None
-    if group.is_first_replica or not by_first:
-        try:
-            save()
-        except Exception as error:
-            failure = error
+    try:
+        save()
+    except Exception as error:
+        failure = error
     report = next(filter(None, of_copies(group, reported(failure))), None)
     if failure is not None:
         raise failure

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...anatomy import check_values, tied_parameters, without_values
-from ...errors import UnsupportedError
+from ...errors import CheckpointError, UnsupportedError
 from ...logs import get_logger
 from ...marks import Mark
 from ...ranks.group import GROUP, TensorParallelGroup, agreed
@@ -34,15 +34,14 @@ from ...strategies import local_tensor, shard_of, unsharded_like
 from ...torch_api import memory_of
 from ...transformers_api import custom_object_save, revert_weight_conversion
 from ..conversion.convert import FullModel
+from ..reading.header import read_index, with_variant
 from .folder import SaveFolder, on_all_copies
-from .writer import Writer, named, write_text
+from .writer import Writer, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = get_logger(__name__)
-
-Revert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 class StoredForm(Protocol):
@@ -119,18 +118,13 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
     for name in ("safe_serialization", "save_peft_format", "token"):  # safetensors, without adapters, to a folder
         arguments.pop(name, None)
     if arguments.pop("save_function", None) is not None:
-        _say_that_it_writes()
+        logger.info("save_pretrained of a tensor-parallel model writes its files without save_function")
     names = sorted(name for name, value in arguments.items() if value not in (None, False))
     if names:
         raise UnsupportedError(
             f"save_pretrained of a tensor-parallel model does not take {', '.join(names)}. Save to a folder first; a "
             "plain model that is loaded from it takes them all."
         )
-
-
-@cache
-def _say_that_it_writes() -> None:
-    logger.info("save_pretrained of a tensor-parallel model writes its files without save_function")
 
 
 def given_state(state_dict: Mapping[str, Any], group: TensorParallelGroup) -> dict[str, Tensor]:
@@ -185,22 +179,30 @@ class _Contents:
     ) -> None:
         self.tensors = dense | stored
         """This rank's tensors of the model."""
+        self.stored, self.form = stored, STORED_FORM.find(model)
         self.meta = {name: unsharded_like(tensor) for name, tensor in self.tensors.items()}
         full_model: Any = FullModel(model, {name: self.meta[name].shape for name in dense})
-        self.revert: Revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
-        """Converts full tensors back to the names and tensors of the checkpoint that the model was loaded from."""
-        if stored:
-            self.revert = partial(_revert_dense, self.revert, stored, STORED_FORM.of(model))
+        self._revert = partial(revert_weight_conversion, full_model) if save_original_format else dict
         self.state = self.revert(self.meta)
         """The tensors of the files, on the meta device."""
-        weights, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
         self.variant = variant
-        self.weights_name = weights if variant is None else weights.replace(".", f".{variant}.")
-        self.index_name = index if variant is None else f"model.safetensors.index.{variant}.json"
+        self.weights_name = with_variant(SAFE_WEIGHTS_NAME, variant)
+        self.index_name = with_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
         pattern = self.weights_name.replace(".safetensors", "{suffix}.safetensors")
         self.split = split_torch_state_dict_into_shards(
             self.state, filename_pattern=pattern, max_shard_size=max_shard_size
         )
+
+    def revert(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert full tensors back to the names and tensors of the checkpoint that the model was loaded from.
+
+        Those of a `StoredForm` have these names already.
+        """
+        dense = {name: value for name, value in values.items() if name not in self.stored}
+        result = self._revert(dense) if dense else {}
+        if self.form is not None:
+            result |= {name: self.form.as_stored(name, values[name]) for name in values if name in self.stored}
+        return result
 
 
 def saved_state(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -220,15 +222,6 @@ def dense_state(model: PreTrainedModel) -> dict[str, Tensor]:
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
     return state
-
-
-def _revert_dense(
-    revert: Revert, stored: Container[str], form: StoredForm, values: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Apply `revert` to all values except those of `stored`, which have the checkpoint's names already."""
-    dense = {name: value for name, value in values.items() if name not in stored}
-    result = revert(dense) if dense else {}
-    return result | {name: form.as_stored(name, value) for name, value in values.items() if name not in dense}
 
 
 class _Files:
@@ -270,7 +263,9 @@ class _Files:
             total = sum(unsharded_like(param).numel() for param in model.parameters())
             weight_map = {name: self.names[file] for name, file in split.tensor_to_filename.items()}
             index = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": weight_map}
-            write_text(place.staging / index_name, json.dumps(index, indent=2, sort_keys=True) + "\n")
+            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+            with named(place.staging / index_name):
+                (place.staging / index_name).write_text(text, encoding="utf-8")
             written = [*self.names.values(), *configs]
             # Readers use the index once there is no single weights file; the config is the second to last step.
             written.insert(len(written) if earlier is None else -1, index_name)
@@ -295,8 +290,8 @@ def _names(place: SaveFolder, files: Iterable[str]) -> dict[str, str]:
 def names_in(index: Path) -> set[str]:
     """Return the file names in the `weight_map` of an index or a manifest; empty if it cannot be read."""
     try:
-        return {name for name in json.loads(index.read_bytes())["weight_map"].values() if isinstance(name, str)}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set(read_index(index)[0].values())
+    except CheckpointError:
         return set()
 
 

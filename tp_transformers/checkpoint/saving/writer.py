@@ -59,23 +59,6 @@ def _remedy(error: OSError) -> str:
     return "Choose another folder, or see in the system's log what is wrong with its disk."
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: it gets its name once it is complete and synced to disk."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with named(path):
-            with partial.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
 def sync_file(path: Path) -> None:
     """Sync the content of a file that another library has written."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)

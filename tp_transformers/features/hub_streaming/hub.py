@@ -21,11 +21,11 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers.modeling_utils import get_state_dict_dtype
 from transformers.utils import cached_file
 
-from ...checkpoint.reading.header import HEADER_LIMIT, Checkpoint, check_files, read_header, read_index
+from ...checkpoint.reading.header import HEADER_LIMIT, Checkpoint, check_files, read_header, read_index, with_variant
 from ...checkpoint.reading.jobs import Request
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
-from ...loading.storage import Asked, Storage, with_variant
+from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.stored import Source
 from .fetch import fetch

@@ -32,7 +32,7 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from ...checkpoint.reading.header import DTYPE_NAMES, DTYPES
-from ...checkpoint.saving.writer import write_text
+from ...checkpoint.saving.writer import named
 from ...errors import CheckpointError, UnsupportedError
 from ...slices.layout import Layout, Split
 
@@ -109,7 +109,7 @@ class Manifest:
         return _Parser(path).manifest()
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into `folder` (its own, or a staging folder), replacing an earlier one."""
+        """Write the manifest into the staging `folder` of a save."""
         layouts: dict[Layout, int] = {}
         for tensor in self.tensors.values():
             if tensor.layout is not None:
@@ -130,7 +130,9 @@ class Manifest:
             },
             "files": [vars(file) for file in self.files],
         }
-        write_text(folder / MANIFEST_NAME, json.dumps(content))
+        path = folder / MANIFEST_NAME
+        with named(path):
+            path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def ordinary_weights(folder: Path) -> list[str]:

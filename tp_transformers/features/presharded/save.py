@@ -88,11 +88,13 @@ def save_sharded(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None
         )
     save, manifest = partial(_save_or_undo, model, Path(folder), group), Path(folder, MANIFEST_NAME)
     with together(group):
-        on_all_copies(group, manifest, save, writes=group.is_first_replica, by_first=True)
+        on_all_copies(group, manifest, save, writes=group.is_first_replica)
 
 
 def _save_or_undo(model: PreTrainedModel, folder: Path, group: TensorParallelGroup) -> None:
-    """Save; if that fails, remove the folder, should it be new and empty."""
+    """Save from the first replica; if that fails, remove the folder, should it be new and empty."""
+    if not group.is_first_replica:
+        return
     is_new = not folder.exists()
     try:
         _save(model, folder, group)
