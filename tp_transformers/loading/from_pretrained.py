@@ -26,7 +26,7 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
-from ..seams import features
+from ..seams import features, first
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo
 from .choose_plan import ModelPlan, plan_for, read_plan, resolve_shares
@@ -34,7 +34,7 @@ from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import load, partition_initialized
 from .options import INSTEAD, OPTIONS, check_arguments, refuse_without_tp_plan, take_options, with_options
 from .request import LoadRequest
-from .storage import Asked, Encoding, Storage, agreed, find_encoding, find_storage, storages
+from .storage import Asked, Encoding, Storage, find_encoding, storages
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadReport, LoadStateDictInfo]]
 """(model on the meta device, its plan, request of the load) -> binding of the plan, and results as those of `load`."""
@@ -127,11 +127,12 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
         group = dataclasses.replace(group, reduce_dtype=options.get("tp_reduce_dtype"))
         for argument in INSTEAD:
             kwargs.pop(argument, None)
-        storage = find_storage(asked)
+        storage = first((kind.find(asked) for kind in storages()), Storage())
         current = _Load(asked, read_plan(tp_plan), group, storage)
         # 3. All ranks ask for the same weights.
-        of_options = {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
-        group.check_same({"the releases": _releases(), **of_options, **agreed(storage)})
+        same: dict[str, object] = {"the releases": _releases(), **{kind.argument: None for kind in storages()}}
+        same |= {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
+        group.check_same(same | {storage.argument: storage.agreed})
         around = [stack.enter_context(feature.around_load(group, options)) for feature in features().values()]
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)

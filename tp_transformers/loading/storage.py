@@ -220,16 +220,6 @@ def storages() -> list[type[Storage]]:
     return [kind for feature in features().values() for kind in feature.storages()]
 
 
-def find_storage(asked: Asked) -> Storage:
-    """The storage that a load asks for."""
-    return first((kind.find(asked) for kind in storages()), Storage())
-
-
-def agreed(storage: Storage) -> Mapping[str, object]:
-    """The values that have to be equal on all ranks, by the arguments of all storages."""
-    return {**{kind.argument: None for kind in storages()}, storage.argument: storage.agreed}
-
-
 def _check_index(arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the index of a checkpoint is on this machine, and cannot be read."""
     name, variant = str(arguments["pretrained_model_name_or_path"]), arguments.get("variant")

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter
 from tests.support.tiers import sampled
 from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.conversion.operations import _TABLE, convert_lazily
+from tp_transformers.checkpoint.conversion.operations import _BY_NAME, convert_lazily
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
@@ -258,7 +258,7 @@ KINDS = {
 
 
 def test_every_operation_of_the_table_is_tested() -> None:
-    assert {kind for kind in KINDS if not kind.startswith("chain")} == set(_TABLE)
+    assert {kind for kind in KINDS if not kind.startswith("chain")} == set(_BY_NAME)
 
 
 @pytest.mark.parametrize("kind", KINDS)

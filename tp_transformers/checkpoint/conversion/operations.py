@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def convert_lazily(
     `target` is the name of the first result; operations read config and full shapes from `model`. Raises
     CheckpointError if transformers cannot convert tensors of these shapes (for example, an expert is missing).
     """
-    if not all(map(_is_in_table, converter.operations)):
+    if not all(type(operation) in _TABLE for operation in converter.operations):
         return None
     lazily = copy.deepcopy(converter)
     lazily.operations = [_LazyOperation(operation, target, sources) for operation in converter.operations]
@@ -51,12 +52,6 @@ def convert_lazily(
         return None
 
 
-def _is_in_table(operation: Any) -> bool:
-    """Return True for transformers' own operations in the table, not for other classes of the same name."""
-    name = type(operation).__name__
-    return name in _TABLE and getattr(core_model_loading, name, None) is type(operation)
-
-
 class _LazyOperation:
     """The lazy version of an operation of transformers: takes and returns lazy tensors."""
 
@@ -65,30 +60,29 @@ class _LazyOperation:
 
     def convert(self, tensors: dict[str, Any], **arguments: Any) -> dict[str, Any]:
         """Run transformers on meta tensors for names and shapes, and the table for the lazy results."""
-        metas = {pattern: _map(value, _meta) for pattern, value in tensors.items()}
+        lists = {pattern: _as_list(value) for pattern, value in tensors.items()}
+        metas = {pattern: list(map(_meta, sources)) for pattern, sources in lists.items()}
         lazy_by_id = {
-            id(meta): tensor
-            for pattern, value in tensors.items()
-            for meta, tensor in zip(_as_list(metas[pattern]), _as_list(value), strict=True)
+            id(meta): tensor for pattern in lists for meta, tensor in zip(metas[pattern], lists[pattern], strict=True)
         }
 
         def run(values: dict[str, Any]) -> dict[str, Any]:
             results: dict[str, Any] = self.operation.convert(dict(values), **arguments)
             return results
 
+        # A list stays a list: operations distinguish them.
+        inputs = {key: metas[key] if isinstance(value, list) else metas[key][0] for key, value in tensors.items()}
         try:
-            results = run(metas)
+            results = run(inputs)
         except Exception as error:
             raise self._inconvertible(error) from error
         expected = [_single(result) for result in results.values()]
         if all(id(meta) in lazy_by_id for meta in expected):  # an operation with nothing to do returns its inputs
             lazy = [lazy_by_id[id(meta)] for meta in expected]
         else:
-            lists = {pattern: _as_list(value) for pattern, value in tensors.items()}
-            lazy = _TABLE[type(self.operation).__name__](_Step(self.operation, lists, expected, arguments, run))
+            lazy = _TABLE[type(self.operation)](_Step(self.operation, lists, expected, arguments, run))
         if [tensor.shape for tensor in lazy] != [meta.shape for meta in expected]:
             raise ValueError(f"{self.operation}: other shapes than transformers gives")
-        # A list stays a list: the next operation distinguishes them.
         return {
             pattern: [tensor] if isinstance(result, list) else tensor
             for (pattern, result), tensor in zip(results.items(), lazy, strict=True)
@@ -116,12 +110,6 @@ class _Step:
     arguments: dict[str, Any]
     run: Callable[[dict[str, Any]], dict[str, Any]]
 
-    @property
-    def only_source(self) -> LazyTensor:
-        """The single input. Raises ValueError if there are several."""
-        ((tensor,),) = self.sources.values()
-        return tensor
-
 
 def _stack(step: _Step) -> list[LazyTensor]:
     return [Stack(tensors, step.operation.dim % (tensors[0].ndim + 1)) for tensors in step.sources.values()]
@@ -144,26 +132,22 @@ def _concatenate(step: _Step) -> list[LazyTensor]:
 
 def _split(step: _Step) -> list[LazyTensor]:
     """Split one tensor along a dim, into the lengths that transformers computes."""
-    source = step.only_source
+    ((source,),) = step.sources.values()
     dim = step.operation.dim % source.ndim
-    results: list[LazyTensor] = []
-    start = 0
-    for meta in step.expected:
-        results.append(source.select(dim, [(start, start + meta.shape[dim])]))
-        start += meta.shape[dim]
-    return results
+    stops = list(accumulate(meta.shape[dim] for meta in step.expected))
+    return [source.select(dim, [span]) for span in pairwise([0, *stops])]
 
 
 def _first_rows(step: _Step) -> list[LazyTensor]:
     """Keep the first rows, as many as transformers keeps. Raises ValueError if it adds rows."""
-    source, (meta,) = step.only_source, step.expected
+    ((source,),), (meta,) = step.sources.values(), step.expected
     if meta.shape[0] > source.shape[0]:
         raise ValueError(f"{step.operation}: rows that the source does not have")
     return [source.select(0, [(0, meta.shape[0])])]
 
 
 def _transpose(step: _Step) -> list[LazyTensor]:
-    source = step.only_source
+    ((source,),) = step.sources.values()
     return [Transpose(source, step.operation.dim0 % source.ndim, step.operation.dim1 % source.ndim)]
 
 
@@ -195,7 +179,7 @@ def _fuse_experts(step: _Step) -> list[LazyTensor]:
     return [Concat(stacks, operation.concat_dim) for stacks in per_target]
 
 
-_TABLE: dict[str, Callable[[_Step], list[LazyTensor]]] = {
+_BY_NAME: dict[str, Callable[[_Step], list[LazyTensor]]] = {
     "Chunk": _split,
     "Concatenate": _concatenate,
     "ErnieFuseAndSplitTextVisionExperts": _fuse_experts,
@@ -207,15 +191,12 @@ _TABLE: dict[str, Callable[[_Step], list[LazyTensor]]] = {
     "SplitModulelist": _unbind,
     "Transpose": _transpose,
 }
-"""Name of an operation's class in transformers -> a function that builds its results, in transformers' order."""
+_TABLE = {getattr(core_model_loading, name, None): build for name, build in _BY_NAME.items()}
+"""Class of an operation of transformers -> a function that builds its results, in transformers' order."""
 
 
 def _meta(tensor: LazyTensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    return [function(item) for item in value] if isinstance(value, list) else function(value)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -21,7 +21,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,7 +39,7 @@ _TRIES = 10
 logger = get_logger(__name__)
 
 
-class SaveFolder:
+class SaveFolder(AbstractContextManager["SaveFolder"]):
     """The folder of a running save.
 
     Use as a context manager: on exit it removes files that were not moved into place, and the folder if it is new and
@@ -69,7 +69,7 @@ class SaveFolder:
                     shutil.rmtree(stale, ignore_errors=True)
                 self.staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path))
         except BaseException:
-            self._leave()
+            self.__exit__()
             raise
 
     def _enter(self) -> bool:
@@ -154,13 +154,7 @@ class SaveFolder:
             except OSError as error:
                 logger.warning("%s is of an earlier save, and could not be removed: %s", self.path / name, error)
 
-    def __enter__(self) -> SaveFolder:
-        return self
-
     def __exit__(self, *exception: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
         try:
             if hasattr(self, "staging"):
                 shutil.rmtree(self.staging, ignore_errors=True)
