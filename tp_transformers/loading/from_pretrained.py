@@ -34,7 +34,7 @@ from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import load, partition_initialized
 from .options import INSTEAD, OPTIONS, check_arguments, refuse_without_tp_plan, take_options, with_options
 from .request import LoadRequest
-from .storage import Asked, Encoding, Storage, find_encoding, storages
+from .storage import Asked, Encoding, Storage, encodings, storages
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadReport, LoadStateDictInfo]]
 """(model on the meta device, its plan, request of the load) -> binding of the plan, and results as those of `load`."""
@@ -194,8 +194,12 @@ def find_quantizer(
     settings that no feature reads.
     """
     folder, known = current.asked.folder or Path(config.name_or_path), current.storage.encoding
-    device = current.group.device
-    current.encoding = find_encoding(config, quantization_config, folder=folder, known=known, device=device)
+    where: dict[str, Any] = {"folder": folder, "known": known, "device": current.group.device}
+    current.encoding = first((kind.find(config, quantization_config, **where) for kind in encodings()), Encoding())
+    is_quantized = quantization_config is not None or getattr(config, "quantization_config", None) is not None
+    if is_quantized and type(current.encoding) is Encoding:
+        fix = "Choose a checkpoint in floating point, without quantization_config."
+        raise UnsupportedError("tp_plan", got="quantization_config", expected="weights in floating point", fix=fix)
     return original(config, None, *args, **kwargs)
 
 
@@ -216,7 +220,7 @@ def load_pretrained_model(
     request = LoadRequest(
         config=load_config,
         options=options,
-        files=current.storage.sources(checkpoint_files or ()),
+        files=checkpoint_files or (),
         state_dict=state_dict,
         storage=current.storage,
         encoding=current.encoding,

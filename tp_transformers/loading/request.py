@@ -14,7 +14,7 @@ from ..checkpoint.reading.jobs import Progress, Request, Statistics
 from ..checkpoint.reading.reader import read
 from ..ranks.group import TensorParallelGroup
 from ..slices.lazy import LazyTensor, ReadStep, Resident
-from ..slices.stored import Source, Stored
+from ..slices.stored import Stored
 from ..transformers_api import LoadStateDictConfig
 from .options import Options
 from .storage import Encoding, Storage
@@ -30,7 +30,7 @@ class LoadRequest:
     config: LoadStateDictConfig
     """transformers' own request: renamings and converters, dtypes to keep, the index, the name for messages."""
     options: Options
-    files: Sequence[str | Source] | None = None
+    files: Sequence[str] = ()
     state_dict: Mapping[str, torch.Tensor] | None = None
     """Weights in memory, in place of files."""
     storage: Storage = field(default_factory=Storage)
@@ -54,30 +54,26 @@ class LoadRequest:
 def open_together(request: LoadRequest, group: TensorParallelGroup) -> Iterator[Checkpoint]:
     """Open the files and read their headers on all ranks; close them at the end of the block.
 
-    Raises CheckpointError on all ranks if it fails on one.
+    Tensors that determine how others are sharded are read, and stay in memory. Raises CheckpointError on all ranks if
+    it fails on one.
     """
     with ExitStack() as stack:
         checkpoint = group.together(lambda: stack.enter_context(open_checkpoint(request, rank=group.rank)))
-        _read_first(checkpoint, request, group)
+        tensors = {name: checkpoint.tensors[name] for name in request.encoding.read_first(checkpoint.tensors)}
+        if tensors:
+            values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+            read_together(tensors, values, checkpoint, group, request)
+            checkpoint.tensors.update((name, Resident(value)) for name, value in values.items())
         yield checkpoint
 
 
 def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
     """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
     if request.state_dict is None:
-        return request.storage.open(request.files or (), request.config, rank=rank)
+        return request.storage.open(request.files, request.config, rank=rank)
     checkpoint = Checkpoint(())
     checkpoint.tensors.update((name, Resident(tensor)) for name, tensor in request.state_dict.items())
     return checkpoint
-
-
-def _read_first(checkpoint: Checkpoint, request: LoadRequest, group: TensorParallelGroup) -> None:
-    """Read the tensors that determine how others are sharded; they stay in memory."""
-    tensors = {name: checkpoint.tensors[name] for name in request.encoding.read_first(checkpoint.tensors)}
-    values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    if tensors:
-        read_together(tensors, values, checkpoint, group, request)
-        checkpoint.tensors.update((name, Resident(value)) for name, value in values.items())
 
 
 Reads = list[Request]

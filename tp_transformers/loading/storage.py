@@ -17,7 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from ..checkpoint.conversion.convert import Conversion, convert
 from ..checkpoint.reading.header import Checkpoint, check_files, read_index, with_variant
 from ..checkpoint.reading.jobs import Request
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError
 from ..ranks.group import TensorParallelGroup
 from ..seams import features, first
 from ..slices.lazy import LazyTensor
@@ -88,20 +88,6 @@ def encodings() -> list[type[Encoding]]:
     return [kind for feature in features().values() for kind in feature.encodings()]
 
 
-def find_encoding(
-    config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
-) -> Encoding:
-    """The encoding that a load asks for; arguments as in `Encoding.find`. Raises UnsupportedError if there is none."""
-    for kind in encodings():
-        found = kind.find(config, requested, folder=folder, known=known, device=device)
-        if found is not None:
-            return found
-    if requested is not None or getattr(config, "quantization_config", None) is not None:
-        fix = "Choose a checkpoint in floating point, without quantization_config."
-        raise UnsupportedError("tp_plan", got="quantization_config", expected="weights in floating point", fix=fix)
-    return Encoding()
-
-
 @dataclass(frozen=True)
 class Asked:
     """The arguments of a `from_pretrained` with a plan."""
@@ -125,7 +111,7 @@ class Storage:
     """Where the weights of one load lie, and how they are opened; this class: safetensors files, or none.
 
     A load calls `find`, holds `agreed` against the other ranks, calls `prepare`, lets transformers read the config,
-    then calls `files`, `sources` and `open`. Another format of local files: `endings`, and a subclass of `Checkpoint`
+    then calls `files` and `open`. Another format of local files: `endings`, and a subclass of `Checkpoint`
     that describes each tensor as `Stored` at an offset of the file, which is then mapped, prefetched and compared like
     safetensors (a slice at an offset that is no multiple of the item size is copied). `Checkpoint.read` sets the
     `header_hash` of the source, which several machines compare. Another medium: `sources`, which returns objects of a
@@ -191,11 +177,10 @@ class Storage:
         """The files that `files` found, by their names: paths, or sources that are open already."""
         return files
 
-    def open(self, files: Sequence[str | Source], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
+    def open(self, files: Sequence[str], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
         """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
-        names = [file.name if isinstance(file, Source) else file for file in files]
-        check_files(names, folder=str(config.pretrained_model_name_or_path), endings=self.endings)
-        return self.checkpoint(files, weight_map=(config.sharded_metadata or {}).get("weight_map"))
+        check_files(files, folder=str(config.pretrained_model_name_or_path), endings=self.endings)
+        return self.checkpoint(self.sources(files), weight_map=(config.sharded_metadata or {}).get("weight_map"))
 
     def fetch(
         self,

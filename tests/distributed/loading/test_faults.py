@@ -36,6 +36,7 @@ from tp_transformers.features.presharded.save import SummedWriter
 from tp_transformers.features.watch import calls
 from tp_transformers.loading import load as loader
 from tp_transformers.loading import memory, request
+from tp_transformers.loading.storage import Encoding
 from tp_transformers.plans import Plan
 from tp_transformers.ranks import group as group_module
 from tp_transformers.slices.lazy import Resident
@@ -229,7 +230,7 @@ class UnprintableError(Exception):
 
 STEPS = (
     (Plan, "as_dict"),  # before ranks compare plans
-    (request, "_read_first"),
+    (Encoding, "read_first"),
     (memory, "Holding"),
     (sameness, "_compare"),
     (prefetch, "prefetching"),

@@ -214,7 +214,7 @@ class RankFiles(Storage):
         if asked.folder is not None and asked.arguments.get("variant") in (None, VARIANT):
             refuse_without_plan(asked.folder)
 
-    def open(self, files: Sequence[str | Source], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
+    def open(self, files: Sequence[str], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
         return ShardedCheckpoint(self.manifest, rank=rank)
 
     def applied(self, entries: Sequence[Any]) -> Sequence[Any]:

@@ -12,7 +12,6 @@ from ...checkpoint.reading.jobs import Request
 from ...errors import UnsupportedError
 from ...loading.storage import Asked, Storage
 from ...ranks.group import TensorParallelGroup
-from ...slices.stored import Source
 from ...transformers_api import LoadStateDictConfig
 from .moves import Moves
 
@@ -49,7 +48,7 @@ class HeldByRanks(Storage):
     ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
         return [self.moves.source.name], {"dtype": str(self.described.dtype).removeprefix("torch.")}
 
-    def open(self, files: Sequence[str | Source], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
+    def open(self, files: Sequence[str], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
         return OfRanks(self.moves, self.without)
 
     def fetch(
