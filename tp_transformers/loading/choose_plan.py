@@ -12,12 +12,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..checkpoint.saving.folder import of_copies
 from ..errors import PlanError, nearest, shown
 from ..logs import get_logger
 from ..plans.parse import measures, shares_of
 from ..plans.rules import Plan
 from ..plans.yaml_file import available_plans, plan_names
-from ..ranks.group import TP_AXIS, TensorParallelGroup
+from ..ranks.group import TensorParallelGroup
 from ..seams import Planner, features
 from ..slices.layout import Ranks
 from .request import LoadRequest
@@ -135,9 +136,7 @@ def resolve_shares(
     if not isinstance(asked, str) or group.size == 1:
         return replace(plan, shares=None if isinstance(asked, str) else asked), reason
     found, measured = measures()[asked](plan, model, group, request)
-    if group.mesh is not None and group.mesh.ndim > 1:
-        for axis in (group.mesh[name] for name in group.mesh.mesh_dim_names or () if name != TP_AXIS):
-            found = TensorParallelGroup.of_mesh(axis, group.device).gather(found)[0]
+    found = of_copies(group, found)[0]
     if group.rank == 0:
         logger.info("tp_shares=%s, by %s: %s", list(found), asked, measured)
     return replace(plan, shares=None if Ranks.of(found).shares is None else found), f"by {asked}: {measured}"
