@@ -179,8 +179,9 @@ class Storage:
 
     def open(self, files: Sequence[str], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
         """Open the files and read their headers, for the shards of `rank`. Raises CheckpointError if that fails."""
+        sources, weight_map = self.sources(files), (config.sharded_metadata or {}).get("weight_map")
         check_files(files, folder=str(config.pretrained_model_name_or_path), endings=self.endings)
-        return self.checkpoint(self.sources(files), weight_map=(config.sharded_metadata or {}).get("weight_map"))
+        return self.checkpoint(sources, weight_map=weight_map)
 
     def fetch(
         self,

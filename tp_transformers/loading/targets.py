@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..checkpoint.conversion.convert import Conversion, dtype_policy
+from ..checkpoint.conversion.convert import Conversion, own_dtypes
 from ..checkpoint.reading.header import Checkpoint
 from ..errors import CheckpointError
 from ..marks import untyped
@@ -68,6 +68,5 @@ def describe(
         )
     for name, _, _ in mismatched:
         del conversion.expressions[name]
-    dtype_of = dtype_policy(request.config.dtype_plan)
-    dtypes = {name: dtype_of(name) or tensor.dtype for name, tensor in full.items()}
+    dtypes = {name: tensor.dtype for name, tensor in full.items()} | own_dtypes(full, request.config.dtype_plan)
     return Targets(full, dtypes, layouts, conversion, mismatched)

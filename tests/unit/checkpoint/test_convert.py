@@ -22,7 +22,7 @@ from tests.support.comparisons import read_folder
 from tests.support.models import load
 from tests.unit.slices.test_lazy import select
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.conversion.convert import Conversion, convert, dtype_policy
+from tp_transformers.checkpoint.conversion.convert import Conversion, convert, own_dtypes
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
@@ -294,10 +294,10 @@ def test_converters_measure_against_whole_parameters(checkpoints: Any) -> None:
 
 
 def test_a_parameter_has_the_dtype_of_the_pattern_that_its_name_has() -> None:
-    policy = dtype_policy({"norm": torch.float32, "lm_head": torch.float64})
     names = ("model.layers.0.norm.weight", "lm_head.weight", "model.layers.0.mlp.weight")
-    assert [policy(name) for name in names] == [torch.float32, torch.float64, None]
-    assert dtype_policy(None)("norm") is None
+    found = own_dtypes(names, {"norm": torch.float32, "lm_head": torch.float64})
+    assert found == dict(zip(names[:2], (torch.float32, torch.float64), strict=True))
+    assert own_dtypes(names, None) == {}
 
 
 def test_tensors_that_the_model_does_not_have_are_named() -> None:

@@ -7,7 +7,7 @@ that has no lazy equivalent falls back: transformers converts its complete sourc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -88,10 +88,8 @@ def convert(
         if pattern is None:
             result.expressions[name] = tensors[key]
             continue
-        converter = by_pattern[pattern]
-        if name not in groups:
-            groups[name] = _Group(name, converter, FullModel(model, shapes))
-        groups[name].sources.append((key, pattern, tensors[key]))
+        group = groups.setdefault(name, _Group(name, by_pattern[pattern], FullModel(model, shapes)))
+        group.sources.append((key, pattern, tensors[key]))
 
     for group in groups.values():
         targets = [target for target in _targets(group.first_target, group.converter) if target in shapes]
@@ -111,25 +109,17 @@ def convert(
 
 def identity(entry: Any) -> list[Any]:
     """Return a JSON identifier of a transform of transformers, equal across processes."""
-    return [
-        type(entry).__name__,
-        [*entry.source_patterns],
-        [*entry.target_patterns],
-        getattr(entry, "scope_prefix", None),
-    ]
+    scope = getattr(entry, "scope_prefix", None)
+    return [type(entry).__name__, [*entry.source_patterns], [*entry.target_patterns], scope]
 
 
-def dtype_policy(dtype_plan: Mapping[str, torch.dtype] | None) -> Callable[[str], torch.dtype | None]:
-    """Return a function from a parameter's name to its dtype in transformers' `dtype_plan`, or None."""
+def own_dtypes(names: Iterable[str], dtype_plan: Mapping[str, torch.dtype] | None) -> dict[str, torch.dtype]:
+    """Those of `names` that have a dtype in transformers' `dtype_plan`, {pattern: dtype}, with this dtype."""
     if not dtype_plan:
-        return lambda name: None
+        return {}
     patterns, by_group, _ = build_glob_alternation(list(dtype_plan))
-
-    def policy(name: str) -> torch.dtype | None:
-        match = patterns.search(name)
-        return dtype_plan[by_group[match.lastgroup]] if match is not None and match.lastgroup is not None else None
-
-    return policy
+    groups = {name: match.lastgroup for name in names if (match := patterns.search(name)) is not None}
+    return {name: dtype_plan[by_group[group]] for name, group in groups.items() if group is not None}
 
 
 def _targets(first_target: str, converter: WeightConverter) -> list[str]:

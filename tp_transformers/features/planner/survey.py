@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...anatomy import tied_parameters
-from ...checkpoint.conversion.convert import dtype_policy
+from ...checkpoint.conversion.convert import own_dtypes
 from ...checkpoint.reading.header import Checkpoint
 from ...loading.request import LoadRequest, open_checkpoint
 from ...loading.targets import describe
@@ -82,17 +82,16 @@ def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequ
 
     Raises CheckpointError if the load would reject the checkpoint.
     """
-    policy = dtype_policy(request.config.dtype_plan)
     is_stored = bool(request.files or request.state_dict)
     if not is_stored:
         packed = described_packed(model, request) if stays_packed(request) else {}
-        dtypes = {name: own for name in model.state_dict() if (own := policy(name))}
+        dtypes = own_dtypes(model.state_dict(), request.config.dtype_plan)
         notes = tuple(_notes(model, request, packed, is_stored=False))
         return Survey(name, model, plan, dtypes, None, packed, isinstance(request.encoding, Quantization), notes)
     with open_checkpoint(request, rank=0) as checkpoint:
         request = request.recognise(checkpoint, model)
         stock, filled, kept = _take_stock(model, checkpoint, request)
-    dtypes = {name: own for name in filled if (own := policy(name))}
+    dtypes = own_dtypes(filled, request.config.dtype_plan)
     notes = tuple(_notes(model, request, kept, is_stored=True))
     return Survey(name, model, plan, dtypes, stock, kept, isinstance(request.encoding, Quantization), notes)
 

@@ -18,6 +18,7 @@ from tests.unit.checkpoint.test_writer import full_disk
 from tests.unit.slices.test_layout import splits
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint import verify_sharded
+from tp_transformers.checkpoint.saving.folder import SaveFolder
 from tp_transformers.features.presharded.checkpoint import ShardedCheckpoint
 from tp_transformers.features.presharded.manifest import MANIFEST_NAME, Manifest, ManifestTensor, RankFile
 from tp_transformers.features.presharded.save import SummedWriter
@@ -210,6 +211,10 @@ def test_checksums_name_every_file_that_changed(folder: Path) -> None:
 
 def test_a_full_disk_leaves_no_part_of_a_manifest(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path, "0123abcd", (), {}, (), "float32", {}, {"model": "colwise"})
-    with full_disk(), pytest.raises(CheckpointError, match=r"sharded\.json: got File too large"):
-        manifest.write(tmp_path)
+    with (
+        SaveFolder(tmp_path) as place,
+        full_disk(),
+        pytest.raises(CheckpointError, match=r"sharded\.json: got File too large"),
+    ):
+        manifest.write(place.staging)
     assert [*tmp_path.iterdir()] == []
