@@ -62,7 +62,7 @@ def open_together(request: LoadRequest, group: TensorParallelGroup) -> Iterator[
         tensors = {name: checkpoint.tensors[name] for name in request.encoding.read_first(checkpoint.tensors)}
         if tensors:
             values = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-            read_together(tensors, values, checkpoint, group, request)
+            read_together(*split_reads(tensors, values), checkpoint, group, request)
             checkpoint.tensors.update((name, Resident(value)) for name, value in values.items())
         yield checkpoint
 
@@ -77,49 +77,36 @@ def open_checkpoint(request: LoadRequest, *, rank: int) -> Checkpoint:
 
 
 Reads = list[Request]
+Computed = list[tuple[ReadStep, torch.Tensor]]
+"""Tensors that are computed after the reads that they depend on, each with its destination."""
 
 
-def split_reads(
-    shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]
-) -> tuple[Reads, list[tuple[ReadStep, torch.Tensor]]]:
-    """Split `shards` into tensors to read from files, and tensors computed from those, each with its destination.
-
-    `values`: the destinations of the shards.
-    """
+def split_reads(shards: Mapping[str, LazyTensor], values: Mapping[str, torch.Tensor]) -> tuple[Reads, Computed]:
+    """Split `shards` into tensors to read from files, and tensors computed from those; `values`: their destinations."""
     steps = [entry for name, shard in shards.items() for entry in shard.read_steps(values[name])]
     stored = [Request(step, destination) for step, destination in steps if isinstance(step, Stored)]
     return stored, [(step, destination) for step, destination in steps if not isinstance(step, Stored)]
 
 
 def read_together(
-    shards: Mapping[str, LazyTensor],
-    values: Mapping[str, torch.Tensor],
+    reads: Reads,
+    computed: Computed,
     checkpoint: Checkpoint,
     group: TensorParallelGroup,
     request: LoadRequest,
     *,
-    others: Sequence[Request] = (),
     statistics: Statistics | None = None,
     progress: Progress = lambda nbytes: None,
 ) -> None:
-    """Read `shards` into `values`, and the `others`. Collective.
-
-    Each rank reads from local files by itself; ranks share what they read from remote ones.
-    """
-
-    def read_local() -> tuple[Reads, list[tuple[ReadStep, torch.Tensor]]]:
-        stored, computed = split_reads(shards, values)
-        local, remote = Reads(), Reads()
-        for entry in (*stored, *others):
-            (remote if entry.tensor.source.is_remote else local).append(entry)
-        read(local, threads=group.threads, statistics=statistics, progress=progress)
-        return remote, computed
+    """Read local files, each rank by itself, then remote bytes, which ranks share; then compute. Collective."""
 
     def compute() -> None:
         for step, destination in computed:
             step.fill(destination)
             progress(step.nbytes)
 
-    remote, computed = group.together(read_local)
+    local = [entry for entry in reads if not entry.tensor.source.is_remote]
+    group.together(lambda: read(local, threads=group.threads, statistics=statistics, progress=progress))
+    remote = [entry for entry in reads if entry.tensor.source.is_remote]
     request.storage.fetch(remote, checkpoint, group, progress)
     group.together(compute)

@@ -32,7 +32,7 @@ from ...errors import CheckpointError, TensorParallelError, UsageError, list_fau
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import loading_info, place, restore_full, same_bytes, tie
-from ...loading.request import LoadRequest, open_together, read_together
+from ...loading.request import LoadRequest, open_together, read_together, split_reads
 from ...loading.targets import Targets, describe
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
@@ -252,7 +252,7 @@ class _Value:
     def read(self, tensor: LazyTensor) -> torch.Tensor:
         """Read `tensor`, this tensor or a slice of it."""
         value = torch.empty(tensor.shape, dtype=self.dtype)
-        read_together({"": tensor}, {"": value}, self.checkpoint, self.group, self.request)
+        read_together(*split_reads({"": tensor}, {"": value}), self.checkpoint, self.group, self.request)
         return value
 
     def is_same(self, other: _Value) -> bool:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ...errors import CheckpointError
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.request import LoadRequest, open_together, read_together
+from ...loading.request import LoadRequest, open_together, read_together, split_reads
 from ...loading.targets import describe
 from ...plans.rules import Plan
 from ...ranks.group import TensorParallelGroup
@@ -97,7 +97,7 @@ class LostWeights:
             if ranges != ((0, tensor.shape[dim]),):
                 tensor = tensor.select(dim, ranges)
         value = torch.empty(tensor.shape, dtype=tensor.dtype)
-        read_together({name: tensor}, {name: value}, self.checkpoint, self.group, self.request)
+        read_together(*split_reads({name: tensor}, {name: value}), self.checkpoint, self.group, self.request)
         return value
 
     @property

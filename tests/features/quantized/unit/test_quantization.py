@@ -34,7 +34,7 @@ from tp_transformers.features.quantized.float8 import Float8
 from tp_transformers.features.quantized.format import Format, of_weights
 from tp_transformers.features.quantized.mxfp4 import Mxfp4
 from tp_transformers.features.quantized.words import Awq, Gptq
-from tp_transformers.loading import memory, request
+from tp_transformers.loading import memory
 from tp_transformers.slices.lazy import Resident
 
 CONFIGS = {
@@ -338,19 +338,21 @@ def test_few_weights_are_packed_and_dequantised_at_once(
     whole = load(tmp_path / "packed")
     seen = []
 
-    def split(*args: Any) -> Any:
+    def split(shards: Any, values: Any) -> Any:
         gc.collect()
         alive = sum(each() is not None for each in parts)
-        stored, computed = split_reads(*args)
+        stored, computed = split_reads(shards, values)
+        if values and all(value.is_meta for value in values.values()):  # bytes of later rounds are counted
+            return stored, computed
         decoded = [step for step, _ in computed if isinstance(step, Decoded)]
         seen.append((len(decoded), alive))
         parts.extend(map(weakref.ref, decoded))
         return stored, computed
 
     parts: list[weakref.ref[Decoded]] = []
-    split_reads = request.split_reads
+    split_reads = memory.split_reads
     monkeypatch.setattr(memory, "ROUND_BYTES", 1)
-    monkeypatch.setattr(request, "split_reads", split)
+    monkeypatch.setattr(memory, "split_reads", split)
     model = load(tmp_path / "packed")
-    assert seen == [(0, 0), (0, 0), *[(1, 0)] * 14], "what was packed is gone before the next weight is read"
+    assert seen == [(0, 0), *[(1, 0)] * 14], "what was packed is gone before the next weight is read"
     assert equal_parameters(whole, model)
