@@ -40,7 +40,8 @@ class _Router(OutputRouter):
 
     def fail(self, state: Any, error: Exception) -> None:
         state.status, state.error = RequestStatus.FAILED, str(error)
-        self.deliver(state.to_generation_output())
+        super().deliver(state.to_generation_output())
+        self._finished(state.request_id)
 
     def _note(self, output: Any) -> None:
         if output.is_finished():
