@@ -351,5 +351,6 @@ def by_position(folder: str) -> list[str]:
     return different
 
 
+@needs("debug")
 def test_positions_stay_positions_where_a_class_has_its_own_generate(pool: Pool, cases: Any) -> None:
     assert pool.run(2, by_position, cases(9, 3).folder) == [[]] * 2
