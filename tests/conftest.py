@@ -22,12 +22,13 @@ from tests.support import cores
 from tests.support.architectures import make_case as make_architecture
 from tests.support.models import Case, make_case
 from tests.support.needs import lacking
-from tests.support.pool import Pool
+from tests.support.pool import Pool, wait_for_no_disk
 from tp_transformers.seams import features
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)  # the ranks of the pool need the other cores
 cores.take_own()
+wait_for_no_disk()
 # torch asks for the name of each peer of a store: a name server that loses the question costs a second instead of 5.
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
 # How fast a machine draws examples says nothing about the code. The quick tests draw the same examples in each run, so

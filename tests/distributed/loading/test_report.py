@@ -23,7 +23,7 @@ def report(folder: str, how: bool | None, evict: bool) -> dict[str, Any]:
     if evict:
         for path in Path(folder).glob("*.safetensors"):
             fd = os.open(path, os.O_RDONLY)
-            os.fsync(fd)
+            os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(fd)
     model = load(folder, tp_prefetch=how)
