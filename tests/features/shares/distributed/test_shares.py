@@ -278,7 +278,7 @@ def test_adapters_follow_shares(pool: Pool, made: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_models_follow_shares(pool: Pool, tmp_path: Path) -> None:
-    check(pool, tmp_path, 2, "llama", (9, 3), shares="3,1")
+    check(pool, tmp_path, 2, "llama", (9, 3), options={"tp_shares": (3, 1)})
 
 
 def test_the_trainer_trains_by_shares(pool: Pool, cases: Any, tmp_path: Path) -> None:
