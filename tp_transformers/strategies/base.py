@@ -233,8 +233,12 @@ class TensorParallelLayer(Communication, ParallelStyle):
 
     def split_part(self, length: int, ranks: Ranks, unit: int = 1) -> Split:
         """Split of one part of a fused projection, or of all features, in blocks of `unit` that stay on one rank."""
-        is_chunked = self.applied_by_torch and unit == 1 and not self.parts and ranks.shares is None
-        return chunked(length, ranks.size) if is_chunked else ranks.split(length, unit=unit)
+        return ranks.split(length, unit=unit) if unit > 1 or self.parts else self.evenly(length, ranks)
+
+    def evenly(self, length: int, ranks: Ranks) -> Split:
+        """Split of features that are no heads and no parts, such as those along the other dim of a packed weight."""
+        is_chunked = self.applied_by_torch and ranks.shares is None
+        return chunked(length, ranks.size) if is_chunked else ranks.split(length)
 
     def partition_tensor(
         self,

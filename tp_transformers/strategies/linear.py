@@ -107,7 +107,7 @@ class _WeightParallel(TensorParallelLayer):
             return copy_to_region(reduce_from_region(x, group), group)
         dim = self.dim_of(placement, x)
         is_features = dim == x.ndim - 1 and not self.is_embedding
-        widths = self.split_part(self.in_features, self.ranks).widths if is_features else (x.shape[dim],) * self.size
+        widths = self.evenly(self.in_features, self.ranks).widths if is_features else (x.shape[dim],) * self.size
         return gather_to_region(x, widths, group, dim=dim)
 
     def dim_of(self, placement: Shard, x: Tensor) -> int:
@@ -326,7 +326,7 @@ class RowwiseParallel(_WeightParallel):
         if isinstance(placement, Shard):
             dim, group = self.dim_of(placement, outputs), mesh.get_group()
             is_last, length = dim == outputs.ndim - 1, outputs.shape[dim]
-            split = self.split_part(length, self.ranks) if is_last else chunked(length, self.size)
+            split = self.evenly(length, self.ranks) if is_last else chunked(length, self.size)
             outputs = reduce_scatter_from_region(outputs, split.widths, group, dim=dim)
             if bias is not None:
                 if isinstance(bias, DTensor):  # whose gradient may be partial sums

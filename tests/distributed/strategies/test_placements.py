@@ -181,6 +181,22 @@ def test_layouts_are_followed_wherever_they_are_set(pool: Pool) -> None:
         assert found == {}
 
 
+def of_parts() -> dict[str, list[str]]:
+    """Run on every rank: features on the other side of a packed weight have torch.chunk's sizes, as of any weight."""
+    mesh, found = start(), {}
+    for kind, sizes in ((ours.PackedColwiseParallel, (10, 14)), (ours.PackedRowwiseParallel, (14, 10))):
+        for local in (True, False):
+            style = kind(parts=1)
+            style.input_layouts, style.output_layouts, style.use_local_output = Shard(-1), Shard(-1), local
+            found[f"{kind.__name__}, {local}"] = linear(*sizes, mesh).faults(style, Shard(-1), Shard(-1))
+    return {pair: faults for pair, faults in found.items() if faults}
+
+
+def test_the_other_features_of_a_packed_weight_are_chunked(pool: Pool) -> None:
+    for found in pool.run(3, of_parts):
+        assert found == {}
+
+
 REFUSED = {
     "output_layouts": [Partial(), Partial("avg"), "Shard(1)", 1],
     "input_layouts": [Partial("max"), "Replicate()", 1, (Shard(0), Shard(1))],
