@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -196,6 +197,25 @@ def largest_difference(name: str, seed: int) -> float:
 def test_a_short_forward_equals_the_long_way(pool: Any) -> None:
     """The same operators in the same order, so the same bits."""
     assert pool.run(2, run_both_ways) == [dict.fromkeys(LINEARS, [0.0] * 4)] * 2
+
+
+def infinite_bias(records: bool) -> tuple[list[float], list[float]]:
+    """Run on every rank: a sum of outputs whose bias one rank adds, and that in one process."""
+    group = join()
+    module = nn.Linear(2 * group.size, 2)
+    nn.init.constant_(module.bias, -torch.inf)
+    local = shard_module(deepcopy(module), {"": "local_rowwise"}, group)
+    x = torch.arange(2.0 * group.size)
+    with torch.set_grad_enabled(records):
+        output = local(x.chunk(group.size)[group.rank]).detach()
+    dist.all_reduce(output)
+    return output.tolist(), module(x).tolist()
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_bias_that_one_rank_adds_may_be_infinite(pool: Any, records: bool) -> None:
+    for found, expected in pool.run(2, infinite_bias, records):
+        assert found == expected
 
 
 def run_forward_that_raises() -> str:

@@ -125,7 +125,9 @@ class ParamShard:
                 local = copy_to_region(local, process_group, dtype)
             else:
                 local = copy_shared(local, *self._shared, process_group, dtype, dim=self.layout.dim)
-        return local * 0 if self.added_once and self.group.rank else local
+        if self.added_once and self.group.rank:
+            return local.where(torch.zeros_like(local, dtype=torch.bool), 0)  # 0 even in place of an infinite value
+        return local
 
     def is_full(self, tensor: Tensor) -> bool:
         """True if `tensor` is an ordinary tensor of the full shape, which a user set in place of the shard."""
