@@ -28,6 +28,8 @@ class AllowReplicated(PlanOption):
 class Refusals(Feature):
     """Plans, wrappers, replaced modules, kernels, transforms and caches that do not fit shards raise on all ranks."""
 
+    requires = ("watch",)  # whose calls, around these, tell the other ranks
+
     def options(self) -> Sequence[Option]:
         return (AllowReplicated(),)
 
@@ -35,8 +37,7 @@ class Refusals(Feature):
         from .fractions import check_layers_are_sharded
         from .widths import misfits
 
-        faults = list(misfits(bound))
-        if not faults:
+        if not (faults := list(misfits(bound))):
             check_layers_are_sharded(bound)
         return faults
 

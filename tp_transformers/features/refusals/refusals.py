@@ -107,7 +107,6 @@ class RefusingModel(Mixin):
     """Methods of a loaded model that refuse what ranks cannot compute."""
 
     tp_group: TensorParallelGroup
-    device: torch.device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model's own class. Raises UnsupportedError in torch.func, and for a cache of another layout."""
@@ -123,12 +122,12 @@ class RefusingModel(Mixin):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         """Implement `to`, `half`, `cuda`, .... Raises UnsupportedError for another device than the mesh's."""
-        device = fn(torch.empty(0, device=self.device)).device
-        if device != self.device:
+        device = fn(torch.empty(0, device=self.tp_group.device)).device
+        if device != self.tp_group.device:
             raise UnsupportedError(
                 "the device of a tensor-parallel model",
                 got=str(device),
-                expected=f"{self.device}, which its mesh is made of",
+                expected=f"{self.tp_group.device}, which its mesh is made of",
                 fix="Load it where it is to run; to have it elsewhere, save it with save_pretrained and load that.",
             )
         return super()._apply(fn, *args, **kwargs)

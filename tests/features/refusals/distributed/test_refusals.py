@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load, logits_of
-from tests.support.pool import Pool
+from tests.support.pool import Pool, WorkerError
 
 pytestmark = pytest.mark.distributed
 
@@ -73,6 +73,19 @@ def refuse(folder: str) -> float:
 def test_code_of_others_is_refused_or_right(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
     for worst in pool.run(2, refuse, cases(*heads).folder):
         assert worst < 1e-3  # one process quantises the same values; a rank's sums may round to a neighbour
+
+
+def transform_on_one_rank(folder: str) -> None:
+    model = load(folder)
+    transformed(model) if model.tp_group.rank == 1 else model(PROMPTS)
+
+
+def test_a_refusal_on_one_rank_is_told_on_the_others(pool: Pool, cases: Any) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pool.run(2, transform_on_one_rank, cases(9, 3).folder, timeout=60)
+    told = "UnsupportedError: torch.func of a tensor-parallel model: got a forward inside of vmap"
+    assert f"RemoteRankError: rank 1 failed with {told}" in caught.value.errors[0]
+    assert caught.value.errors[1].startswith(told)
 
 
 def test_models_that_are_whole_take_the_wrapper(pool: Pool, cases: Any) -> None:
