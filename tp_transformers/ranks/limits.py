@@ -62,5 +62,5 @@ def _groups(controller: str) -> Iterator[list[str]]:
             for folder in (each for each in (group, *group.parents) if each.is_relative_to(root)):
                 with suppress(OSError):
                     files = [(folder / name).read_text() for name in _FILES[controller, 1 if controllers else 2]]
-                    if all(files):  # a sandbox may have empty ones
+                    if all(map(str.strip, files)):  # a sandbox may have empty ones
                         yield " ".join(files).split()

@@ -38,6 +38,7 @@ QUOTAS = [
     (V2, {"outer/inner/cpu.max": "max 100000", "outer/cpu.max": "150000 100000"}, 2),
     (V2, {"outer/inner/cpu.max": "400000 100000", "cpu.max": "50000 100000"}, 1),
     (V2, {"outer/inner/cpu.max": "6400000 100000"}, 8),
+    (V2, {"outer/inner/cpu.max": "\n", "outer/cpu.max": "200000 100000"}, 2),  # a sandbox may have files without values
     (V1, {"cpu/old/cpu.cfs_quota_us": "-1", "cpu/old/cpu.cfs_period_us": "100000"}, 8),
     (V1, {"cpu/old/cpu.cfs_quota_us": "300000", "cpu/old/cpu.cfs_period_us": "0"}, 8),
     (V1, {"cpu/old/cpu.cfs_quota_us": "300000", "cpu/old/cpu.cfs_period_us": "100000"}, 3),
