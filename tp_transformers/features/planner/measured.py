@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import cycle
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,9 @@ SECONDS = 0.15
 WIDTH, TOKENS = 4096, 64
 """Side of the matrix that is multiplied, and the number of tokens of the larger product, on a CPU."""
 WIDTH_OF_GPU, TOKENS_OF_GPU = 8192, 2048
-"""The same elsewhere: a matrix that no cache holds, and enough tokens to be bound by arithmetic."""
+"""The same elsewhere: enough tokens to be bound by arithmetic."""
+UNCACHED = 256 << 20
+"""Bytes of the matrices that are multiplied in turn: no cache holds all."""
 AT_ONCE = 10
 """Products between two synchronizations."""
 LATENCY, SHARED_CORE = 15e-6, 250e-6
@@ -33,14 +36,15 @@ LAYERS = 8
 
 
 def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Seconds of a product of one token, which reads the matrix from memory, and of many tokens, on this device.
+    """Seconds of a product of one token, and of many tokens, with a matrix that is in memory of this device alone.
 
     Other ranks on the same processor should measure at the same time, as they compute at the same time.
     """
     width, tokens = (WIDTH, TOKENS) if device.type == "cpu" else (WIDTH_OF_GPU, TOKENS_OF_GPU)
-    weight = torch.ones((width, width), dtype=dtype, device=device)
+    count = UNCACHED // (width**2 * dtype.itemsize) + 1
+    weights = cycle([torch.ones((width, width), dtype=dtype, device=device) for _ in range(count)])
     one, many = (torch.ones((count, width), dtype=dtype, device=device) for count in (1, tokens))
-    return _seconds(lambda: linear(one, weight), device), _seconds(lambda: linear(many, weight), device)
+    return _seconds(lambda: linear(one, next(weights)), device), _seconds(lambda: linear(many, next(weights)), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
