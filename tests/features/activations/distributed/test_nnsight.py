@@ -155,6 +155,6 @@ def test_it_may_be_imported_first() -> None:
     """nnsight adds a method `save` to `object`."""
     pool = Pool()
     try:
-        assert pool.run(1, import_again)[0] > 200
+        assert pool.run(1, import_again)[0] > 50
     finally:
         pool.close()

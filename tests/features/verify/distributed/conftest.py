@@ -10,8 +10,6 @@ import pytest
 import yaml
 
 from tests.support.pool import Pool
-from tp_transformers.features.verify import rank as rank_module
-from tp_transformers.features.verify import verify
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
 
@@ -84,6 +82,8 @@ def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str =
 
 def rank(*arguments: Any) -> None:
     """A rank of `verify` in a worker of the pool."""
+    from tp_transformers.features.verify import rank as rank_module  # not there without what it requires
+
     before = {*STRATEGIES}
     try:
         rank_module.run_rank(*arguments)
@@ -95,6 +95,8 @@ def rank(*arguments: Any) -> None:
 @pytest.fixture
 def in_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let verify's ranks be workers that run already."""
+    from tp_transformers.features.verify import rank as rank_module
+    from tp_transformers.features.verify import verify
 
     def run(program: Any, *, ranks: int, timeout: float, output: Any) -> int:
         assert list(program[:2]) == ["-m", rank_module.__name__]
