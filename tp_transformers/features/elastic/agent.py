@@ -40,7 +40,7 @@ the store at which they meet."""
 TICK = 0.05
 """Seconds between two looks at the store and at the processes."""
 START = 600.0
-"""Seconds in which a process has to have started, and the ranks of a generation may serve, however fast the first."""
+"""Seconds in which a process has to start; the least seconds that ranks get to load weights again."""
 RENEWALS = 3
 """Generations in a row that may end although no rank is lost or has come."""
 
@@ -107,8 +107,8 @@ class Agent:
         """How often each slot has lost its rank; slot -> the time at which a rank is started again."""
         self.causes, self.since = list[str](), 0.0
         """What has happened since all ranks served, and when the first of it did."""
-        self.has_served, self.took = False, float("inf")
-        """If all ranks have served; the seconds of the first load, which has no limit."""
+        self.took: float | None = None
+        """Seconds of the first load, which has no limit; None until all ranks have served."""
         self.came: list[int] = []
         """Signals that end the server."""
         self.end_at = float("inf")
@@ -192,7 +192,7 @@ class Agent:
         for each in self.processes:
             each.kill_if_stopped(self.watch)
         for each in [each for each in self.processes if each.ended()]:
-            if not each.slot or not self.has_served:
+            if not each.slot or self.took is None:
                 raise _EndedError
             self.processes.remove(each)
             if each in self.members:
@@ -226,11 +226,10 @@ class Agent:
             self._tick()
             ready = self._told(f"ready {self.generation}")
             if not is_ready and ready == self.members:
-                is_ready, self.took = True, self.took if self.has_served else time.monotonic() - began
-                self.has_served = True
+                is_ready, self.took = True, self.took or time.monotonic() - began
                 self._say()
             limit = max(START, self._patience(has_served=False))
-            if not is_ready and time.monotonic() > began + limit:
+            if not is_ready and self.took is not None and time.monotonic() > began + limit:
                 for each in self.members:
                     if each not in ready:
                         each.kill(f"did not serve within {limit:.0f} s")
@@ -259,7 +258,8 @@ class Agent:
 
     def _patience(self, has_served: bool) -> float:
         """Seconds for ranks to stop: a read of weights is not broken off, but takes not much longer than the first."""
-        return BUSY * float(self.watch if has_served else self.watch + self.took)
+        loading = START if self.took is None else BUSY * (self.watch + self.took)
+        return float(BUSY * self.watch if has_served else loading)
 
     def _until_stopped(self, seconds: float) -> None:
         """Wait for the ranks of a generation to leave; those that do not in time are killed."""
