@@ -41,8 +41,8 @@ def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float
     Other ranks on the same processor should measure at the same time, as they compute at the same time.
     """
     width, tokens = (WIDTH, TOKENS) if device.type == "cpu" else (WIDTH_OF_GPU, TOKENS_OF_GPU)
-    count = UNCACHED // (width**2 * dtype.itemsize) + 1
-    weights = cycle([torch.ones((width, width), dtype=dtype, device=device) for _ in range(count)])
+    held = range(0, UNCACHED, width**2 * dtype.itemsize)  # the first byte of each matrix
+    weights = cycle([torch.ones((width, width), dtype=dtype, device=device) for _ in held])
     one, many = (torch.ones((count, width), dtype=dtype, device=device) for count in (1, tokens))
     return _seconds(lambda: linear(one, next(weights)), device), _seconds(lambda: linear(many, next(weights)), device)
 
