@@ -8,7 +8,8 @@ Gradients are those of one process, also of KV heads that several ranks have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,10 +21,9 @@ from ...anatomy import HEADS, is_cross_attention
 from ...errors import UnsupportedError
 from ...marks import untyped
 from ...plans.attention import AttentionHeads
-from ...ranks import direct
-from ...ranks.collectives import Group, apply_pair, gather_from_region
+from ...ranks.collectives import Group, copy_to_region, gather_from_region
 from ...ranks.group import TensorParallelGroup
-from ...slices.layout import Layout, ShardRange, Split
+from ...slices.layout import Layout, Split
 from ...strategies.forward.communication import Communication
 from ...strategies.shards.slicing import take
 from ...strategies.signature import ANY, FEATURES, REPLICATED
@@ -57,13 +57,15 @@ def local_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Ten
 def gather_features(x: Tensor, split: Split, strategy: Communication) -> Tensor:
     """All features of `x`, over the ranks of `strategy`; see `full_activation`."""
     _check_width(x, split.widths[strategy.rank])
-    return apply_pair(x, _full, _read_back, split, strategy.rank, strategy.group_of())
+    return _gather(x, split, strategy.group_of(), dim=-1)
 
 
 def own_features(x: Tensor, split: Split, strategy: Communication) -> Tensor:
     """This rank's features of `x`; see `local_activation`."""
     _check_width(x, split.length)
-    return apply_pair(x, _local, _added, split, strategy.rank, strategy.group_of())
+    copied = copy_to_region(x, strategy.group_of())  # adds up gradients of KV heads that several ranks have
+    own: Tensor = take(copied, Layout(x.ndim - 1, split), strategy.rank)
+    return own.clone()  # not a view, which a hook could not change in place
 
 
 def features_split(module: nn.Module, side: Side) -> Split | None:
@@ -98,42 +100,13 @@ def _check_width(x: Tensor, width: int) -> None:
         raise ValueError(f"activations of {x.shape[-1]} features, not of {width}: gathered twice, or of another module")
 
 
-def _read(split: Split, rank: int) -> list[ShardRange]:
-    """Ranges that are read from `rank`; over all ranks, a cover of the full length."""
-    return [entry for entry in split.shard_ranges if entry.rank == rank]
+def _gather(x: Tensor, split: Split, group: Group, *, dim: int) -> Tensor:
+    """All-gather the shards of `dim`, in the order of the full dim; each shared KV head comes from one of its ranks.
 
-
-def _sum(x: Tensor, ranges: Sequence[ShardRange], length: int, group: Group) -> Tensor:
-    """Put ranges of `x` into a full tensor, and add those of all ranks; exact where the others have zeros."""
-    full = x.new_zeros(*x.shape[:-1], length)
-    for entry in ranges:
-        full.narrow(-1, entry.start, entry.length).copy_(x.narrow(-1, entry.local, entry.length))
-    direct.all_reduce(full, group)
-    return full
-
-
-def _full(x: Tensor, split: Split, rank: int, group: Group) -> Tensor:
-    """All features; those of shared KV heads are read from the first of their ranks alone."""
-    return _sum(x, _read(split, rank), split.length, group)
-
-
-def _read_back(grad: Tensor, split: Split, rank: int, group: Group) -> Tensor:
-    """This rank's features of a gradient, where `_full` has read them from this rank; else zeros."""
-    own = grad.new_zeros(*grad.shape[:-1], split.widths[rank])
-    for entry in _read(split, rank):
-        own.narrow(-1, entry.local, entry.length).copy_(grad.narrow(-1, entry.start, entry.length))
-    return own
-
-
-def _local(full: Tensor, split: Split, rank: int, group: Group) -> Tensor:
-    """This rank's features."""
-    own: Tensor = take(full, Layout(full.ndim - 1, split), rank)
-    return own.clone()  # not a view, which a hook could not change in place
-
-
-def _added(grad: Tensor, split: Split, rank: int, group: Group) -> Tensor:
-    """The gradients of all ranks, added where they share KV heads."""
-    return _sum(grad, split.held(rank), split.length, group)
+    The backward keeps this rank's slice of the gradient, with zeros for what came from another rank.
+    """
+    gathered = gather_from_region(x, split.widths, group, dim=dim)
+    return torch.cat([gathered.narrow(dim, start, stop - start) for start, stop in split.gathered_ranges], dim)
 
 
 FIELDS = {"attentions": False, "cross_attentions": True}
@@ -159,63 +132,45 @@ def return_full_attentions(
             if is_cross == is_cross_attention(name):
                 splits.setdefault(stack, {}).setdefault(field, []).append(heads.attended)
     for name, fields in splits.items():
-        model.get_submodule(name).register_forward_hook(_gather_hook(fields, group.rank, group.process_group))
+        model.get_submodule(name).register_forward_hook(partial(_gather_attentions, fields, group))
 
 
-def _gather_hook(
-    fields: Mapping[str, Sequence[Split]], rank: int, process_group: Group
-) -> Callable[[nn.Module, Any, Any], Any]:
-    def gather(stack: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, ModelOutput):
-            for field, splits in fields.items():
-                if output.get(field):
-                    output[field] = _gather(field, output[field], splits, rank, process_group)
-        return output
-
-    return gather
-
-
-def _gather(
-    field: str, weights: Sequence[Tensor | None], splits: Sequence[Split], rank: int, process_group: Group
-) -> tuple[Tensor | None, ...]:
-    """All-gather the attentions of each layer; backward: this rank's slice."""
-    if len(weights) != len(splits):  # layers without attention return nothing, or None
-        if any(split != splits[0] for split in splits):
+def _gather_attentions(
+    fields: Mapping[str, Sequence[Split]], group: TensorParallelGroup, stack: nn.Module, args: Any, output: Any
+) -> Any:
+    """Forward hook of a stack: gathers the attentions of each layer; a layer without attention returns nothing, or
+    None."""
+    for field, splits in fields.items() if isinstance(output, ModelOutput) else ():
+        layers = output.get(field)
+        if not layers:
+            continue
+        if len(layers) != len(splits) and any(split != splits[0] for split in splits):
             raise UnsupportedError(
                 field,
-                got=f"those of {len(weights)} layers",
+                got=f"those of {len(layers)} layers",
                 expected=f"as many as the {len(splits)} layers with sharded heads, which differ in their heads",
                 fix="Load the model without tp_plan to look at its attentions.",
             )
-        splits = [splits[0]] * len(weights)
-    return tuple(
-        tree_map_only(
-            Tensor, lambda layer, split=split: _all_heads(field, layer, split, rank, process_group), layer_weights
+        of_layers = splits if len(layers) == len(splits) else [splits[0]] * len(layers)
+        output[field] = tuple(
+            tree_map_only(Tensor, partial(_all_heads, field, split, group), layer)
+            for layer, split in zip(layers, of_layers, strict=True)
         )
-        for layer_weights, split in zip(weights, splits, strict=True)
-    )
+    return output
 
 
-def _all_heads(field: str, weights: Tensor, split: Split, rank: int, process_group: Group) -> Tensor:
+def _all_heads(field: str, split: Split, group: TensorParallelGroup, weights: Tensor) -> Tensor:
     """Attention weights (..., this rank's heads, queries, keys) of all heads, unless they already are.
 
     Towers of Qwen2-VL's kind return hidden states (tokens, hidden) in place of weights.
     """
     if weights.ndim < 4 or weights.shape[HEADS] == split.length:
         return weights
-    if weights.shape[HEADS] != split.widths[rank]:
+    if weights.shape[HEADS] != split.widths[group.rank]:
         raise UnsupportedError(
             field,
             got=f"attention weights of shape {tuple(weights.shape)}",
-            expected=f"(..., {split.widths[rank]} heads, queries, keys)",
+            expected=f"(..., {split.widths[group.rank]} heads, queries, keys)",
             fix="Load the model without tp_plan to look at its attentions.",
         )
-    return _in_order(gather_from_region(weights, split.widths, process_group, dim=HEADS), split)
-
-
-def _in_order(weights: Tensor, split: Split) -> Tensor:
-    """Sort the gathered heads as in the unsharded model; a rank may hold heads of several ranges."""
-    order = [head for ranges in split.ranges for start, stop in ranges for head in range(start, stop)]
-    if order == sorted(order):
-        return weights
-    return weights.index_select(HEADS, torch.tensor(order, device=weights.device).argsort())
+    return _gather(weights, split, untyped(group.process_group), dim=HEADS)
