@@ -41,8 +41,6 @@ RAISES, REFUSED = "its call raises UnsupportedError", "a load with tp_plan is re
 
 Mixin: Any = object
 """Base of a mixin for loaded models; in the class of a model, a PreTrainedModel follows the mixin in the MRO."""
-Loaded = Callable[[Any], object]
-"""Called with a model at the end of its load."""
 Compute = Callable[[type, Any, Any, Any], Any]
 """(class of the sharded parameters, torch function, arguments, keywords) -> result."""
 Meet = Callable[["Store", int, int], "Store"]
@@ -175,9 +173,12 @@ class Feature:
         """
         return None
 
-    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
-        """Context of a load with a plan, on all ranks of `group`; what it returns is called with the loaded model."""
-        return nullcontext(unchanged)
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Any]:
+        """Context of a load with a plan, on all ranks of `group`."""
+        return nullcontext()
+
+    def loaded(self, model: Any) -> None:
+        """Called with a model at the end of its load with a plan, in the context of `around_load`."""
 
     def planned(self, arguments: Mapping[str, Any]) -> Planned | None:
         """How to load a model whose arguments of `from_pretrained` ask for a plan otherwise than by `tp_plan`."""
@@ -314,10 +315,6 @@ def collective(method: C) -> C:
             return method(self, *args, **kwargs)
 
     return cast("C", call)
-
-
-def unchanged(model: Any) -> None:
-    """Leave a loaded model as it is."""
 
 
 def _same_store(store: Store, rank: int, size: int) -> Store:

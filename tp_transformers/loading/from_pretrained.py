@@ -133,7 +133,8 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
         same: dict[str, object] = {"the releases": _releases(), **{kind.argument: None for kind in storages()}}
         same |= {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
         group.check_same(same | {storage.argument: storage.agreed})
-        around = [stack.enter_context(feature.around_load(group, options)) for feature in features().values()]
+        for feature in features().values():
+            stack.enter_context(feature.around_load(group, options))
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.
@@ -149,8 +150,8 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
             raise UnsupportedError(f"{type(model).__name__} does not load its weights where tp_plan could split them")
         # 6. Shard parameters that transformers has initialised because the checkpoint lacked them.
         partition_initialized(model, current.resolution, group)
-        for done in around:
-            done(model)
+        for feature in features().values():
+            feature.loaded(model)
     return result
 
 

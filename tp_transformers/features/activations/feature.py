@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Loaded
+from ...seams import Feature
 
 if TYPE_CHECKING:
-    from ...loading.options import Options
     from ...patches import Patch
-    from ...ranks.group import TensorParallelGroup
 
 
 class Activations(Feature):
@@ -19,14 +16,10 @@ class Activations(Feature):
 
     public = dict.fromkeys(("debug.full_activation", "debug.local_activation"), ".activations")
 
-    @contextmanager
-    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+    def loaded(self, model: Any) -> None:
         from .activations import return_full_attentions
 
-        def gather(model: Any) -> None:
-            return_full_attentions(model, model.tp_resolution.attention, group)
-
-        yield gather
+        return_full_attentions(model, model.tp_resolution.attention, model.tp_group)
 
     def clients(self) -> Sequence[Patch]:
         from .patch import ANY_RANKS, FULL_ACTIVATIONS

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, Loaded, Option, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...loading.options import Options
     from ...plans.rules import Plan
-    from ...ranks.group import TensorParallelGroup
 
 
 class BatchOption(PlanOption):
@@ -44,19 +41,15 @@ class BatchSharding(Feature):
     def options(self) -> Sequence[Option]:
         return (BatchOption(),)
 
-    @contextmanager
-    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
-        def share_randomness(model: Any) -> None:
-            from ...strategies.signature import BATCH, REPLICATED
+    def loaded(self, model: Any) -> None:
+        from ...strategies.signature import BATCH, REPLICATED
 
-            for name, strategy in model.tp_resolution.module_strategies.items():
-                takes, inside = strategy.signature.takes, strategy.signature.inside
-                if takes is BATCH and inside == (REPLICATED, REPLICATED) and group.device_mesh is not None:
-                    from .batch_blocks import SharedRandomness
+        for name, strategy in model.tp_resolution.module_strategies.items():
+            takes, inside = strategy.signature.takes, strategy.signature.inside
+            if takes is BATCH and inside == (REPLICATED, REPLICATED) and model.tp_group.device_mesh is not None:
+                from .batch_blocks import SharedRandomness
 
-                    SharedRandomness(group).attach(model.get_submodule(name))
-
-        yield share_randomness
+                SharedRandomness(model.tp_group).attach(model.get_submodule(name))
 
     def model_methods(self) -> Sequence[type]:
         from .batch import BatchModel

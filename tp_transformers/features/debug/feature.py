@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
-from ...seams import Feature, Loaded
-
-if TYPE_CHECKING:
-    from ...loading.options import Options
-    from ...ranks.group import TensorParallelGroup
+from ...seams import Feature
 
 
 class Debugging(Feature):
@@ -28,11 +23,10 @@ class Debugging(Feature):
         "debug.partition": ".partition",
     }
 
-    @contextmanager
-    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+    def loaded(self, model: Any) -> None:
         from .same_inputs import check_if_enabled
 
-        yield check_if_enabled
+        check_if_enabled(model)
 
     def model_methods(self) -> Sequence[type]:
         from .replicas import DriftingModel

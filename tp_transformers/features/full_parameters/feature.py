@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from ...seams import REFUSED, Compute, Feature, Loaded, unchanged
+from ...seams import REFUSED, Compute, Feature
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,12 +41,12 @@ class FullParameters(Feature):
         return compute_on
 
     @contextmanager
-    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[None]:
         from .computing import WRITES_PARTS
 
         token = WRITES_PARTS.set(True)
         try:
-            yield unchanged
+            yield
         finally:
             WRITES_PARTS.reset(token)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Loaded, Option, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...loading.options import Options
     from ...plans.rules import Plan
-    from ...ranks.group import TensorParallelGroup
     from ...strategies import TensorParallelLayer
 
 
@@ -39,39 +36,27 @@ class Invariant(Feature):
     def options(self) -> Sequence[Option]:
         return (InvariantOption(),)
 
-    @contextmanager
-    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
-        def draw(model: Any) -> None:
-            if model.tp_resolution.keeps_order:
-                from .masks import draw_full_masks
+    def loaded(self, model: Any) -> None:
+        if model.tp_resolution.keeps_order:
+            from .masks import draw_full_masks
 
-                draw_full_masks(model, group)
-
-        yield draw
+            draw_full_masks(model)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from torch.distributed.tensor import Replicate
 
-        from .experts import InvariantExpertsParallel
-        from .linear import (
-            InvariantColwiseParallel,
-            InvariantEmbedding,
-            InvariantPackedColwiseParallel,
-            InvariantPackedRowwiseParallel,
-            InvariantRowwiseParallel,
-        )
-        from .norms import InvariantNormParallel
+        from . import experts, linear, norms
 
         return {
-            "invariant_colwise": InvariantColwiseParallel(),
-            "invariant_colwise_rep": InvariantColwiseParallel(output_layouts=Replicate()),
-            "invariant_packed_colwise": InvariantPackedColwiseParallel(),
-            "invariant_rowwise": InvariantRowwiseParallel(),
-            "invariant_rowwise_rep": InvariantRowwiseParallel(input_layouts=Replicate()),
-            "invariant_packed_rowwise": InvariantPackedRowwiseParallel(),
-            "invariant_embedding": InvariantEmbedding(),
-            "invariant_norm": InvariantNormParallel(),
-            "invariant_experts": InvariantExpertsParallel(),
+            "invariant_colwise": linear.InvariantColwiseParallel(),
+            "invariant_colwise_rep": linear.InvariantColwiseParallel(output_layouts=Replicate()),
+            "invariant_packed_colwise": linear.InvariantPackedColwiseParallel(),
+            "invariant_rowwise": linear.InvariantRowwiseParallel(),
+            "invariant_rowwise_rep": linear.InvariantRowwiseParallel(input_layouts=Replicate()),
+            "invariant_packed_rowwise": linear.InvariantPackedRowwiseParallel(),
+            "invariant_embedding": linear.InvariantEmbedding(),
+            "invariant_norm": norms.InvariantNormParallel(),
+            "invariant_experts": experts.InvariantExpertsParallel(),
         }
 
 

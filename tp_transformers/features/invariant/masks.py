@@ -11,15 +11,14 @@ from torch import Tensor
 from ...anatomy import HEADS, is_inside
 from ...errors import UnsupportedError
 from ...model.dropout import OwnRandomness, layer_strategy
-from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Layout, Split
 from ...strategies import take
 from ...torch_api import TorchDispatchMode
 
 
-def draw_full_masks(model: Any, group: TensorParallelGroup) -> None:
+def draw_full_masks(model: Any) -> None:
     """Replace the `OwnRandomness` of every module of a loaded model by `FullMasks`."""
-    attention = model.tp_resolution.attention
+    group, attention = model.tp_group, model.tp_resolution.attention
     for name, module in model.named_modules():
         guards = module.tp_block.guards if "tp_block" in vars(module) else []
         for index, guard in enumerate(guards):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Loaded, Meet, unchanged
+from ...seams import Feature, Meet
 
 if TYPE_CHECKING:
     from ...checkpoint.reading.header import Checkpoint
@@ -28,12 +28,12 @@ class Machines(Feature):
             yield connect_machines
 
     @contextmanager
-    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[Loaded]:
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[None]:
         from .network import warn_of_crossing
 
         if group.mesh is not None and group.mesh.ndim > 1:
             warn_of_crossing(group)
-        yield unchanged
+        yield
 
     @contextmanager
     def around_reads(

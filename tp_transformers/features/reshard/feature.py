@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, Loaded
+from ...seams import Feature
 
 if TYPE_CHECKING:
-    from ...loading.options import Options
     from ...loading.storage import Storage
-    from ...ranks.group import TensorParallelGroup
 
 
 class Reshard(Feature):
@@ -31,10 +28,10 @@ class Reshard(Feature):
 
         return (HeldByRanks,)
 
-    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
+    def loaded(self, model: Any) -> None:
         from .loaded import remember
 
-        return nullcontext(remember)
+        remember(model)
 
 
 FEATURE = Reshard()

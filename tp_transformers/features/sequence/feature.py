@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import Feature, Loaded, Option, PlanOption
+from ...seams import Feature, Option, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...loading.options import Options
     from ...plans.rules import Plan
-    from ...ranks.group import TensorParallelGroup
     from ...strategies import TensorParallelLayer
 
 
@@ -44,33 +41,23 @@ class SequenceParallelism(Feature):
     def options(self) -> Sequence[Option]:
         return (SequenceOption(),)
 
-    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
-        def draw(model: Any) -> None:
-            strategies = model.tp_resolution.module_strategies
-            if group.size > 1 and any(strategy.signature.gathers_sequence for strategy in strategies.values()):
-                from .randomness import draw_between_blocks
+    def loaded(self, model: Any) -> None:
+        strategies = model.tp_resolution.module_strategies.values()
+        if model.tp_group.size > 1 and any(strategy.signature.gathers_sequence for strategy in strategies):
+            from .randomness import draw_between_blocks
 
-                draw_between_blocks(model)
-
-        return nullcontext(draw)
+            draw_between_blocks(model)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
-        from .sequence import (
-            SequenceGatherParallel,
-            SequenceParallel,
-            SequenceParallelRep,
-            SequenceReplicatedParallel,
-            SequenceScatterParallel,
-            SequenceStatesParallel,
-        )
+        from . import sequence
 
         return {
-            "sequence_scatter": SequenceScatterParallel(),
-            "sequence_parallel": SequenceParallel(),
-            "sequence_parallel_rep": SequenceParallelRep(),
-            "sequence_gather": SequenceGatherParallel(),
-            "sequence_whole": SequenceReplicatedParallel(),
-            "sequence_states": SequenceStatesParallel(),
+            "sequence_scatter": sequence.SequenceScatterParallel(),
+            "sequence_parallel": sequence.SequenceParallel(),
+            "sequence_parallel_rep": sequence.SequenceParallelRep(),
+            "sequence_gather": sequence.SequenceGatherParallel(),
+            "sequence_whole": sequence.SequenceReplicatedParallel(),
+            "sequence_states": sequence.SequenceStatesParallel(),
         }
 
 

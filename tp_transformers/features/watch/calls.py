@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -21,7 +22,6 @@ from ...errors import RemoteRankError
 from ...marks import Mark, untyped
 from ...patches import Patch, Undo, nothing, replace
 from ...ranks.group import GROUP, TensorParallelGroup
-from ...seams import Loaded, unchanged
 from ...strategies import batch_sharded
 from ...strategies.shards.shard import SHARD
 from ...torch_api import take, untraced
@@ -35,9 +35,13 @@ WATCH: Mark[Watch] = Mark("tp_watch")
 """The watch for failures of other ranks, on a model and on the models inside it."""
 
 
+_LOADING: ContextVar[Watch | None] = ContextVar("tp_transformers_loading", default=None)
+"""The watch of the load that runs."""
+
+
 @contextmanager
-def load_watched(group: TensorParallelGroup, limit: bool | float | None) -> Iterator[Loaded]:
-    """Watch a load on the ranks of `group`, and the calls of the model that the yielded function is given.
+def load_watched(group: TensorParallelGroup, limit: bool | float | None) -> Iterator[None]:
+    """Watch a load on the ranks of `group`; its model is given to `keep_watching`.
 
     Collective. Nothing is watched on one rank, and with a custom store. Either all ranks pass `limit=False`, or none.
 
@@ -45,19 +49,27 @@ def load_watched(group: TensorParallelGroup, limit: bool | float | None) -> Iter
         limit: seconds until a silent rank counts as lost; None and True for `LIMIT`, False for no watch at all.
     """
     if group.size == 1 or limit is False or store_of_ranks() is None:
-        yield unchanged
+        yield
         return
     watching = Watch(group, LIMIT if limit is None or limit is True else limit)
     for patch in WATCHED_CALLS:
         patch.hold_for(watching)
-
-    def keep(model: nn.Module) -> None:
-        for module in model.modules():
-            if GROUP.find(module) is not None:
-                WATCH.put(module, watching)
-
     with watching:
-        yield keep
+        token = _LOADING.set(watching)
+        try:
+            yield
+        finally:
+            _LOADING.reset(token)
+
+
+def keep_watching(model: nn.Module) -> None:
+    """Watch the calls of a model at the end of its load."""
+    watching = _LOADING.get()
+    if watching is None:
+        return
+    for module in model.modules():
+        if GROUP.find(module) is not None:
+            WATCH.put(module, watching)
 
 
 def watch_copies(model: nn.Module, copies: TensorParallelGroup) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...seams import REFUSED, Feature, Loaded, Option
+from ...seams import REFUSED, Feature, Option
 
 if TYPE_CHECKING:
     from ...loading.options import Options
@@ -41,10 +41,15 @@ class Watching(Feature):
     def options(self) -> Sequence[Option]:
         return (WatchOption(),)
 
-    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Loaded]:
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[None]:
         from .calls import load_watched
 
         return load_watched(group, options.get("tp_watch"))
+
+    def loaded(self, model: Any) -> None:
+        from .calls import keep_watching
+
+        keep_watching(model)
 
     def model_methods(self) -> Sequence[type]:
         from .calls import WatchedModel
