@@ -1,7 +1,4 @@
-"""FP8 (DeepSeek-V3, Qwen3-FP8, ...): float8 with a scale per block or per tensor.
-
-A weight is a lazy expression of its values and scales, so a rank reads only the bytes of its slice of both.
-"""
+"""FP8 (DeepSeek-V3, Qwen3-FP8, ...): float8 with a scale per block or per tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from ...checkpoint.reading.memory import from_float8
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from .bundle import Bundle, Component, Decode, DimMap, StoredValues
-from .format import Format, Tensors, bundle, inconsistent, multiply_blocks, unsupported, without_values
-from .scaled import Scaled
+from .format import Format, Tensors, inconsistent, multiply_blocks, unsupported, without_values
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -67,18 +63,10 @@ class Float8(Format):
         """
         scales = {name + self.suffix for name in tensors}
         result = {
-            name: self._product(name, tensor, tensors[name + self.suffix]) if name + self.suffix in tensors else tensor
+            name: self.weight(name, tensor, tensors[name + self.suffix]) if name + self.suffix in tensors else tensor
             for name, tensor in tensors.items()
             if name not in scales
         }
-        if stays_packed:
-            activations = (self.block[1] if self.block else 0) if self.is_dynamic else None
-            result = {
-                name: _bundle(name, weight, name + self.suffix, tensors[name + self.suffix], activations)
-                if isinstance(weight, Scaled)
-                else weight
-                for name, weight in result.items()
-            }
         for name, tensor in result.items():
             if tensor.dtype in _FLOAT8:
                 got = f"{tensor.dtype} without {name + self.suffix}"
@@ -90,34 +78,33 @@ class Float8(Format):
         scales = without_values(torch.float32, *shape[:-2], *counts) if counts else without_values(torch.float32)
         return {name: without_values(torch.float8_e4m3fn, *shape), name + self.suffix: scales}
 
-    def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
-        if values.dtype not in _FLOAT8 or values.ndim < 2:
-            got = f"{values.dtype} of shape {tuple(values.shape)} with scales"
+    def weight(self, name: str, values: LazyTensor, scales: LazyTensor, block: tuple[int, int] | None = None) -> Bundle:
+        """Build the weight `name`; `block`: rows and columns that share a scale, if the config does not tell.
+
+        Raises CheckpointError unless it is in float8, with one scale per block.
+        """
+        shape, is_whole = tuple(values.shape), scales.numel() == 1  # one scale for all, even if the config has blocks
+        if values.dtype not in _FLOAT8 or len(shape) < 2:
+            got = f"{values.dtype} of shape {shape} with scales"
             raise inconsistent(name, got, "a matrix of float8_e4m3fn or float8_e5m2")
         if not scales.dtype.is_floating_point:
             raise inconsistent(name, f"scales in {scales.dtype}", "scales in floating point")
-        block = (*(1,) * (values.ndim - 2), *(self.block or values.shape[-2:]))
-        if scales.numel() == 1:  # one scale for the full tensor, even if the config has blocks
-            block = tuple(values.shape)
-        while scales.ndim < values.ndim:
+        while scales.ndim < len(shape) and not is_whole:
             scales = Stack([scales], 0)
-        try:
-            return Scaled(values, scales, block)
-        except ValueError as error:
-            raise inconsistent(name, str(error), "one scale a block") from None
-
-
-def _bundle(name: str, product: Scaled, of_scales: str, scales: LazyTensor, activations: int | None) -> Bundle:
-    """Build a `Bundle` with the same values, which stays in float8 until decoded; `of_scales`: name of its `scales`."""
-    scales = scales if scales.numel() == 1 else product.scales
-    block = [size if size < length else None for size, length in zip(product.block, product.shape, strict=True)]
-    dim_maps = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(block))
-    components = {
-        "values": Component(product.values, tuple(map(DimMap, range(product.ndim))), name),
-        "scales": Component(scales, (None,) * scales.ndim if scales.numel() == 1 else dim_maps, of_scales),
-    }
-    decode = Float8Values(partial(_decode, block), (block[-2], block[-1]), activations)
-    return bundle(name, components, product.shape, torch.float32, decode)
+        sizes = shape if is_whole else (*(1 for _ in shape[:-2]), *(block or self.block or shape[-2:]))
+        counts = tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
+        if not is_whole and tuple(scales.shape) != counts:
+            got = f"scales of shape {tuple(scales.shape)} for values of shape {shape}"
+            raise inconsistent(name, got, f"one for each block of {' x '.join(map(str, sizes))}")
+        shared = [size if size < length else None for size, length in zip(sizes, shape, strict=True)]
+        by_block = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(shared))
+        components = {
+            "values": Component(values, tuple(map(DimMap, range(len(shape)))), name),
+            "scales": Component(scales, (None,) * scales.ndim if is_whole else by_block, name + self.suffix),
+        }
+        activations = (self.block[1] if self.block else 0) if self.is_dynamic else None
+        decode = Float8Values(partial(_decode, shared), (shared[-2], shared[-1]), activations)
+        return Bundle(components, shape, torch.float32, decode)
 
 
 def _decode(block: Sequence[int | None], stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

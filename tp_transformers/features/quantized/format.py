@@ -17,7 +17,6 @@ from ...errors import CheckpointError, UnsupportedError
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
 from .bundle import Bundle, Component, Decode, DimMap
-from .scaled import Scaled
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
@@ -157,7 +156,7 @@ def check_read(tensors: Tensors, unread: Mapping[str, Collection[str]], missing:
     lacking = {_owner(name) for name in missing}
     for name, tensor in tensors.items():
         scales = left.get(name) or left.get(_owner(name))
-        is_encoded = tensor.dtype in _ENCODED or isinstance(tensor, Scaled) or bool(stored_names(tensor))
+        is_encoded = tensor.dtype in _ENCODED or bool(stored_names(tensor))
         if scales is None or not is_encoded or (name in unread and _SCALES.search(name.rpartition(".")[2])):
             continue
         if name not in unread or any(_owners(each) & lacking for each in unread[name]):

@@ -20,10 +20,10 @@ import torch
 from ...errors import CheckpointError
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
+from .bundle import Bundle
 from .compressed import Scheme
 from .float8 import Float8
 from .format import Tensors, inconsistent, unsupported, without_values
-from .scaled import Scaled
 
 FILE = "hf_quant_config.json"
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MIXED_PRECISION")
@@ -88,13 +88,12 @@ class ModelOpt(Float8):
             result[name] = _NVFP4.weight(tensors, name.removesuffix(".weight"), stored=name)
         return result
 
-    def _product(self, name: str, values: LazyTensor, scales: LazyTensor) -> Scaled:
+    def weight(self, name: str, values: LazyTensor, scales: LazyTensor, block: tuple[int, int] | None = None) -> Bundle:
         if not _has_row_scales({name: values, f"{name}_scale": scales}, name):
             got = f"{values.dtype} of shape {tuple(values.shape)} with scales of shape {tuple(scales.shape)}"
             raise inconsistent(name, got, "float8 with one scale, or one a row")
-        if scales.numel() == 1:
-            return super()._product(name, values, scales)
-        return Scaled(values, Stack([scales], 1) if scales.ndim == 1 else scales, (1, values.shape[1]))
+        by_row = Stack([scales], 1) if scales.ndim == 1 and len(scales) > 1 else scales
+        return super().weight(name, values, by_row, (1, values.shape[1]))
 
 
 def _is_nvfp4(tensors: Tensors, name: str) -> bool:

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.features.quantized.unit.test_scaled import filled
 from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers.checkpoint.reading.header import Checkpoint
+from tp_transformers.checkpoint.reading.jobs import Request
+from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.features.quantized.bundle import Bundle, Component, DimMap, StoredValues
 from tp_transformers.slices.composed import Stack, Transpose
 from tp_transformers.slices.lazy import LazyTensor, Resident
+from tp_transformers.slices.stored import Stored
 
 SHAPE = (3, 21, 34)  # no multiples of the units
 DIM_MAPS: dict[str, tuple[DimMap | None, ...]] = {
@@ -51,6 +53,17 @@ def bundle(tmp_path_factory: pytest.TempPathFactory):
     with Checkpoint([path]) as opened:
         components = {name: Component(opened.tensors[name], dim_maps) for name, dim_maps in DIM_MAPS.items()}
         yield opened, Bundle(components, SHAPE, torch.float32, decode), expected.float()
+
+
+def filled(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the loader does: leaves of files by the reader, then the others."""
+    destination = torch.full(lazy.shape, torch.nan, dtype=dtype)
+    steps = list(lazy.read_steps(destination))
+    read([Request(step, view) for step, view in steps if isinstance(step, Stored)])
+    for step, view in steps:
+        if not isinstance(step, Stored):
+            step.fill(view)
+    return destination
 
 
 @given(st.data())
