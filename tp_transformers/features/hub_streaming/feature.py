@@ -1,4 +1,4 @@
-"""Reading from the Hub: `from_pretrained(name, tp_plan="auto", tp_stream=True)`."""
+"""The Hub: reading without a download, `from_pretrained(name, tp_plan="auto", tp_stream=True)`, and uploads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stream(Option):
 
 
 class HubStreaming(Feature):
-    """Weights on the Hub without a download: each byte is fetched once, by one rank."""
+    """Weights on the Hub without a download: each byte is fetched once, by one rank; rank 0 uploads what all saved."""
 
     def options(self) -> Sequence[Option]:
         return (Stream(),)
@@ -35,6 +35,11 @@ class HubStreaming(Feature):
         from .hub import HubFiles
 
         return (HubFiles,)
+
+    def model_methods(self) -> Sequence[type]:
+        from .push import PushedModel
+
+        return (PushedModel,)
 
 
 FEATURE = HubStreaming()

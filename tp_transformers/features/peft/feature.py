@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Adapters(Feature):
     """PEFT around a loaded model, and the methods of transformers that load and save an adapter."""
 
-    requires: ClassVar[tuple[str, ...]] = ("full_parameters", "push")
+    requires: ClassVar[tuple[str, ...]] = ("full_parameters", "hub_streaming")
 
     def model_methods(self) -> Sequence[type]:
         from .files import AdaptedModel

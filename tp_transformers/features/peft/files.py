@@ -27,7 +27,7 @@ from ...ranks.group import GROUP
 from ...seams import Mixin, collective
 from ...strategies import full_tensor
 from ...transformers_api import LoadStateDictInfo
-from ..push.push import push
+from ..hub_streaming.push import push
 from .shard import full_adapters, unsupported
 
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from transformers.utils import PushToHubMixin
 
 from tests.support.comparisons import read_folder
 from tests.support.models import load
-from tp_transformers.features.push import push as saving_push
+from tp_transformers.features.hub_streaming import push as saving_push
 
 pytestmark = pytest.mark.distributed
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.saving import made
-from tp_transformers.features.push import push
+from tp_transformers.features.hub_streaming import push
 from tp_transformers.ranks.group import GROUP
 
 
