@@ -9,7 +9,7 @@ from tests.support.needs import of_others
 
 CORE = 13014
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 45919
+PACKAGE = 46038
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

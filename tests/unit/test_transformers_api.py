@@ -16,6 +16,7 @@ ROOT = Path(tp_transformers.__file__).parent
 
 ALLOWED = {
     ("features/command_line/models.py", "transformers.dynamic_module_utils"),
+    ("features/cpu_decode/attention.py", "transformers.integrations"),
     ("features/elastic/running.py", "transformers.generation.continuous_batching.continuous_api"),
     ("features/expert_parallel/patch.py", "transformers.distributed.expert_parallel"),
     ("features/foreign_styles/registration.py", "transformers.distributed.tensor_parallel"),

@@ -1,0 +1,49 @@
+"""Attention of one token on a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
+
+from tp_transformers.features.cpu_decode.attention import GROUPED_QUERIES
+
+pytestmark = pytest.mark.skipif(not hasattr(sdpa_attention, "pack_gqa"), reason="transformers packs no query heads")
+
+
+@pytest.mark.parametrize(("tokens", "heads", "packs"), [(1, 3, True), (4, 3, False), (1, 9, False)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_query_heads_of_a_group_are_rows_of_one_product(tokens: int, heads: int, packs: bool, batch: int) -> None:
+    torch.manual_seed(0)
+    module: Any = SimpleNamespace(num_key_value_groups=9 // heads, is_causal=True)
+    query = torch.randn(batch, 9, tokens, 16)
+    key, value = torch.randn(2, batch, heads, 20, 16).unbind()
+    original = AttentionInterface()["sdpa"]
+    expected, _ = original(module, query, key, value, None)
+    GROUPED_QUERIES.hold()
+    try:
+        attend, compute = AttentionInterface()["sdpa"], functional.scaled_dot_product_attention
+        with mock.patch.object(functional, "scaled_dot_product_attention", wraps=compute) as seen:
+            output, _ = attend(module, query, key, value, None)
+    finally:
+        GROUPED_QUERIES.release()
+    assert seen.call_args.args[0].shape == ((batch, heads, 9 // heads, 16) if packs else query.shape)
+    torch.testing.assert_close(output, expected)
+    assert AttentionInterface()["sdpa"] is original
+
+
+def test_an_attention_of_a_user_stays() -> None:
+    original = AttentionInterface()["sdpa"]
+    GROUPED_QUERIES.hold()
+    try:
+        AttentionInterface.register("sdpa", own := lambda *_: None)
+        GROUPED_QUERIES.release()
+        assert AttentionInterface()["sdpa"] is own
+    finally:
+        AttentionInterface.register("sdpa", original)

@@ -1,0 +1,90 @@
+"""Which kernel multiplies a bfloat16 row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tp_transformers.features.cpu_decode import products
+
+
+class Seen(nn.Linear):
+    """Notes whether oneDNN is on during its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.onednn = torch._C._get_mkldnn_enabled()
+        return super().forward(x)
+
+
+class Experts(nn.Module):
+    """Merged experts, as transformers marks them: `is_transposed` if inputs are rows in memory."""
+
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.ones(2, 4, 4, dtype=torch.bfloat16))
+        self.is_transposed = is_transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.onednn = torch._C._get_mkldnn_enabled()
+        return x @ self.down_proj[0]
+
+
+@pytest.fixture(autouse=True)
+def slow_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "onednn_is_slow", lambda: True)
+
+
+def chosen(module: Any) -> Any:
+    products.choose_kernels(nn.Sequential(module))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "grad", "onednn"),
+    [
+        (torch.bfloat16, (1, 1, 64), False, False),
+        (torch.bfloat16, (64,), False, False),
+        (torch.bfloat16, (1, 2, 64), False, True),
+        (torch.bfloat16, (2, 1, 64), False, True),
+        (torch.bfloat16, (1, 1, 64), True, True),
+        (torch.float32, (1, 1, 64), False, True),
+    ],
+)
+def test_one_bfloat16_row_without_gradients_is_multiplied_by_torch(
+    dtype: torch.dtype, shape: tuple[int, ...], grad: bool, onednn: bool
+) -> None:
+    linear, x = chosen(Seen(64, 96, dtype=dtype)), torch.randn(shape, dtype=dtype)
+    with torch.set_grad_enabled(grad):
+        output = linear(x)
+    assert linear.onednn is onednn
+    assert torch._C._get_mkldnn_enabled()
+    exact = nn.functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    torch.testing.assert_close(output.double(), exact, atol=1e-2, rtol=1e-2)
+
+
+def test_onednn_is_on_again_after_an_error_and_stays_off_for_who_turned_it_off() -> None:
+    linear = chosen(Seen(64, 96, dtype=torch.bfloat16))
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        linear(torch.randn(1, 63, dtype=torch.bfloat16))
+    assert torch._C._get_mkldnn_enabled()
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        linear(torch.randn(1, 64, dtype=torch.bfloat16))
+        assert not torch._C._get_mkldnn_enabled()
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_whose_outputs_are_columns_keep_onednn(is_transposed: bool) -> None:
+    experts = chosen(Experts(is_transposed))
+    with torch.no_grad():
+        experts(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert experts.onednn is is_transposed
+
+
+def test_a_compiled_linear_has_no_breaks() -> None:
+    linear, x = chosen(nn.Linear(64, 96, dtype=torch.bfloat16)), torch.randn(1, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), nn.functional.linear(x, linear.weight, linear.bias))
