@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, cast
 
 from .errors import PlanError, shown
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
 
     from .checkpoint.reading.header import Checkpoint
     from .checkpoint.reading.jobs import Request
-    from .loading.memory import Holding
     from .loading.options import Options
-    from .loading.storage import Encoding, Storage
-    from .patches import Patch
     from .plans.binding import Binding
-    from .plans.rule import Entry
     from .plans.rules import Plan
     from .ranks.direct import Transport
     from .ranks.group import TensorParallelGroup
@@ -105,24 +100,39 @@ class PlanOption(Option):
 
 
 class Feature:
-    """What one feature adds to the core. Each method returns what is added; a method of this class adds nothing.
+    """What one feature adds to the core. Each attribute and method is what is added; those of this class add nothing.
 
-    `feature.py` is imported with the core and imports only this module at its top; a method imports what it returns, so
-    that a feature is imported when it is first used.
+    `feature.py` is imported with the core and imports only this module at its top. An attribute names a module of the
+    folder (".save"), or what a module has (".save.Saves"), and a method imports what it returns, so that a feature is
+    imported when it is first used.
     """
 
     requires: ClassVar[tuple[str, ...]] = ()
     """Features that this one imports, by their folders."""
     public: ClassVar[Mapping[str, str]] = {}
-    """Public names: "save_sharded" or "training.ExpertLoad" -> the module of the folder that has it, ".saving"."""
-
+    """Public names: "save_sharded" or "training.ExpertLoad" -> the module that has it."""
     torch_names: ClassVar[Mapping[str, str]] = {}
     """Private names of torch that this feature alone uses -> the consequence if torch lacks the name."""
-
-    def commands(self) -> Mapping[str, ModuleType]:
-        """Commands of `tp-transformers`: name -> module with SUMMARY, EXAMPLE, `configure(parser)` and
-        `run(arguments) -> exit code`. Such a module imports neither torch nor transformers before it runs."""
-        return {}
+    commands: ClassVar[Mapping[str, str]] = {}
+    """Commands of `tp-transformers`: name -> module with SUMMARY, EXAMPLE, `configure(parser)` and `run(arguments) ->
+    exit code`. Such a module imports neither torch nor transformers before it runs."""
+    options: ClassVar[Sequence[Option]] = ()
+    """Arguments of `from_pretrained`."""
+    sections: ClassVar[Sequence[str]] = ()
+    """Sections of plan files beside `attention`: classes of entries, which describe modules whose heads are split."""
+    storages: ClassVar[Sequence[str]] = ()
+    """Storages of weights. A load takes the first that finds its weights, in the order of `features()`, and asks the
+    core's safetensors files last."""
+    encodings: ClassVar[Sequence[str]] = ()
+    """Encodings of checkpoints; a load asks them in this order."""
+    holdings: ClassVar[Sequence[str]] = ()
+    """Holdings of parameters in other forms than tensors; a load asks them in this order."""
+    clients: ClassVar[Sequence[str]] = ()
+    """Patches of other libraries, held from `enable()` to `disable()`."""
+    model_methods: ClassVar[Sequence[str]] = ()
+    """Classes whose methods a loaded model has before those of the core; each calls `super()`."""
+    model_patches: ClassVar[Sequence[str]] = ()
+    """Patches of other libraries, held as long as a model lives that was loaded with a plan."""
 
     def planners(self) -> Mapping[str, Planner]:
         """Values of `tp_plan`: name -> the way to make a plan."""
@@ -132,33 +142,8 @@ class Feature:
         """Values of `tp_shares`: name -> the way to find the shares at the load. Collective over the group."""
         return {}
 
-    def sections(self) -> Sequence[type[Entry]]:
-        """Sections of plan files beside `attention`: their entries describe modules whose heads are split."""
-        return ()
-
     def check_plan(self, bound: Binding) -> Iterable[str]:
         """Faults of a plan that is bound to a model; notes for the user are added to `bound.notes`."""
-        return ()
-
-    def storages(self) -> Sequence[type[Storage]]:
-        """Storages of weights. A load takes the first that finds its weights, in the order of `features()`, and asks
-        the core's safetensors files last."""
-        return ()
-
-    def encodings(self) -> Sequence[type[Encoding]]:
-        """Encodings of checkpoints; a load asks them in this order."""
-        return ()
-
-    def holdings(self) -> Sequence[type[Holding]]:
-        """Holdings of parameters in other forms than tensors; a load asks them in this order."""
-        return ()
-
-    def clients(self) -> Sequence[Patch]:
-        """Patches of other libraries, held from `enable()` to `disable()`."""
-        return ()
-
-    def options(self) -> Sequence[Option]:
-        """Arguments of `from_pretrained`."""
         return ()
 
     def around_start(self) -> AbstractContextManager[Meet]:
@@ -199,14 +184,6 @@ class Feature:
 
     def after_save(self, group: TensorParallelGroup, file: Path, *, writes: bool) -> None:
         """Called on all ranks of all copies when `file` is written, on the ranks where `writes` is true. Collective."""
-
-    def model_methods(self) -> Sequence[type]:
-        """Classes whose methods a loaded model has before those of the core; each calls `super()`."""
-        return ()
-
-    def model_patches(self) -> Sequence[Patch]:
-        """Patches of other libraries, held as long as a model lives that was loaded with a plan."""
-        return ()
 
     def computes(self) -> Compute | None:
         """How torch functions compute on sharded parameters, outside of forwards; None for as the core does."""
@@ -252,21 +229,26 @@ def _feature(name: str) -> Feature:
 
 
 @cache
+def added(kind: str) -> Sequence[Any]:
+    """What all features add by the attribute `kind` of `Feature`, imported."""
+    found = []
+    for name, feature in features().items():
+        for path in getattr(feature, kind):
+            module, _, attribute = path.rpartition(".")
+            found.append(getattr(import_module(f".features.{name}{module}", __package__), attribute))
+    return found
+
+
+@cache
 def options() -> Sequence[Option]:
     """Options of all features."""
-    return [option for feature in features().values() for option in feature.options()]
+    return [option for feature in features().values() for option in feature.options]
 
 
 @cache
 def plan_options() -> Sequence[PlanOption]:
     """Those that rewrite a plan, in the order in which they do."""
     return sorted((option for option in options() if isinstance(option, PlanOption)), key=lambda option: option.order)
-
-
-@cache
-def model_patches() -> Sequence[Patch]:
-    """Patches of all features, held as long as a model lives that was loaded with a plan."""
-    return [patch for feature in features().values() for patch in feature.model_patches()]
 
 
 @cache

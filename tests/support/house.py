@@ -97,7 +97,7 @@ class House:
         """Lines of the core that name a feature: "module:line"."""
         words = set(seams.features()) - COMMON
         for feature in seams.features().values():
-            words |= {option.argument for option in feature.options()}
+            words |= {option.argument for option in feature.options}
             words |= {path.rpartition(".")[2] for path in feature.public} - COMMON
         found = re.compile(rf"\b({'|'.join(sorted(words))})\b").search
         core = ((name, path) for name, path in self.imports.files.items() if name not in self.feature_of)

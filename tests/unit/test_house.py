@@ -6,10 +6,11 @@ import pytest
 
 from tests.support.house import House
 from tests.support.needs import of_others
+from tp_transformers.seams import added
 
-CORE = 13014
+CORE = 12989
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 46038
+PACKAGE = 45737
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""
@@ -26,6 +27,13 @@ def house() -> House:
 
 def test_features_name_modules_that_exist(house: House) -> None:
     assert not house.unknown
+
+
+@pytest.mark.parametrize(
+    "kind", ["sections", "storages", "encodings", "holdings", "clients", "model_methods", "model_patches"]
+)
+def test_what_features_name_exists(kind: str) -> None:
+    assert added(kind)
 
 
 def test_imports_of_features_only_go_away(house: House) -> None:

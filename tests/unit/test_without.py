@@ -85,8 +85,8 @@ def check_commands(run: Run, gone: set[str], folder: Path) -> None:
     """The commands of the features `gone` are not there; each gives the error of a misspelt one."""
     helped = run("tp_transformers.commands.cli", "--help")
     assert helped.returncode == 0, helped.stderr
-    there = {command for name, feature in features().items() if name not in gone for command in feature.commands()}
-    every = {command for feature in features().values() for command in feature.commands()}
+    there = {command for name, feature in features().items() if name not in gone for command in feature.commands}
+    every = {command for feature in features().values() for command in feature.commands}
     for command in every:
         assert bool(re.search(rf"\n    {command}\s", helped.stdout)) == (command in there), helped.stdout
     lost = sorted(every - there)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from runpy import run_path
@@ -23,7 +23,9 @@ from ..seams import FOLDER, features
 from . import REFUSED, import_files
 
 COMMANDS: dict[str, Any] = {
-    name: module for feature in features().values() for name, module in feature.commands().items()
+    command: import_module(f"..features.{name}{module}", __package__)
+    for name, feature in features().items()
+    for command, module in feature.commands.items()
 }
 """Name -> module; see `Feature.commands`. No module imports torch before it runs, so that `--help` is fast."""
 

@@ -26,7 +26,7 @@ from ..plans.bind import Resolution
 from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
-from ..seams import features, first
+from ..seams import added, features, first
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo
 from .choose_plan import ModelPlan, plan_for, read_plan, resolve_shares
@@ -34,7 +34,7 @@ from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import load, partition_initialized
 from .options import INSTEAD, OPTIONS, check_arguments, refuse_without_tp_plan, take_options, with_options
 from .request import LoadRequest
-from .storage import Asked, Encoding, Storage, encodings, storages
+from .storage import Asked, Encoding, Storage
 
 Instead = Callable[[PreTrainedModel, Plan, LoadRequest], tuple[Resolution, LoadReport, LoadStateDictInfo]]
 """(model on the meta device, its plan, request of the load) -> binding of the plan, and results as those of `load`."""
@@ -85,7 +85,7 @@ def _from_pretrained(original: Callable[..., Any], cls: type, args: tuple[Any, .
         warn_of_size_alone(kwargs.get("tp_size"))
         if _current.get() is None:
             asked = Asked(cls, _name(args, kwargs), {}, kwargs)
-            for kind in storages():
+            for kind in added("storages"):
                 kind.check_unplanned(asked)
             if not kwargs.keys() & {"tp_size", "device_mesh", "distributed_config"}:
                 warn_of_full_copies()
@@ -127,10 +127,10 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
         group = dataclasses.replace(group, reduce_dtype=options.get("tp_reduce_dtype"))
         for argument in INSTEAD:
             kwargs.pop(argument, None)
-        storage = first((kind.find(asked) for kind in storages()), Storage())
+        storage = first((kind.find(asked) for kind in added("storages")), Storage())
         current = _Load(asked, read_plan(tp_plan), group, storage)
         # 3. All ranks ask for the same weights.
-        same: dict[str, object] = {"the releases": _releases(), **{kind.argument: None for kind in storages()}}
+        same: dict[str, object] = {"the releases": _releases(), **{kind.argument: None for kind in added("storages")}}
         same |= {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
         group.check_same(same | {storage.argument: storage.agreed})
         for feature in features().values():
@@ -196,7 +196,8 @@ def find_quantizer(
     """
     folder, known = current.asked.folder or Path(config.name_or_path), current.storage.encoding
     where: dict[str, Any] = {"folder": folder, "known": known, "device": current.group.device}
-    current.encoding = first((kind.find(config, quantization_config, **where) for kind in encodings()), Encoding())
+    found = (kind.find(config, quantization_config, **where) for kind in added("encodings"))
+    current.encoding = first(found, Encoding())
     is_quantized = quantization_config is not None or getattr(config, "quantization_config", None) is not None
     if is_quantized and type(current.encoding) is Encoding:
         fix = "Choose a checkpoint in floating point, without quantization_config."

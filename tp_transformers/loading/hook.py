@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..patches import Patch, Undo, replace_all
-from ..seams import features
+from ..seams import added
 from ..transformers_api import auto_classes, check, modeling_utils
 from . import forgotten
 
@@ -37,7 +37,7 @@ def _replace_all() -> Undo:
 
 
 _HOOK = Patch("transformers", "from_pretrained", _replace_all)
-_HELD = (_HOOK, *(patch for feature in features().values() for patch in feature.clients()))
+_HELD = (_HOOK, *added("clients"))
 """Held from `enable()` to `disable()`."""
 
 

@@ -18,7 +18,7 @@ from ..checkpoint.reading.jobs import Progress, Statistics
 from ..checkpoint.reading.local_file import LocalFile
 from ..checkpoint.reading.memory import empty
 from ..ranks.group import TensorParallelGroup
-from ..seams import features, first
+from ..seams import added, first
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
 from .request import Computed, LoadRequest, Reads, read_together, split_reads
@@ -115,8 +115,8 @@ class Memory:
         """
         self.group, self.request, self.dtypes = group, request, targets.dtypes
         shards = targets.shards(group.rank)
-        kinds = (kind for feature in features().values() for kind in feature.holdings())
-        self.holding = first((kind.find(model, targets, shards, group.device, request) for kind in kinds), Holding())
+        found = (kind.find(model, targets, shards, group.device, request) for kind in added("holdings"))
+        self.holding: Holding = first(found, Holding())
         self.shards = {name: shard for name, shard in shards.items() if name not in self.holding.weights}
         """Expressions of all parameters but those that are held in another form."""
         self.values: dict[str, torch.Tensor] = {}

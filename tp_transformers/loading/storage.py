@@ -19,7 +19,7 @@ from ..checkpoint.reading.header import Checkpoint, check_files, read_index, wit
 from ..checkpoint.reading.jobs import Request
 from ..errors import CheckpointError
 from ..ranks.group import TensorParallelGroup
-from ..seams import features, first
+from ..seams import added, first
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Source
 from ..transformers_api import LoadStateDictConfig, extract_commit_hash
@@ -59,7 +59,8 @@ class Encoding:
 
     def recognised(self, tensors: Tensors, names: Collection[str]) -> Encoding:
         """The encoding that tensors show, if no config says it; `names`: those of the model."""
-        return first((kind.find_in(tensors, names) for kind in encodings()), self)
+        kinds: Sequence[type[Encoding]] = added("encodings")
+        return first((kind.find_in(tensors, names) for kind in kinds), self)
 
     def read_first(self, tensors: Tensors) -> list[str]:
         """Name the tensors whose values determine how others are sliced; they are read first."""
@@ -71,7 +72,7 @@ class Encoding:
         """Write the parameters of `model`, of the full `shapes`, as expressions over `tensors` of a LoadRequest."""
         entries = None if request.storage.has_own_names else request.config.weight_mapping
         conversion = convert(model, tensors, shapes, entries)
-        for kind in encodings():
+        for kind in added("encodings"):
             kind.check_plain(tensors, conversion, shapes.keys() - conversion.expressions.keys())
         return conversion
 
@@ -81,11 +82,6 @@ class Encoding:
 
     def log(self, stored: int, held: int, *, is_kept: bool) -> None:
         """Log bytes in files and in memory; `is_kept`: whether parameters have another form than tensors in memory."""
-
-
-def encodings() -> list[type[Encoding]]:
-    """The encodings of all features."""
-    return [kind for feature in features().values() for kind in feature.encodings()]
 
 
 @dataclass(frozen=True)
@@ -199,11 +195,6 @@ class Storage:
     def origin(self, name: str, files: Sequence[str]) -> Mapping[str, Any]:
         """The name and the commit of the checkpoint, which a save writes down."""
         return {"name": name or None, "commit_hash": extract_commit_hash(next(iter(files), None), None)}
-
-
-def storages() -> list[type[Storage]]:
-    """The storages of all features."""
-    return [kind for feature in features().values() for kind in feature.storages()]
 
 
 def _check_index(arguments: Mapping[str, Any], download: Mapping[str, Any]) -> None:

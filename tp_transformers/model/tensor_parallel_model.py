@@ -17,7 +17,7 @@ from ..copies import copied_only
 from ..marks import untyped
 from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
-from ..seams import Mixin, collective, features, model_patches
+from ..seams import Mixin, added, collective, features
 from ..strategies import SHARD, local_tensor
 from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
@@ -76,7 +76,7 @@ class TensorParallelModel(Mixin):
 
 def hold_patches(model: object) -> None:
     """Keep the patches of torch and others that handle shards in place as long as `model` lives."""
-    for patch in (FULL_NORMS, *model_patches()):
+    for patch in (FULL_NORMS, *added("model_patches")):
         patch.hold_for(model)
 
 
@@ -91,8 +91,7 @@ def become_tensor_parallel(model: nn.Module, resolution: Resolution, group: Tens
 def _tensor_parallel_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     bases = (TensorParallelGeneration, TensorParallelModel) if hasattr(cls, "generate") else (TensorParallelModel,)
-    added = [methods for feature in features().values() for methods in feature.model_methods()]
-    return type(cls.__name__, (*added, *bases, cls), names)
+    return type(cls.__name__, (*added("model_methods"), *bases, cls), names)
 
 
 def keep_state(module: nn.Module) -> None:

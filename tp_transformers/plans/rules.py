@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..anatomy import base_prefix, inner_models, is_inside
 from ..errors import PlanError, list_faults, nearest, shorten, shown
-from ..seams import features
+from ..seams import added
 from ..slices.layout import Ranks
 from .attention import Attention
 from .parse import DECLARED, IN_BASE_MODEL, RULES, check_sections, entries, is_name, names_of, rule_arguments
@@ -225,7 +225,7 @@ class Plan:
 @cache
 def sections() -> Mapping[str, type[Entry]]:
     """Sections of plans beside those of rules: name -> class of its entries."""
-    kinds: list[type[Entry]] = [Attention, *(kind for feature in features().values() for kind in feature.sections())]
+    kinds: list[type[Entry]] = [Attention, *added("sections")]
     return {kind.section: kind for kind in kinds}
 
 

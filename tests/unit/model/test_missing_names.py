@@ -22,7 +22,7 @@ from tests.support.needs import needs
 from tp_transformers import UnsupportedError
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
-from tp_transformers.seams import model_patches
+from tp_transformers.seams import added
 from tp_transformers.strategies import SHARD
 
 
@@ -98,7 +98,7 @@ def batch(params: list[nn.Parameter]) -> None:
         return
 
 
-PATCHES = {patch.name: patch for patch in model_patches()}
+PATCHES = {patch.name: patch for patch in added("model_patches")}
 CASES: dict[str, tuple[Any, str, Callable[[list[nn.Parameter]], Any]]] = {
     "GradScaler": (GradScaler, "_unscale_grads_", scale),
     "optimizers": (torch.optim.Optimizer, "profile_hook_step", torch.optim.SGD),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,10 +35,9 @@ class BatchOption(PlanOption):
 class BatchSharding(Feature):
     """`tp_batch_sharded`."""
 
-    requires: ClassVar[tuple[str, ...]] = ("expert_parallel", "sequence")
-
-    def options(self) -> Sequence[Option]:
-        return (BatchOption(),)
+    requires = ("expert_parallel", "sequence")
+    options = (BatchOption(),)
+    model_methods = (".batch.BatchModel",)
 
     def loaded(self, model: Any) -> None:
         from ...strategies.signature import BATCH, REPLICATED
@@ -50,11 +48,6 @@ class BatchSharding(Feature):
                 from .batch_blocks import SharedRandomness
 
                 SharedRandomness(model.tp_group).attach(model.get_submodule(name))
-
-    def model_methods(self) -> Sequence[type]:
-        from .batch import BatchModel
-
-        return (BatchModel,)
 
 
 FEATURE = BatchSharding()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from ...seams import RAISES, Feature, Planned
 
@@ -12,8 +12,8 @@ class DataParallelism(Feature):
     """Copies of a model train on different batches."""
 
     requires = ("watch",)
-    public = {"data_parallel": ".data_parallel"}  # noqa: RUF012
-    torch_names: ClassVar[Mapping[str, str]] = {
+    public = {"data_parallel": ".data_parallel"}
+    torch_names = {
         "torch.autograd.Variable._execution_engine": RAISES,  # averages end with the backward
         "torch.Tensor._post_accumulate_grad_hooks": RAISES,  # hooks that see the gradient of one copy
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state": RAISES,  # calls of modules inside of FSDP's, as all below

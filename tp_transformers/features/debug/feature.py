@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ...seams import Feature
@@ -15,23 +14,19 @@ class Debugging(Feature):
     """
 
     requires = ("places",)
-    public = {  # noqa: RUF012 - of Feature
+    public = {
         "debug.Partition": ".partition",
         "debug.check_inputs": ".same_inputs",
         "debug.check_replicas": ".replicas",
         "debug.head_counts": ".partition",
         "debug.partition": ".partition",
     }
+    model_methods = (".replicas.DriftingModel",)
 
     def loaded(self, model: Any) -> None:
         from .same_inputs import check_if_enabled
 
         check_if_enabled(model)
-
-    def model_methods(self) -> Sequence[type]:
-        from .replicas import DriftingModel
-
-        return (DriftingModel,)
 
 
 FEATURE = Debugging()

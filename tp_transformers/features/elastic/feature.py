@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
-
 from ...seams import Feature
 
 
@@ -12,11 +9,7 @@ class Elastic(Feature):
     """`tp-transformers serve --elastic`: the ranks that are left finish the requests of a lost rank."""
 
     requires = ("command_line", "reshard", "run", "serve", "shares", "watch")
-
-    def commands(self) -> Mapping[str, ModuleType]:
-        from . import command
-
-        return {"serve": command}
+    commands = {"serve": ".command"}
 
 
 FEATURE = Elastic()

@@ -148,7 +148,7 @@ def _patches() -> list[Any]:
     """Every patch."""
     from ...loading import from_pretrained, hook  # noqa: F401 - import those of the core
     from ...patches import ALL
-    from ...seams import model_patches
+    from ...seams import added
 
-    model_patches()
+    added("model_patches")
     return ALL

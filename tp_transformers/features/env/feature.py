@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
-
 from ...seams import Feature
 
 
@@ -12,11 +9,7 @@ class Env(Feature):
     """What a report of a problem begins with."""
 
     requires = ("shared_memory",)
-
-    def commands(self) -> Mapping[str, ModuleType]:
-        from . import command
-
-        return {"env": command}
+    commands = {"env": ".command"}
 
 
 FEATURE = Env()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...patches import Patch
     from ...plans.rules import Plan
     from ...strategies import TensorParallelLayer
 
@@ -34,16 +33,10 @@ class ExpertOption(PlanOption):
 class ExpertParallelism(Feature):
     """`tp_expert_parallel`, and experts that exchange tokens."""
 
-    requires: ClassVar[tuple[str, ...]] = ("rewriting", "sequence")
-    public: ClassVar[Mapping[str, str]] = {"training.ExpertLoad": ".expert_load"}
-
-    def options(self) -> Sequence[Option]:
-        return (ExpertOption(),)
-
-    def clients(self) -> Sequence[Patch]:
-        from .patch import EP_IMPLEMENTATION
-
-        return (EP_IMPLEMENTATION,)
+    requires = ("rewriting", "sequence")
+    public = {"training.ExpertLoad": ".expert_load"}
+    options = (ExpertOption(),)
+    clients = (".patch.EP_IMPLEMENTATION",)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from .exchange import SequenceExpertsParallel

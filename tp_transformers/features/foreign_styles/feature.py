@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...seams import Feature
 
 if TYPE_CHECKING:
-    from ...patches import Patch
     from ...strategies import TensorParallelLayer
 
 
 class ForeignStyles(Feature):
     """Plans hold styles of `torch.distributed.tensor.parallel`, and names that are registered with transformers."""
+
+    clients = (".registration.REGISTRATION",)
 
     def strategy_of(self, value: Any) -> TensorParallelLayer | None:
         from .adapting import adapted, registered
@@ -24,11 +24,6 @@ class ForeignStyles(Feature):
         from .adapting import style_hint
 
         return style_hint(name)
-
-    def clients(self) -> Sequence[Patch]:
-        from .registration import REGISTRATION
-
-        return (REGISTRATION,)
 
 
 FEATURE = ForeignStyles()

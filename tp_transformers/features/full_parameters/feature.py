@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ...seams import REFUSED, Compute, Feature
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...loading.options import Options
-    from ...patches import Patch
     from ...ranks.group import TensorParallelGroup
 
 
@@ -22,11 +21,11 @@ class FullParameters(Feature):
     Embeddings of another size, too.
     """
 
-    public: ClassVar[Mapping[str, str]] = {
+    public = {
         "training.full_parameters": ".full_parameters",
         "training.parameter_groups": ".optimizers.scopes",
     }
-    torch_names: ClassVar[Mapping[str, str]] = {
+    torch_names = {
         "torch.amp.GradScaler._unscale_grads_": "GradScaler refuses shards",
         "torch.distributed.tensor.distribute_module._distribute_module_applied": REFUSED,  # left out of copies
         "torch.nn.Module._forward_pre_hooks": REFUSED,
@@ -34,6 +33,13 @@ class FullParameters(Feature):
         "torch.nn.Module._state_dict_hooks": REFUSED,
         "torch.nn.utils.parametrize._maybe_set": "remove_parametrizations raises",
     }
+    model_methods = (".embeddings.ResizableModel", ".state.FullModel")
+    model_patches = (
+        ".values.ASSIGNED_VALUES",
+        ".values.FULL_BYTES",
+        ".optimizers.step.STEPS_ON_SHARDS",
+        ".optimizers.grad_scaler.SHARED_INFINITIES",
+    )
 
     def computes(self) -> Compute:
         from .computing import compute_on
@@ -54,19 +60,6 @@ class FullParameters(Feature):
         from .state import load_own_shards
 
         module.register_load_state_dict_pre_hook(load_own_shards)
-
-    def model_methods(self) -> Sequence[type]:
-        from .embeddings import ResizableModel
-        from .state import FullModel
-
-        return ResizableModel, FullModel
-
-    def model_patches(self) -> Sequence[Patch]:
-        from .optimizers.grad_scaler import SHARED_INFINITIES
-        from .optimizers.step import STEPS_ON_SHARDS
-        from .values import ASSIGNED_VALUES, FULL_BYTES
-
-        return ASSIGNED_VALUES, FULL_BYTES, STEPS_ON_SHARDS, SHARED_INFINITIES
 
 
 FEATURE = FullParameters()

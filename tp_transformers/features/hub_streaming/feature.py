@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from ...errors import UnsupportedError
 from ...seams import Feature, Option
-
-if TYPE_CHECKING:
-    from ...loading.storage import Storage
 
 
 class Stream(Option):
@@ -28,18 +25,9 @@ class Stream(Option):
 class HubStreaming(Feature):
     """Weights on the Hub without a download: each byte is fetched once, by one rank; rank 0 uploads what all saved."""
 
-    def options(self) -> Sequence[Option]:
-        return (Stream(),)
-
-    def storages(self) -> Sequence[type[Storage]]:
-        from .hub import HubFiles
-
-        return (HubFiles,)
-
-    def model_methods(self) -> Sequence[type]:
-        from .push import PushedModel
-
-        return (PushedModel,)
+    options = (Stream(),)
+    storages = (".hub.HubFiles",)
+    model_methods = (".push.PushedModel",)
 
 
 FEATURE = HubStreaming()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...seams import Feature, Planner
@@ -21,11 +20,7 @@ class Infer(Feature):
     """A plan for an architecture without one, from a small model of it."""
 
     requires = ("architectures", "command_line", "mixers", "refusals", "verify")
-
-    def commands(self) -> Mapping[str, ModuleType]:
-        from . import command
-
-        return {"suggest": command}
+    commands = {"suggest": ".command"}
 
     def planners(self) -> Mapping[str, Planner]:
         return {"infer": Planner(_infer, ADVICE)}

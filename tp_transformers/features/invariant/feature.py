@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,9 +32,7 @@ class Invariant(Feature):
     """`tp_invariant`, and the strategies that take the place of others."""
 
     requires = ("rewriting",)
-
-    def options(self) -> Sequence[Option]:
-        return (InvariantOption(),)
+    options = (InvariantOption(),)
 
     def loaded(self, model: Any) -> None:
         if model.tp_resolution.keeps_order:

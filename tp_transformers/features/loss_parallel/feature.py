@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-from ...seams import RAISES, Feature, Option, PlanOption
+from ...seams import RAISES, Feature, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,11 +29,9 @@ class LossOption(PlanOption):
 class LossParallelism(Feature):
     """`tp_loss_parallel`, its strategies, and `tp_transformers.strategies.vocab_parallel_cross_entropy`."""
 
-    public: ClassVar[Mapping[str, str]] = {"strategies.vocab_parallel_cross_entropy": ".cross_entropy"}
-    torch_names: ClassVar = {"torch._assert_async": RAISES}  # the loss refuses labels that are no token
-
-    def options(self) -> Sequence[Option]:
-        return (LossOption(),)
+    public = {"strategies.vocab_parallel_cross_entropy": ".cross_entropy"}
+    torch_names = {"torch._assert_async": RAISES}  # the loss refuses labels that are no token
+    options = (LossOption(),)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from .cross_entropy import LossColwiseParallel, LossParallel

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ...seams import Feature
 
 if TYPE_CHECKING:
-    from ...plans.rule import Entry
     from ...strategies import TensorParallelLayer
 
 
 class Mixers(Feature):
     """The section `mixers` of plans, and the strategies of mixers' modules."""
 
-    def sections(self) -> Sequence[type[Entry]]:
-        from .mixer import Mixer
-
-        return (Mixer,)
+    sections = (".mixer.Mixer",)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from .strategies import ChannelwiseParallel, GatedNormParallel, InnerRowwiseParallel

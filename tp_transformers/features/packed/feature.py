@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 from ...errors import PlanError
 from ...seams import RAISES, Feature, Option
-
-if TYPE_CHECKING:
-    from ...loading.memory import Holding
-    from ...loading.storage import Encoding
 
 
 class Dequantize(Option):
@@ -30,7 +26,7 @@ class Packed(Feature):
     """Weights are decoded in each forward, or multiplied as they are packed."""
 
     requires = ("full_parameters", "quantized")
-    torch_names: ClassVar[Mapping[str, str]] = {
+    torch_names = {
         "torch.ops.aten._convert_weight_to_int4pack": "packed weights are decoded in a forward",
         "torch.ops.aten._convert_weight_to_int4pack_for_cpu": "packed weights are decoded in a forward",
         "torch.ops.aten._unsafe_view": RAISES,
@@ -38,24 +34,10 @@ class Packed(Feature):
         "torch.ops.aten._weight_int4pack_mm_for_cpu": "packed weights are decoded in a forward",
         "torch.ops.aten._weight_int8pack_mm": "packed weights are decoded in a forward",
     }
-
-    def options(self) -> Sequence[Option]:
-        return (Dequantize(),)
-
-    def encodings(self) -> Sequence[type[Encoding]]:
-        from .holding import Arriving
-
-        return (Arriving,)
-
-    def holdings(self) -> Sequence[type[Holding]]:
-        from .holding import Packing
-
-        return (Packing,)
-
-    def model_methods(self) -> Sequence[type]:
-        from .placeholder import PackedModel
-
-        return (PackedModel,)
+    options = (Dequantize(),)
+    encodings = (".holding.Arriving",)
+    holdings = (".holding.Packing",)
+    model_methods = (".placeholder.PackedModel",)
 
 
 FEATURE = Packed()

@@ -24,8 +24,7 @@ class Prefetch(Option):
 class PageCache(Feature):
     """Ranks of a node read a checkpoint that is not in memory once, together."""
 
-    def options(self) -> Sequence[Option]:
-        return (Prefetch(),)
+    options = (Prefetch(),)
 
     def around_reads(
         self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ...patches import Patch
     from ...plans.binding import Binding
     from ...plans.rules import Plan
 
@@ -29,9 +28,9 @@ class Refusals(Feature):
     """Plans, wrappers, replaced modules, kernels, transforms and caches that do not fit shards raise on all ranks."""
 
     requires = ("watch",)  # whose calls, around these, tell the other ranks
-
-    def options(self) -> Sequence[Option]:
-        return (AllowReplicated(),)
+    options = (AllowReplicated(),)
+    model_methods = (".refusals.RefusingModel",)
+    model_patches = (".refusals.UNSHARDED_MODELS_ONLY", ".refusals.UNSHARDED_MODULES_RAISE")
 
     def check_plan(self, bound: Binding) -> Iterable[str]:
         from .fractions import check_layers_are_sharded
@@ -40,16 +39,6 @@ class Refusals(Feature):
         if not (faults := list(misfits(bound))):
             check_layers_are_sharded(bound)
         return faults
-
-    def model_methods(self) -> Sequence[type]:
-        from .refusals import RefusingModel
-
-        return (RefusingModel,)
-
-    def model_patches(self) -> Sequence[Patch]:
-        from .refusals import UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE
-
-        return (UNSHARDED_MODELS_ONLY, UNSHARDED_MODULES_RAISE)
 
 
 FEATURE = Refusals()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
-
 from ...seams import Feature
 
 
@@ -12,11 +9,7 @@ class Run(Feature):
     """A script, unedited, on N ranks, with each error printed once."""
 
     requires = ("command_line",)
-
-    def commands(self) -> Mapping[str, ModuleType]:
-        from . import command
-
-        return {"run": command}
+    commands = {"run": ".command"}
 
 
 FEATURE = Run()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from ...seams import Feature, Option, PlanOption
+from ...seams import Feature, PlanOption
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,17 +29,15 @@ class SequenceOption(PlanOption):
 class SequenceParallelism(Feature):
     """`tp_sequence_parallel`, its strategies, and `tp_transformers.strategies.SequenceParallel`."""
 
-    public: ClassVar[Mapping[str, str]] = {"strategies.SequenceParallel": ".sequence"}
+    public = {"strategies.SequenceParallel": ".sequence"}
     requires = ("rewriting",)
-    torch_names: ClassVar[Mapping[str, str]] = {
+    torch_names = {
         "torch.nn.modules.module._global_backward_hooks": "no warning of them",
         "torch.nn.modules.module._global_backward_pre_hooks": "no warning of them",
         "torch.nn.modules.module._global_forward_hooks": "no warning of them",
         "torch.nn.modules.module._global_forward_pre_hooks": "no warning of them",
     }
-
-    def options(self) -> Sequence[Option]:
-        return (SequenceOption(),)
+    options = (SequenceOption(),)
 
     def loaded(self, model: Any) -> None:
         strategies = model.tp_resolution.module_strategies.values()

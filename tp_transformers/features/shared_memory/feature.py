@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from ...seams import RAISES, REFUSED, Feature
 
@@ -17,7 +16,7 @@ class SharedMemory(Feature):
     """Ranks sum through memory that all of them map, instead of by gloo."""
 
     requires = ("places",)
-    torch_names: ClassVar[Mapping[str, str]] = {
+    torch_names = {
         "torch._inductor.ir.TensorBox": RAISES,  # operators of ours in compiled graphs, as all of Inductor below
         "torch._inductor.ir._CollectiveKernel.create_out_of_place": RAISES,
         "torch._inductor.lowering.add_layout_constraint": RAISES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ...seams import Feature, Measure
 
@@ -11,16 +11,12 @@ class Shares(Feature):
     """Ranks on devices of unlike memory, speed or kind."""
 
     requires = ("planner",)
+    model_methods = (".tokens.UnequalModel",)
 
     def measures(self) -> Mapping[str, Measure]:
         from .measures import by_memory, by_speed
 
         return {"memory": by_memory, "speed": by_speed}
-
-    def model_methods(self) -> Sequence[type]:
-        from .tokens import UnequalModel
-
-        return (UnequalModel,)
 
 
 FEATURE = Shares()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import ModuleType
-
 from ...seams import Feature
 
 
@@ -12,11 +9,7 @@ class Verify(Feature):
     """A small random model on several ranks, compared with one process."""
 
     requires = ("command_line", "quantized", "run")
-
-    def commands(self) -> Mapping[str, ModuleType]:
-        from . import command
-
-        return {"verify": command}
+    commands = {"verify": ".command"}
 
 
 FEATURE = Verify()

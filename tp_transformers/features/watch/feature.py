@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from ...seams import REFUSED, Feature, Option
 
@@ -30,16 +29,15 @@ class Watching(Feature):
     """Ranks of a model watch one another: `tp_watch`, `fail_together` and `renew_process_group`."""
 
     requires = ("places",)
-    public: ClassVar = {"fail_together": ".calls", "renew_process_group": ".renew"}
-    torch_names: ClassVar[Mapping[str, str]] = {
+    public = {"fail_together": ".calls", "renew_process_group": ".renew"}
+    torch_names = {
         "torch._dynamo.eval_frame.OptimizedModule": "calls of compiled modules are not watched",
         "torch.distributed.ProcessGroupGloo._get_sequence_number_for_group": REFUSED,  # collectives of a rank
         "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "meshes find a renewed group by themselves",
         "torch.distributed.device_mesh.DeviceMesh._pg_registry": "meshes find a renewed group by themselves",
     }
-
-    def options(self) -> Sequence[Option]:
-        return (WatchOption(),)
+    options = (WatchOption(),)
+    model_methods = (".calls.WatchedModel",)
 
     def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[None]:
         from .calls import load_watched
@@ -50,11 +48,6 @@ class Watching(Feature):
         from .calls import keep_watching
 
         keep_watching(model)
-
-    def model_methods(self) -> Sequence[type]:
-        from .calls import WatchedModel
-
-        return (WatchedModel,)
 
     def around_call(self, caller: Any) -> AbstractContextManager[Any]:
         from .calls import around_call

@@ -21,7 +21,7 @@ from tp_transformers import patches, torch_api, transformers_api
 from tp_transformers.loading import hook  # noqa: F401 - makes all patches, before a test takes them away
 from tp_transformers.model import clip  # noqa: F401 - likewise
 from tp_transformers.patches import Patch, nothing, replace_all
-from tp_transformers.seams import model_patches
+from tp_transformers.seams import added
 
 
 def env(variables: dict[str, str]) -> str:
@@ -63,7 +63,7 @@ def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monk
 
 def test_what_the_installed_releases_lack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(__name__="library.module")
-    model_patches()
+    added("model_patches")
     monkeypatch.setattr(patches, "ALL", [])
     Patch("library", "doubling", lambda: replace_all([(library, "_double", lambda original: None)]))
     Patch("library", "halving", lambda: replace_all([(library, "_halve", lambda original: None)]), without=nothing)
