@@ -15,7 +15,8 @@ from .processes import ProcessError
 from .report import save
 
 NAMES = ("load", "forward", "collectives", "quantised", "speeds")
-"""Each is a module `bench_NAME` with `parse` (its options), `measure`, `table`, and `file`, the name of the table."""
+"""Each is a module `bench_NAME` with `parse` (its options), `measure`, `table`, and `file`, the name of a table other
+than NAME-cpu."""
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -38,7 +39,8 @@ def main() -> int:
     except (ProcessError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1
-    text, path = benchmark.table(result), arguments.results / benchmark.file(arguments)
+    file = benchmark.file(arguments) if hasattr(benchmark, "file") else f"{name}-cpu"
+    text, path = benchmark.table(result), arguments.results / file
     save(path, result, text)
     print(f"\n{text}\n{path}.json, .md")
     return 0

@@ -6,13 +6,26 @@ Ranks on this machine time both alternately, on the same tensors; the slowest ra
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from . import machine, processes
-from .collectives import KINDS, SIDES, Job
-from .report import shown_machine, shown_spread, slowest, spread
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_transformers.ranks import direct
+from tp_transformers.ranks.direct import BACKEND, connect, transport_of
+
+from . import processes
+from .ranks import in_turn, joined
+from .report import page, shown_spread, slowest, spread, spread_of_ratios
+
+SIDES = ("memory", "gloo")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "vote")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -30,69 +43,92 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure all numbers of ranks. Raises ProcessError if a process fails or takes too long."""
     result |= {"rounds": arguments.rounds, "ranks": {}}
     for size in map(int, arguments.ranks.split(",")):
-        result["ranks"][str(size)] = found = _summary(_run(arguments, size))
+        with tempfile.TemporaryDirectory() as scratch:
+            job = {
+                "store": f"{scratch}/store",
+                "size": size,
+                "rounds": arguments.rounds,
+                "kinds": arguments.kinds.split(","),
+                "nbytes": [int(each) for each in arguments.nbytes.split(",")],
+            }
+            ranks = processes.run_ranks(f"{__name__}:on_rank", job, timeout=arguments.timeout)
+        result["ranks"][str(size)] = found = _summary(ranks)
         print(*_rows(str(size), found), sep="\n", flush=True)
 
 
-def file(arguments: argparse.Namespace) -> str:
-    """The name of the table."""
-    return "collectives-cpu"
+def on_rank(store: str, rank: int, size: int, rounds: int, kinds: list[str], nbytes: list[int]) -> list[dict[str, Any]]:
+    """The kind, dtype and bytes of a rank of each measurement, with the seconds of a call by side and round."""
+    rows = []
+    with joined(store, rank, size):
+        groups = {side: dist.new_group() for side in SIDES}
+        connect(groups["memory"])
+        if transport_of(groups["memory"]) is BACKEND:
+            raise RuntimeError("ranks share no memory here")
+        for kind in kinds:
+            for name, dtype in DTYPES.items() if kind != "vote" else [("", torch.uint8)]:
+                for count in nbytes if kind != "vote" else nbytes[:1]:
+                    x = torch.ones(max(count // dtype.itemsize // size, 1) * size, dtype=dtype)
+                    calls = {side: _call(kind, x, group) for side, group in groups.items()}
+                    timed = {side: partial(_seconds, call, _times(call)) for side, call in calls.items()}
+                    rows.append({"kind": kind, "dtype": name, "bytes": count, "seconds": in_turn(timed, rounds)})
+    return rows
 
 
-def _run(arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        job = Job(
-            store=f"{scratch}/store",
-            size=size,
-            rank=0,
-            rounds=arguments.rounds,
-            kinds=arguments.kinds.split(","),
-            nbytes=[int(each) for each in arguments.nbytes.split(",")],
-        )
-        return processes.run(
-            "benchmarks.collectives",
-            [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
-            timeout=arguments.timeout,
-            env=[{"OMP_NUM_THREADS": str(max(1, machine.facts()["cores"] // size))} for _ in range(size)],
-        )
+def _call(kind: str, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
+    if kind == "vote":
+        memory, answers = transport_of(group), [None] * group.size()
+        if memory is not BACKEND:
+            return lambda: memory.messages(b"a vote of a load")
+        return lambda: dist.all_gather_object(answers, "a vote of a load", group=group)
+    if kind == "all_reduce":  # of ones: the sum stays finite as a maximum does
+        return lambda: direct.all_reduce(x, group) or x.fill_(1)
+    if kind == "all_gather":
+        return lambda: direct.all_gather(x, group)
+    return lambda: direct.reduce_scatter(x, group)
 
 
-def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """For each kind, dtype and size: seconds of each side on the slowest rank, and the ratio gloo to memory."""
-    found: dict[str, Any] = {}
-    for kind, dtypes in ranks[0].items():
-        for dtype, sizes in dtypes.items():
-            for nbytes in sizes:
-                seconds = slowest([rank[kind][dtype][nbytes] for rank in ranks])
-                ratio = spread([gloo / own for gloo, own in zip(seconds["gloo"], seconds["memory"], strict=True)])
-                row = {"seconds": {side: spread(seconds[side]) for side in SIDES}, "ratio": ratio}
-                found.setdefault(kind, {}).setdefault(dtype, {})[nbytes] = row
-    return found
+def _times(call: Callable[[], Any]) -> int:
+    """Number of calls per round, for about 20 ms; the same on all ranks."""
+    for _ in range(3):
+        call()
+    times = torch.tensor([max(1, min(200, int(0.02 / _seconds(call, 3))))])
+    dist.broadcast(times, 0)
+    return int(times)
+
+
+def _seconds(call: Callable[[], Any], times: int) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - began) / times
+
+
+def _summary(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The measurements, with the seconds of the slowest rank, and the ratios of gloo's to those of shared memory."""
+    rows = []
+    for row, *others in zip(*ranks, strict=True):
+        seconds = slowest([each["seconds"] for each in (row, *others)])
+        found = {"seconds": {side: spread(seconds[side]) for side in SIDES}}
+        rows.append({**row, **found, "ratio": spread_of_ratios(seconds["gloo"], seconds["memory"])})
+    return rows
 
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of all numbers of ranks, kinds and sizes; the machine and versions are below it."""
-    lines = [
-        "| collective | ranks | dtype | bytes of a rank | memory | gloo | gloo by memory |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        *(row for size, found in result["ranks"].items() for row in _rows(size, found)),
-    ]
-    about = result["machine"]
-    remarks = [
-        f"{result['rounds']} rounds, the sides in turn, the slowest rank, median (min to max); {about['date']}",
+    return page(
+        result,
+        ["collective", "ranks", "dtype", "bytes of a rank", "memory", "gloo", "gloo by memory"],
+        [row for size, found in result["ranks"].items() for row in _rows(size, found)],
+        f"{result['rounds']} rounds, the sides in turn, the slowest rank, median (min to max)",
         "a vote is a short message of every rank to all; gloo's is torch's all_gather_object",
-        shown_machine(about),
-        f"`{result['command']}`",
-    ]
-    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+    )
 
 
-def _rows(size: str, found: dict[str, Any]) -> list[str]:
+def _rows(size: str, found: list[dict[str, Any]]) -> list[str]:
     rows = []
-    for kind, dtypes in found.items():
-        for dtype, sizes in dtypes.items():
-            for nbytes, row in sizes.items():
-                times = " | ".join(f"{row['seconds'][side]['median'] * 1e6:.0f} us" for side in SIDES)
-                shown = f"{int(nbytes):,}" if kind != "vote" else ""
-                rows.append(f"| {kind} | {size} | {dtype} | {shown} | {times} | {shown_spread(row['ratio'])} |")
+    for row in found:
+        times = " | ".join(f"{row['seconds'][side]['median'] * 1e6:.0f} us" for side in SIDES)
+        shown = f"{row['bytes']:,}" if row["kind"] != "vote" else ""
+        rows.append(f"| {row['kind']} | {size} | {row['dtype']} | {shown} | {times} | {shown_spread(row['ratio'])} |")
     return rows

@@ -13,13 +13,12 @@ is "rank 0 of N".
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 from typing import Any
 
 from . import machine, processes
-from .forward import MODELS, SCENARIOS, WIDTHS, Job
-from .report import shown_machine, shown_spread, slowest, spread
+from .forward import MODELS, SCENARIOS, WIDTHS
+from .report import page, shown_spread, slowest, spread, spread_of_ratios
 
 
 def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -28,7 +27,7 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     for model in arguments.models:
         for size in arguments.ranks:
             ranks = _run(arguments, model, size)
-            result["models"].setdefault(model, {})[str(size)] = found = summary(ranks)
+            result["models"].setdefault(model, {})[str(size)] = found = _summary(ranks)
             for line in _lines(model, size, found):
                 print(line, flush=True)
 
@@ -43,45 +42,29 @@ def file(arguments: argparse.Namespace) -> str:
 def _run(arguments: argparse.Namespace, model: str, size: int) -> list[dict[str, Any]]:
     """The results of the ranks for one model; a single rank with fake collectives."""
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(
-            model=model,
-            folder=scratch,
-            size=size,
-            rank=0,
-            device=arguments.device,
-            store="" if arguments.fake else f"{scratch}/store",
-            rounds=arguments.rounds,
-            scenarios=arguments.scenarios,
-            compiled=arguments.compiled,
-            widths=arguments.widths,
-            cores=machine.facts()["cores"],
-        )
-        ranks = range(1 if arguments.fake else size)
+        job = {
+            "model": model,
+            "folder": scratch,
+            "size": size,
+            "store": "" if arguments.fake else f"{scratch}/store",
+            "cores": machine.facts()["cores"],
+            **{name: getattr(arguments, name) for name in ("device", "rounds", "scenarios", "compiled", "widths")},
+        }
         # Waiting threads would use CPU time of the process, which is measured with fake collectives.
-        threads = "1" if arguments.fake else str(max(1, machine.facts()["cores"] // len(ranks)))
-        return processes.run(
-            "benchmarks.forward",
-            [{**dataclasses.asdict(job), "rank": rank} for rank in ranks],
-            timeout=arguments.timeout,
-            env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": threads} for rank in ranks],
-        )
+        options: dict[str, Any] = {"ranks": [0], "threads": 1} if arguments.fake else {}
+        return processes.run_ranks("benchmarks.forward:on_rank", job, timeout=arguments.timeout, **options)
 
 
-def summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """For each scenario, the seconds of each side on the slowest rank, and by round the ratios to this package."""
     found: dict[str, Any] = {"errors": ranks[0]["errors"], "refused": ranks[0]["refused"], "scenarios": {}}
     for name in ranks[0]["seconds"]:
         seconds = slowest([rank["seconds"][name] for rank in ranks])
-        ratios = {
-            side: spread([other / ours for other, ours in zip(seconds[side], seconds["ours"], strict=True)])
-            for side in seconds
-            if side != "ours"
-        }
+        others = {side: values for side, values in seconds.items() if side != "ours"}
         found["scenarios"][name] = {
             "seconds": {side: spread(values) for side, values in seconds.items()},
-            "ratios": ratios,
-            "collectives": ranks[0]["collectives"].get(name, {}),
-            "memory": ranks[0]["memory"].get(name, {}),
+            "ratios": {side: spread_of_ratios(values, seconds["ours"]) for side, values in others.items()},
+            "collectives": ranks[0]["collectives"][name],
         }
     return found
 
@@ -98,36 +81,27 @@ def _lines(model: str, size: int, found: dict[str, Any]) -> list[str]:
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of all models, numbers of ranks and scenarios; the machine and versions are below it."""
     alone = "plain" if result["fake"] else "alone"
-    lines = [
-        "| model | ranks | scenario | here | transformers by here | one process, all cores "
-        "| all-reduces, others (here) |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows, refused = [], []
     for model, sizes in result["models"].items():
         for size, found in sizes.items():
+            refused += [f"{model}, {size} ranks: {side} is not timed: {why}" for side, why in found["refused"].items()]
             for name, scenario in found["scenarios"].items():
                 counts = scenario["collectives"].get("ours", {})
                 told = f"{counts.get('all_reduce', 0)}, {sum(counts.values()) - counts.get('all_reduce', 0)}"
                 ratios = " | ".join(_ratio(scenario["ratios"].get(side)) for side in ("native", alone))
                 ours = scenario["seconds"]["ours"]["median"] * 1e3
-                lines.append(f"| {model} | {size} | {name} | {ours:.1f} ms | {ratios} | {told} |")
-    about = result["machine"]
-    refused = sorted(
-        f"{model}, {size} ranks: {side} is not timed: {why}"
-        for model, sizes in result["models"].items()
-        for size, found in sizes.items()
-        for side, why in found["refused"].items()
-    )
-    remarks = [
+                rows.append(f"| {model} | {size} | {name} | {ours:.1f} ms | {ratios} | {told} |")
+    columns = ["model", "ranks", "scenario", "here", "transformers by here", "one process, all cores"]
+    return page(
+        result,
+        [*columns, "all-reduces, others (here)"],
+        rows,
+        f"{result['rounds']} rounds, the sides in turn, the slowest rank",
         "ratio: seconds by ours, median (min to max) of rounds; above 1, this is faster"
         + (". Collectives return at once; one process is a plain model of the local shapes" if result["fake"] else ""),
-        f"{result['rounds']} rounds, the sides in turn, the slowest rank; {about['date']}",
         f"{result['widths']} widths: {', '.join(f'{name} {n}' for name, n in WIDTHS[result['widths']].items())}; fp32",
-        shown_machine(about),
-        f"`{result['command']}`",
-        *refused,
-    ]
-    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+        *sorted(refused),
+    )
 
 
 def _ratio(found: dict[str, Any] | None) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import machine
-from .checkpoints import LAYOUTS, ensure, files
-from .report import fractions, shards, summarise
-from .report import table as table
+from .checkpoints import KINDS, ensure, files
+from .ranks import in_turn
+from .report import MEASURES, page, summarise
 from .sides import Setting, Side, compared
 
 
@@ -40,7 +41,7 @@ def _measure(
     folder: Path,
     about: dict[str, Any],
 ) -> dict[str, Any]:
-    """Measure one checkpoint: check both sides, time them alternately, then measure the machine's limits."""
+    """Measure one checkpoint: check both sides, then time them alternately."""
     size = sum(file.stat().st_size for file in files(folder))
     print(f"\n{model}: {size / 1e9:.2f} GB in {len(files(folder))} files", flush=True)
     # 1. A wrong load is not timed.
@@ -48,32 +49,42 @@ def _measure(
         found = setting.run("check", side, arguments.against or folder)[0]
         about["gpu"] = found["device"]
         print(f"  {side.label}: {found['tensors']} tensors equal the checkpoint's", flush=True)
-    # 2. Time both; the order alternates from pair to pair, so that drift favours none.
-    runs: dict[str, list[Any]] = {name: [] for name in sides}
-    for pair in range(arguments.pairs):
-        for name in list(sides) if pair % 2 == 0 else reversed(sides):
-            read = [path for path in sides[name].folder.rglob("*") if path.is_file()]
-            machine.drop(read) if arguments.cold else machine.warm(read)
-            ranks = setting.run("time", sides[name], folder)
-            runs[name].append(ranks)
-            print(f"  pair {pair + 1}, {name}: {max(rank['load'] for rank in ranks):.3f} s", flush=True)
-    # 3. The limits of the machine.
-    count = arguments.ranks if setting.rank is None else 1
-    limits = machine.limits(files(folder), count, cold=arguments.cold, timeout=arguments.timeout)
-    if arguments.device == "cuda":
-        limits["pinned"] = setting.run("copy", next(iter(sides.values())), folder)[0]["pinned"]
+
+    # 2. Time both.
+    def timed(name: str) -> list[dict[str, Any]]:
+        read = [path for path in sides[name].folder.rglob("*") if path.is_file()]
+        machine.drop(read) if arguments.cold else machine.warm(read)
+        ranks = setting.run("time", sides[name], folder)
+        print(f"  {name}: {max(rank['load'] for rank in ranks):.3f} s", flush=True)
+        return ranks
+
+    runs = in_turn({name: partial(timed, name) for name in sides}, arguments.pairs)
     measures = ["load", "first_forward", "process", "anonymous", "bytes"]
     measures += ["device"] * (arguments.device == "cuda") + ["storage"] * arguments.cold + ["sent"] * arguments.hub
-    ours = list(sides)[-1]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return {
         "checkpoint": {"bytes": size, "files": len(files(folder)), "config": config},
         "measures": summarise(runs, measures),
-        "shards": {name: shards(of_side[0]) for name, of_side in runs.items()},
-        "limits": limits,
-        "fractions": fractions(runs[ours], limits),
         "runs": runs,
     }
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all models and measures; the machine and versions are below it."""
+    rows = []
+    for model, found in result["models"].items():
+        checkpoint = f"{model}, {found['checkpoint']['bytes'] / 1e9:.2f} GB"
+        for name, numbers in found["measures"].items():
+            measure, ratio = MEASURES[name], numbers["ratio"]
+            shown = (f"{numbers[side]['median'] / measure.scale:.3g} {measure.unit}" for side in result["sides"])
+            spread = f"{ratio['median']:.3g} ({ratio['min']:.3g} to {ratio['max']:.3g})" if ratio else "-"
+            rows.append(f"| {checkpoint} | {measure.title} | {' | '.join(shown)} | {spread} |")
+    return page(
+        result,
+        ["checkpoint", "measure", *result["sides"].values(), "ratio: median (min to max)"],
+        rows,
+        f"{result['setting']}, {result['pairs']} pairs of fresh processes, in turn",
+    )
 
 
 def _setting(arguments: argparse.Namespace) -> str:
@@ -87,7 +98,7 @@ def _setting(arguments: argparse.Namespace) -> str:
 
 def file(arguments: argparse.Namespace) -> str:
     """The name of the table."""
-    kinds = [name for name in ("hub", "presharded", "copy", "packed", "cold") if getattr(arguments, name)]
+    kinds = [name for name in ("hub", "presharded", "cold") if getattr(arguments, name)]
     kinds += [model for model in arguments.models if "-" in model]  # quantised ones have a separate table
     return "-".join(["load", arguments.device, str(arguments.ranks), *kinds])
 
@@ -95,7 +106,7 @@ def file(arguments: argparse.Namespace) -> str:
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Add the options, and read them."""
     add = parser.add_argument
-    add("--models", default="llama,mixtral", help=f"of {','.join(LAYOUTS)} (default: llama,mixtral)")
+    add("--models", default="llama,mixtral", help=f"of {','.join(KINDS)} (default: llama,mixtral)")
     add("--gigabytes", type=float, default=4, help="of each checkpoint (default: 4)")
     add("--ranks", type=int, default=2, help="(default: 2)")
     add("--pairs", type=int, default=5, help="how often both sides load (default: 5)")
@@ -107,8 +118,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
         "--hub", action="store_true", help="load over HTTP from this machine, ours with tp_stream=True"
     )
     compared.add_argument("--presharded", action="store_true", help="transformers against ours from save_sharded")
-    add("--packed", action="store_true", help="ours with tp_dequantize=False: quantised weights stay packed")
-    add("--copy", action="store_true", help="ours with tp_map=False: nothing is left in the files")
     cache = Path(tempfile.gettempdir()) / "tp_transformers-bench"
     add("--folder", type=Path, default=cache, help=f"where checkpoints are kept (default: {cache})")
     add("--timeout", type=float, default=600, help="seconds that one load may take, its processes' start included")
@@ -117,8 +126,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     arguments.models = arguments.models.split(",")
     arguments.folder = arguments.folder.resolve()
     arguments.against = arguments.against and arguments.against.resolve()
-    if unknown := set(arguments.models) - set(LAYOUTS):
-        parser.error(f"--models: got {', '.join(sorted(unknown))}, expected some of {', '.join(LAYOUTS)}")
+    if unknown := set(arguments.models) - set(KINDS):
+        parser.error(f"--models: got {', '.join(sorted(unknown))}, expected some of {', '.join(KINDS)}")
     if arguments.pairs < 1 or arguments.ranks < 1:
         parser.error("--pairs and --ranks: expected 1 or more")
     if arguments.device == "cuda" and arguments.rank is None:

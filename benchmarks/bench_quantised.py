@@ -9,11 +9,38 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+import tp_transformers
+from tp_transformers.features.packed import forward
 
 from . import processes
-from .quantised import ALL_EXPERTS, DEQUANTISED, FORMATS, GROUP, MXFP4, PACKED, STEPS, WIDTHS, Job
-from .report import shown_machine, shown_spread, slowest, spread
+from .checkpoints import write
+from .formats import FORMATS, GROUP, MXFP4
+from .ranks import in_turn, joined
+from .report import page, shown_spread, slowest, spread, spread_of_ratios
+
+WIDTHS: dict[str, dict[str, int]] = {
+    # 9 query heads on 3 KV heads, and 22 groups of columns between: no even shards on 2 ranks.
+    "9/3": {"hidden_size": 1152, "intermediate_size": 2816, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "4096": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+LAYERS = {"9/3": 6, "4096": 2}
+EXPERTS = {
+    "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
+PROMPT, STEPS = 512, 8
+DEQUANTISED, PACKED, ALL_EXPERTS = "dequantised", "packed", "all experts decoded"
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -21,7 +48,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks (default: 1 2 3)")
     add("--rounds", type=int, default=5, help="how often every side computes (default: 5)")
-    add("--formats", nargs="+", choices=[*FORMATS, MXFP4], default=[*FORMATS, MXFP4])
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     add("--widths", nargs="+", choices=WIDTHS, default=["9/3"], help="query/KV heads, or a width (default: 9/3)")
     add("--timeout", type=float, default=600, help="seconds that one checkpoint may take")
     return parser.parse_args(argv)
@@ -31,34 +58,110 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure all formats. Raises ProcessError if a process fails or takes too long."""
     result |= {"rounds": arguments.rounds, "rows": []}
     for widths in arguments.widths:
-        for name in arguments.formats:
-            if name == MXFP4 and widths != arguments.widths[0]:  # it has a shape of its own
+        for form in arguments.formats:
+            if form == MXFP4 and widths != arguments.widths[0]:  # it has a shape of its own
                 continue
-            for size in arguments.ranks:
-                result["rows"].append(summary(name, widths, size, _run(arguments, name, widths, size)))
-                print(_line(result["rows"][-1]), flush=True)
+            with tempfile.TemporaryDirectory() as scratch:
+                write(Path(scratch, "model"), config_of(form, widths), form)
+                for size in arguments.ranks:
+                    job = {"form": form, "folder": f"{scratch}/model", "store": f"{scratch}/{size}", "size": size}
+                    job |= {"rounds": arguments.rounds}
+                    ranks = processes.run_ranks(f"{__name__}:on_rank", job, threads=1, timeout=arguments.timeout)
+                    result["rows"].append(_summary(form, widths, size, ranks))
+                    print(_line(result["rows"][-1]), flush=True)
 
 
-def file(arguments: argparse.Namespace) -> str:
-    """The name of the table."""
-    return "quantised-cpu"
+def config_of(form: str, widths: str, layers: int | None = None) -> PretrainedConfig:
+    """A Llama, or for MXFP4 a GPT-OSS; `layers`: None for as many as the benchmark has."""
+    fields = {"vocab_size": 2000, "max_position_embeddings": 2048, "pad_token_id": 0, "tie_word_embeddings": False}
+    fields |= {"num_hidden_layers": layers or (6 if form == MXFP4 else LAYERS[widths])}
+    if form == MXFP4:
+        return CONFIG_MAPPING["gpt_oss"](**fields, **EXPERTS)
+    return CONFIG_MAPPING["llama"](**fields, **WIDTHS[widths])
 
 
-def _run(arguments: argparse.Namespace, name: str, widths: str, size: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        job = Job(format=name, widths=widths, folder=f"{scratch}/model", size=size, rank=0, rounds=arguments.rounds)
-        return processes.run_ranks("benchmarks.quantised", job, timeout=arguments.timeout)
+def prompt(length: int) -> torch.Tensor:
+    """Random tokens, the same on all ranks: (1, length)."""
+    return torch.randint(3, 2000, (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def decode(model: Any) -> float:
+    """Seconds of a decode step: the mean of eight after a prompt of 64 tokens."""
+    ids = prompt(64)
+    past = model(ids, use_cache=True).past_key_values
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        model(ids[:, :1], past_key_values=past, use_cache=True)
+    return (time.perf_counter() - began) / STEPS
+
+
+def prefill(model: Any, length: int = PROMPT) -> float:
+    """Seconds of a forward of `length` tokens."""
+    began = time.perf_counter()
+    model(prompt(length), use_cache=False, logits_to_keep=1)
+    return time.perf_counter() - began
+
+
+SCENARIOS: dict[str, Callable[[Any], float]] = {"decode": decode, "prefill of 512": prefill}
+
+
+@torch.no_grad()
+def on_rank(form: str, folder: str, store: str, size: int, rank: int, rounds: int) -> dict[str, Any]:
+    """Load the sides, compare their logits with those of fp32, and time them in turn."""
+    load = AutoModelForCausalLM.from_pretrained
+    refused: dict[str, str] = {}
+    with joined(store, rank, size):
+        with tp_transformers.enable():
+            sides = {
+                side: load(folder, tp_plan="auto", dtype=torch.bfloat16, tp_dequantize=side == DEQUANTISED).eval()
+                for side in (PACKED, DEQUANTISED)
+            }
+            exact = load(folder, tp_plan="auto", dtype=torch.float32).eval()(prompt(8)).logits
+        reports = {side: model.tp_report for side, model in sides.items()}
+        differences = {side: (model(prompt(8)).logits - exact).abs().max() for side, model in sides.items()}
+        if size == 1:
+            try:
+                sides["transformers"] = load(folder, dtype=torch.bfloat16).eval()
+                sides["transformers"](prompt(8))
+            except Exception as error:
+                sides.pop("transformers", None)
+                refused["transformers"] = (str(error).splitlines() or [type(error).__name__])[0][:100]
+        seconds = {}
+        for name, scenario in SCENARIOS.items():
+            calls = {side: partial(after_barrier, scenario, model) for side, model in sides.items()}
+            if form == MXFP4:
+                calls[ALL_EXPERTS] = partial(_decoding_all, calls[PACKED])
+            in_turn(calls, 1)  # warms up
+            seconds[name] = in_turn(calls, rounds)
+    return {
+        "seconds": seconds,
+        "errors": {side: float(most / exact.abs().max()) for side, most in differences.items()},
+        "refused": refused,
+        "held": {side: report.share for side, report in reports.items()},
+        "read": {side: report.bytes_read for side, report in reports.items()},
+    }
+
+
+def after_barrier(scenario: Callable[[Any], float], model: Any) -> float:
+    """Seconds of a scenario, which all ranks begin at once."""
+    dist.barrier()
+    return scenario(model)
+
+
+def _decoding_all(call: Callable[[], float]) -> float:
+    """Seconds of a call in which every module decodes its packed weights in full, as without `features/packed`."""
+    with mock.patch.object(forward, "PackedTensor", lambda weight: weight.decoded()):
+        return call()
+
+
+def _summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Ratios of each side's seconds to those of the dequantised weights, the slowest rank; the most bytes of a rank."""
     found: dict[str, Any] = {"format": name, "widths": widths, "ranks": size, "ratios": {}, "seconds": {}}
     for scenario in ranks[0]["seconds"]:
         seconds = slowest([rank["seconds"][scenario] for rank in ranks])
-        base = seconds[DEQUANTISED]
         found["seconds"][scenario] = {side: spread(values) for side, values in seconds.items()}
         found["ratios"][scenario] = {
-            side: spread([took / dense for took, dense in zip(values, base, strict=True)])
+            side: spread_of_ratios(values, seconds[DEQUANTISED])
             for side, values in seconds.items()
             if side != DEQUANTISED
         }
@@ -70,17 +173,14 @@ def summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> d
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of all rows; the machine and versions are below it."""
-    lines = [
-        "| format | shape | ranks | decode | prefill of 512 | transformers: decode, prefill | held | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *map(_line, result["rows"]),
-    ]
-    about = result["machine"]
     refused = {row["format"]: why for row in result["rows"] for why in row["refused"].values()}
-    remarks = [
+    return page(
+        result,
+        ["format", "shape", "ranks", "decode", "prefill of 512", "transformers: decode, prefill", "held", "error"],
+        map(_line, result["rows"]),
         "decode, prefill: seconds of packed weights / of the same weights dequantised to bfloat16, the slowest rank, "
         f"median (min to max) of {result['rounds']} rounds, the sides in turn; a decode is the mean of {STEPS} steps; "
-        f"gloo ranks with one thread each; {about['date']}",
+        "gloo ranks with one thread each",
         *(
             f"{row['format']}, {row['ranks']} ranks, {ALL_EXPERTS} in each module: "
             + ", ".join(f"{name} {shown_spread(found[ALL_EXPERTS])}" for name, found in row["ratios"].items())
@@ -92,10 +192,7 @@ def table(result: dict[str, Any]) -> str:
         "held: most bytes of a rank, packed / dequantised; error: largest difference of logits to those of fp32, "
         "relative to the largest logit, packed / dequantised",
         *(f"{name}: transformers is not timed: {why}" for name, why in refused.items()),
-        shown_machine(about),
-        f"`{result['command']}`",
-    ]
-    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+    )
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -7,18 +7,31 @@ cores of the machine; then `tp-transformers plan --device cpu` measures the mach
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from . import machine, processes
-from .report import shown_machine, slowest, spread
-from .speeds import DTYPES, PROMPT, Job
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+
+import tp_transformers
+
+from . import processes
+from .bench_quantised import after_barrier, decode, prefill
+from .checkpoints import write
+from .formats import GROUP
+from .forward import MODELS as FIELDS
+from .forward import SHARED, WIDTHS
+from .ranks import in_turn, joined
+from .report import page, slowest, spread
 
 MODELS = ("llama", "mixtral", "phi3")
+PROMPT = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int4": torch.bfloat16}
 CONTEXT = 68
 """Tokens in the cache of a decode step: the mean of those that are timed."""
 
@@ -40,7 +53,17 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     for model in arguments.models:
         for dtype in arguments.dtypes:
             with tempfile.TemporaryDirectory() as scratch:
-                timed = {size: _run(arguments, model, dtype, size, scratch) for size in arguments.ranks}
+                form = "int4" if dtype == "int4" else ""
+                write(Path(scratch, "model"), _config(model), form, DTYPES[dtype])
+                job = {"folder": f"{scratch}/model", "dtype": dtype, "rounds": arguments.rounds}
+                timed = {
+                    size: processes.run_ranks(
+                        f"{__name__}:on_rank",
+                        {**job, "size": size, "store": f"{scratch}/{size}"},
+                        timeout=arguments.timeout,
+                    )
+                    for size in arguments.ranks
+                }
                 predicted = _plan(f"{scratch}/model", max(arguments.ranks), dtype, arguments.timeout)
             for size, ranks in timed.items():
                 seconds = slowest(ranks)
@@ -50,20 +73,24 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
                 print(_line(row), flush=True)
 
 
-def file(arguments: argparse.Namespace) -> str:
-    """The name of the table."""
-    return "speeds-cpu"
+def _config(model: str) -> PretrainedConfig:
+    fields = {**SHARED, **WIDTHS["real"], **FIELDS[model], "tie_word_embeddings": False}
+    fields["num_key_value_heads"] = fields["num_attention_heads"] // 2
+    if model == "mixtral":
+        fields["intermediate_size"] = 11 * GROUP
+    return CONFIG_MAPPING[model](**fields)
 
 
-def _run(arguments: argparse.Namespace, model: str, dtype: str, size: int, scratch: str) -> list[dict[str, Any]]:
-    job = Job(model, dtype, f"{scratch}/model", size, 0, arguments.rounds, f"{scratch}/store{size}")
-    threads = str(max(1, machine.facts()["cores"] // size))
-    return processes.run(
-        "benchmarks.speeds",
-        [{**dataclasses.asdict(job), "rank": rank} for rank in range(size)],
-        timeout=arguments.timeout,
-        env=[{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": threads} for rank in range(size)],
-    )
+@torch.no_grad()
+def on_rank(folder: str, dtype: str, rounds: int, size: int, rank: int, store: str) -> dict[str, list[float]]:
+    """Seconds of a decode step and of a prompt in each round."""
+    with joined(store, rank, size), tp_transformers.enable():
+        options = {"dtype": DTYPES[dtype], "tp_dequantize": dtype != "int4", "tp_map": False}
+        model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", **options).eval()
+        scenarios = {"decode": decode, "prefill": partial(prefill, length=PROMPT)}
+        calls = {name: partial(after_barrier, scenario, model) for name, scenario in scenarios.items()}
+        in_turn(calls, 1)  # warms up
+        return in_turn(calls, rounds)
 
 
 def _plan(folder: str, size: int, dtype: str, timeout: float) -> dict[int, Any]:
@@ -78,19 +105,13 @@ def _plan(folder: str, size: int, dtype: str, timeout: float) -> dict[int, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """A Markdown table of all rows; the machine and versions are below it."""
-    lines = [
-        "| model | dtype | ranks | decode: predicted, measured, ratio | bound by | prompt: the same |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *map(_line, result["rows"]),
-    ]
-    about = result["machine"]
-    remarks = [
+    return page(
+        result,
+        ["model", "dtype", "ranks", "decode: predicted, measured, ratio", "bound by", "prompt: the same"],
+        map(_line, result["rows"]),
         f"tokens a second, the slowest rank; measured: the median of {result['rounds']} rounds (min to max); decode "
-        f"after 64 tokens, prompts of {PROMPT}; {about['date']}",
-        shown_machine(about),
-        f"`{result['command']}`",
-    ]
-    return "\n".join([*lines, "", *(f"- {line}" for line in remarks)]) + "\n"
+        f"after 64 tokens, prompts of {PROMPT}",
+    )
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,24 +1,24 @@
-"""One rank of `bench_forward`: `python -m benchmarks.forward JOB` compares the sides, then times them alternately."""
+"""One rank of `bench_forward`: compares the sides, then times them alternately."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache, logging
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache
 
 import tp_transformers
+
+from .ranks import in_turn, joined
 
 SHARED = {"vocab_size": 8000, "max_position_embeddings": 2048, "pad_token_id": 0}
 WIDTHS: dict[str, dict[str, int]] = {
@@ -59,7 +59,6 @@ class Job:
     widths: str
     cores: int
     """All cores of the machine, for the single process."""
-    result: str = ""
 
 
 class Timed:
@@ -195,61 +194,38 @@ def _unboxed(group: torch.ScriptObject) -> tuple[int, int]:
     return found.size(), found.rank()
 
 
-def main() -> None:
-    """Run the job in argv, and write its result."""
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    job = Job(**json.loads(sys.argv[1]))
-    result: dict[str, Any] = {"errors": {}, "refused": {}, "seconds": {}, "collectives": {}, "memory": {}}
-    sides = _sides(job, result)
-    for name in job.scenarios:
-        what = SCENARIOS[name]
-        for side, timed in sides.items():
-            if timed.rests:
-                continue
-            with timed.cores():
-                what(timed)  # compiles, and fills caches
-                what(timed)
-            with timed.eager(), Collectives() as seen:
-                what(timed)
-            result["collectives"].setdefault(name, {})[side] = seen.counts
-            if job.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                what(timed)
-                result["memory"].setdefault(name, {})[side] = torch.cuda.max_memory_allocated() - before
-        taken: dict[str, list[float]] = {side: [] for side in sides}
-        for turn in range(job.rounds):
-            for side in list(sides) if turn % 2 == 0 else reversed(sides):
-                taken[side].append(sides[side].seconds(what))
-        result["seconds"][name] = taken
-    Path(job.result).write_text(json.dumps(result), encoding="utf-8")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def on_rank(**job: Any) -> dict[str, Any]:
+    """Run a `Job`: errors and refusals by side, seconds and numbers of collectives by scenario and side."""
+    given = Job(**job)
+    result: dict[str, Any] = {"errors": {}, "refused": {}, "seconds": {}, "collectives": {}}
+    with joined(given.store, given.rank, given.size, given.device) as mesh:
+        sides = _sides(given, mesh, result)
+        for name in given.scenarios:
+            what = SCENARIOS[name]
+            counts = result["collectives"][name] = {}
+            for side, timed in sides.items():
+                if timed.rests:
+                    continue
+                with timed.cores():
+                    what(timed)  # compiles, and fills caches
+                    what(timed)
+                with timed.eager(), Collectives() as seen:
+                    what(timed)
+                counts[side] = seen.counts
+            calls = {side: partial(timed.seconds, what) for side, timed in sides.items()}
+            result["seconds"][name] = in_turn(calls, given.rounds)
+    return result
 
 
-def _sides(job: Job, result: dict[str, Any]) -> dict[str, Timed]:
+def _sides(job: Job, mesh: DeviceMesh, result: dict[str, Any]) -> dict[str, Timed]:
     """The models with correct logits, by side."""
     config = _config(job)
     torch.manual_seed(0)
-    if job.store:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo",
-            store=dist.FileStore(job.store, job.size),
-            rank=job.rank,
-            world_size=job.size,
-        )
-    else:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.size)
     folder = Path(job.folder) / "checkpoint"
     if job.rank == 0:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     if job.store:
         dist.barrier()
-    mesh = init_device_mesh(job.device, (job.size,), mesh_dim_names=("tp",))
     sides = {}
     for side in ("ours", "native", "plain"):
         try:
@@ -282,7 +258,7 @@ def _config(job: Job) -> Any:
     return CONFIG_MAPPING[job.model](**{**shape, **MODELS[job.model]})
 
 
-def _load(side: str, folder: Path, mesh: Any, job: Job) -> Any:
+def _load(side: str, folder: Path, mesh: DeviceMesh, job: Job) -> Any:
     """The model of one side; with fake collectives, a plain model has the shapes of one rank."""
     if side == "ours":
         with tp_transformers.enable():
@@ -297,7 +273,3 @@ def _load(side: str, folder: Path, mesh: Any, job: Job) -> Any:
         setattr(config, field, getattr(config, field) // job.size)
     config.head_dim = head_dim
     return AutoModelForCausalLM.from_config(config).to(job.device)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import resource
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -46,7 +45,7 @@ class Watch:
         """Bytes at the peak and at the start, and differences of the counters.
 
         rchar: bytes copied by read calls, without pages of mapped files. read_bytes: bytes that storage delivered for
-        this process. major_faults: page faults that waited for storage.
+        this process.
         """
         return {
             "anon_start": self.anon_start,
@@ -68,12 +67,6 @@ class Watch:
         text = os.pread(self._file, 8192, 0)
         self._sampled += len(text)
         return _kilobytes(text, b"RssAnon:") + _kilobytes(text, b"RssShmem:"), _kilobytes(text, b"RssFile:")
-
-
-def at_rest() -> dict[str, int]:
-    """Bytes from smaps_rollup, which is exact; the samples of the status are approximate."""
-    text = Path("/proc/self/smaps_rollup").read_bytes()
-    return {name: _kilobytes(text, f"{name}:".encode()) for name in ("Rss", "Pss", "Anonymous")}
 
 
 def shard_bytes(tensors: Iterable[Tensor]) -> tuple[int, int]:
@@ -107,13 +100,7 @@ def touch(tensors: Iterable[Tensor]) -> int:
 def _counters() -> dict[str, int]:
     text = Path("/proc/self/io").read_text(encoding="ascii")
     io = {name: int(value) for name, _, value in (line.partition(":") for line in text.splitlines())}
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {
-        "rchar": io["rchar"],
-        "read_bytes": io["read_bytes"],
-        "major_faults": usage.ru_majflt,
-        "minor_faults": usage.ru_minflt,
-    }
+    return {name: io[name] for name in ("rchar", "read_bytes")}
 
 
 def _kilobytes(text: bytes, name: bytes) -> int:

@@ -1,8 +1,10 @@
-"""Fresh processes, one per rank: started together, ended by their ids, with their errors shown."""
+"""Fresh processes, one per rank: started together, ended by their ids, with their errors shown.
+
+`python -m benchmarks.processes MODULE:FUNCTION CALL` is one of them.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -35,27 +37,26 @@ class ProcessError(Exception):
 
 
 class Copy(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined, misc]
-    """A copy of this process that calls `main` of a module, and needs no imports for it; with Popen's methods."""
+    """A copy of this process, which needs no imports for its call; with Popen's methods."""
 
-    def __init__(self, module: str, argument: str, output: int, env: Mapping[str, str]) -> None:
+    def __init__(self, target: str, call: str, output: int, env: Mapping[str, str]) -> None:
         """Start; `output`: descriptor of the file for stdout and stderr."""
         super().__init__()
-        self._of_module = module, argument, output, env, os.getpid()
+        self._started = target, call, output, env, os.getpid()
         self.start()
 
     def run(self) -> None:
         """What the copy does."""
         from tp_transformers.features.run.launch import end_with_parent
 
-        module, argument, output, env, parent = self._of_module
+        target, call, output, env, parent = self._started
         os.setsid()
         end_with_parent(parent=parent)
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(output, descriptor)
             setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
         os.environ.update(env)
-        sys.argv = [module, argument]
-        import_module(module).main()
+        answer(target, call)
 
     def poll(self) -> int | None:
         return self.exitcode
@@ -63,26 +64,33 @@ class Copy(multiprocessing.get_context("fork").Process):  # type: ignore[name-de
     def wait(self, timeout: float | None = None) -> int | None:
         self.join(timeout)
         if self.exitcode is None:
-            raise subprocess.TimeoutExpired(self._of_module[0], timeout or 0.0)
+            raise subprocess.TimeoutExpired(self._started[0], timeout or 0.0)
         return self.exitcode
 
 
 Started = subprocess.Popen[bytes] | Copy
 
 
-def start(module: str, argument: str, output: int, *, env: Mapping[str, str] | None = None, copy: bool) -> Started:
-    """Start `python -m module argument` in a session of its own, or with `copy` a copy of this process."""
+def start(target: str, call: str, output: int, *, env: Mapping[str, str] | None = None, copy: bool) -> Started:
+    """Start a process for a call (see `answer`) in a session of its own, or with `copy` a copy of this process."""
     env = env or {}
     if copy:
-        return Copy(module, argument, output, env)
-    command = [sys.executable, "-m", module, argument]
+        return Copy(target, call, output, env)
+    command = [sys.executable, "-m", __name__, target, call]
     return subprocess.Popen(
         command, stdout=output, stderr=output, env={**os.environ, **env}, cwd=ROOT, start_new_session=True
     )
 
 
+def answer(target: str, call: str) -> None:
+    """Call the function `target`, MODULE:FUNCTION, and write what it returns; `call`: JSON, (keywords, file)."""
+    module, _, function = target.partition(":")
+    keywords, file = json.loads(call)
+    Path(file).write_text(json.dumps(getattr(import_module(module), function)(**keywords)), encoding="utf-8")
+
+
 def run(
-    module: str,
+    target: str,
     jobs: Sequence[Mapping[str, Any]],
     *,
     timeout: float,
@@ -90,12 +98,12 @@ def run(
     log: Path | None = None,
     copy: bool = False,
     watch: Callable[[], None] | None = None,
-) -> list[dict[str, Any]]:
-    """Run `python -m module JOB` concurrently for all `jobs`; returns their results.
+) -> list[Any]:
+    """Call a function in as many processes as there are `jobs`, all at once; returns what the calls return.
 
     Args:
-        module: reads its job, as JSON, from its argument, and writes a JSON object to the file `job["result"]`.
-        jobs: the job of each process; "result" is added here.
+        target: "module:function"; it returns what JSON can hold.
+        jobs: the keyword arguments of each call.
         timeout: seconds for all processes together.
         env: additional environment variables of each process.
         log: a file to which the processes append their output; by default each has one of its own, for errors alone.
@@ -111,10 +119,10 @@ def run(
         processes: list[Started] = []
         try:
             for number, job in enumerate(jobs):
-                text = json.dumps({**job, "result": f"{scratch}/{number}.json"})
+                call = json.dumps([job, f"{scratch}/{number}.json"])
                 with outputs[number].open("ab") as output:
                     own = env[number] if env else None
-                    processes.append(start(module, text, output.fileno(), env=own, copy=copy))
+                    processes.append(start(target, call, output.fileno(), env=own, copy=copy))
             _wait(processes, timeout, watch)
         finally:
             codes = [process.poll() for process in processes]
@@ -122,23 +130,35 @@ def run(
                 end(process)
         if any(code != 0 for code in codes):
             ends = zip(codes, outputs, starts, strict=True)
-            raise ProcessError("\n".join(_report(module, number, *each) for number, each in enumerate(ends)))
+            raise ProcessError("\n".join(_report(target, number, *each) for number, each in enumerate(ends)))
         return [json.loads(Path(scratch, f"{number}.json").read_bytes()) for number in range(len(jobs))]
 
 
-def run_ranks(module: str, job: Any, *, timeout: float) -> list[dict[str, Any]]:
-    """Run `module` on ranks of one thread each; see `run`.
+def run_ranks(
+    target: str,
+    job: Mapping[str, Any],
+    *,
+    ranks: Iterable[int] | None = None,
+    threads: int | None = None,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Call a function on ranks, with the keyword argument `rank` too; see `run`.
 
     Args:
-        job: a dataclass with the fields `size`, the number of ranks, and `rank`, which each rank's job has for its own.
+        job: the other keyword arguments; "size" is the number of ranks.
+        ranks: the ranks that run; None for all.
+        threads: of each rank; None for equal parts of the cores.
+        env: additional environment variables of all ranks.
     """
-    ranks = range(job.size)
-    own = {"WORLD_SIZE": str(job.size), "OMP_NUM_THREADS": "1"}
+    numbers = list(range(job["size"]) if ranks is None else ranks)
+    threads = threads or max(1, len(os.sched_getaffinity(0)) // len(numbers))
+    shared = {"WORLD_SIZE": str(job["size"]), "OMP_NUM_THREADS": str(threads)}
     return run(
-        module,
-        [{**dataclasses.asdict(job), "rank": rank} for rank in ranks],
-        timeout=timeout,
-        env=[{**own, "RANK": str(rank)} for rank in ranks],
+        target,
+        [{**job, "rank": rank} for rank in numbers],
+        env=[{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})} for rank in numbers],
+        **options,
     )
 
 
@@ -170,7 +190,11 @@ def _wait(processes: Sequence[Started], timeout: float, watch: Callable[[], None
         time.sleep(0.05)
 
 
-def _report(module: str, number: int, code: int | None, output: Path, start: int) -> str:
+def _report(target: str, number: int, code: int | None, output: Path, start: int) -> str:
     ended = "still running, was ended" if code is None else f"exit code {code}"
     text = output.read_bytes()[start:].decode(errors="replace")[-_STDERR:]
-    return f"--- {module}, process {number}: {ended}\n{text}"
+    return f"--- {target}, process {number}: {ended}\n{text}"
+
+
+if __name__ == "__main__":
+    answer(*sys.argv[1:])

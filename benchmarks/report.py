@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,8 @@ def summarise(runs: dict[str, list[Run]], measures: Sequence[str]) -> dict[str, 
     for name in measures:
         values = {side: [MEASURES[name].of(run) for run in of_side] for side, of_side in runs.items()}
         first, second = values.values()
-        ratios = [a / b if b > 0 else None for a, b in zip(first, second, strict=True)]
         result[name] = {side: spread(numbers) for side, numbers in values.items()}
-        result[name]["ratio"] = spread(ratios) if None not in ratios else None
+        result[name]["ratio"] = spread_of_ratios(first, second) if min(second) > 0 else None
     return result
 
 
@@ -82,9 +81,14 @@ def save(path: Path, result: Mapping[str, Any], text: str) -> None:
 
 
 def spread(values: Sequence[Any]) -> dict[str, Any]:
-    """Median, quartiles, extremes, and the values."""
-    low, middle, high = statistics.quantiles(values, method="inclusive") if len(values) > 1 else values * 3
-    return {"median": middle, "min": min(values), "q1": low, "q3": high, "max": max(values), "values": list(values)}
+    """Median, extremes, and the values."""
+    middle = statistics.median(values)
+    return {"median": middle, "min": min(values), "max": max(values), "values": list(values)}
+
+
+def spread_of_ratios(numbers: Sequence[float], divisors: Sequence[float]) -> dict[str, Any]:
+    """The `spread` of the ratios of each round."""
+    return spread([number / divisor for number, divisor in zip(numbers, divisors, strict=True)])
 
 
 def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -97,69 +101,18 @@ def shown_spread(found: dict[str, Any]) -> str:
     return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
 
 
-def shown_machine(about: dict[str, Any]) -> str:
-    """A line with the processor, the system and the versions of libraries."""
+def page(result: dict[str, Any], columns: Sequence[str], rows: Iterable[str], *remarks: str) -> str:
+    """A Markdown table, and below it the remarks, the first with the date, the machine and the command."""
+    about = result["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    return f"{about['cpu']}, {about['cores']} cores, {about['system']}; {versions}"
-
-
-def shards(run: Run) -> dict[str, int]:
-    """Bytes of all ranks' shards, by location."""
-    anonymous = sum(rank["anonymous_shard"] for rank in run)
-    rest = sum(rank["shard"] for rank in run) - anonymous
-    device = "device_peak" in run[0]
-    return {
-        "in anonymous memory": anonymous,
-        "in pages of mapped files": 0 if device else rest,
-        "on the device": rest if device else 0,
-    }
-
-
-def fractions(runs: Sequence[Run], limits: dict[str, float]) -> dict[str, float]:
-    """The fraction of each limit that a side's median load reaches: bytes of all shards per second, over the limit."""
-    shard = sum(rank["shard"] for rank in runs[0])
-    seconds = statistics.median(MEASURES["load"].of(run) for run in runs)
-    return {name: shard / seconds / limit for name, limit in limits.items()}
-
-
-def table(result: dict[str, Any]) -> str:
-    """A Markdown table of all models and measures; the machine and versions are below it."""
-    first, second = result["sides"].values()
-    lines = [
-        f"| checkpoint | measure | {first} | {second} | ratio: median (min to max) |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for model, found in result["models"].items():
-        checkpoint = f"{model}, {found['checkpoint']['bytes'] / 1e9:.2f} GB"
-        for name, numbers in found["measures"].items():
-            measure = MEASURES[name]
-            sides = " | ".join(
-                f"{numbers[side]['median'] / measure.scale:.3g} {measure.unit}" for side in result["sides"]
-            )
-            lines.append(f"| {checkpoint} | {measure.title} | {sides} | {_ratio(numbers['ratio'])} |")
-    return "\n".join([*lines, "", *(f"- {line}" for line in remarks(result))]) + "\n"
-
-
-def remarks(result: dict[str, Any]) -> list[str]:
-    """Notes below the table."""
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    lines = [
-        f"{result['setting']}, {result['pairs']} pairs of fresh processes, in turn; {machine['date']}",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory'] / 2**30:.0f} GiB"
-        + (f", {machine['gpu']}" if machine["gpu"] else "")
-        + f", {machine['system']}, huge pages: {machine['huge_pages'] or 'none'}; {versions}",
-        f"`{result['command']}`",
-    ]
-    return lines
+    parts = [about["cpu"], f"{about['cores']} cores", f"{about['memory'] / 2**30:.0f} GiB", about.get("gpu")]
+    parts += [about["system"], f"huge pages: {about['huge_pages'] or 'none'}"]
+    machine = f"{', '.join(filter(None, parts))}; {versions}"
+    lines = [f"{remarks[0]}; {about['date']}", *remarks[1:], machine, f"`{result['command']}`"]
+    head = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    return "\n".join([*head, *rows, "", *(f"- {line}" for line in lines)]) + "\n"
 
 
 def _bytes(rank: dict[str, Any]) -> int:
     """Bytes copied by read calls, or pages of mapped files, libraries included; or our loader's count, if larger."""
     return max(rank["rchar"] + rank["file_peak"] - rank["file_start"], rank.get("report", {}).get("bytes_read", 0))
-
-
-def _ratio(ratio: dict[str, Any] | None) -> str:
-    if ratio is None:
-        return "-"
-    return f"{ratio['median']:.3g} ({ratio['min']:.3g} to {ratio['max']:.3g})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -32,10 +31,6 @@ class Side:
     """Location of the files to read."""
     stream: bool = False
     """True if our load streams from the Hub."""
-    copy: bool = False
-    """True if our load copies all parameters, so that no shard stays mapped."""
-    packed: bool = False
-    """True if our load keeps quantised weights packed."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,11 @@ class Setting:
 
     def run(self, action: str, side: Side, reference: Path, target: Path | None = None) -> list[dict[str, Any]]:
         """Run `action` (see worker.Job) in fresh processes, one per rank; returns their results."""
-        ranks = range(self.size) if self.rank is None else [self.rank]
-        threads = max(1, len(os.sched_getaffinity(0)) // len(ranks))
-        common = {"OMP_NUM_THREADS": str(threads), "WORLD_SIZE": str(self.size), "LOCAL_RANK": "0"}
-        if self.device == "cpu":
-            common["CUDA_VISIBLE_DEVICES"] = ""
+        env = {"LOCAL_RANK": "0", **({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})}
         with tempfile.TemporaryDirectory(dir=self.parent) as scratch, _hub(self.hub) as (endpoint, sent):
             # A fresh cache, so that every load downloads.
             hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
-            common |= {"HF_HUB_OFFLINE": "0", **hub} if endpoint else {"HF_HUB_OFFLINE": "1"}
+            env |= {"HF_HUB_OFFLINE": "0", **hub} if endpoint else {"HF_HUB_OFFLINE": "1"}
             job = {
                 "action": action,
                 "side": side.loader,
@@ -76,13 +67,12 @@ class Setting:
                 "reference": str(reference),
                 "target": str(target or ""),
                 "stream": side.stream,
-                "copy": side.copy,
-                "packed": side.packed,
             }
-            results = processes.run(
-                "benchmarks.worker",
-                [{**job, "rank": rank} for rank in ranks],
-                env=[{**common, "RANK": str(rank)} for rank in ranks],
+            results = processes.run_ranks(
+                "benchmarks.worker:on_rank",
+                job,
+                ranks=None if self.rank is None else [self.rank],
+                env=env,
                 timeout=self.timeout,
                 copy=self.copies,
             )
@@ -95,8 +85,7 @@ def compared(arguments: argparse.Namespace, model: str, folder: Path) -> Iterato
     """The two sides, the second being the one under test, and the resources that they need while running."""
     setting = Setting(arguments.ranks, arguments.rank, arguments.device, arguments.timeout, arguments.folder)
     native = Side("transformers", "native", folder)
-    label = "tp_transformers" + ", tp_map=False" * arguments.copy + ", packed" * arguments.packed
-    ours = Side(label, "ours", folder, copy=arguments.copy, packed=arguments.packed)
+    ours = Side("tp_transformers", "ours", folder)
     if arguments.presharded:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
             target = Path(scratch) / "presharded"
@@ -123,24 +112,10 @@ def _hub(folder: Path | None) -> Iterator[tuple[str, Callable[[], int]]]:
     if folder is None:
         yield "", lambda: 0
         return
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.hub_server",
-        "--folder",
-        str(folder),
-        "--repository",
-        HUB_NAME,
-        "--port=0",
-    ]
-    server = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=processes.ROOT,
-        start_new_session=True,
-    )
+    options = ["--folder", str(folder), "--repository", HUB_NAME, "--port=0"]
+    command = [sys.executable, "-m", "tests.support.hub_server", *options]
+    pipe = subprocess.PIPE
+    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=processes.ROOT, start_new_session=True)
     try:
         assert server.stdout is not None
         address = server.stdout.readline().strip()

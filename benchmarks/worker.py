@@ -1,12 +1,9 @@
-"""One rank of one load: `python -m benchmarks.worker JOB`, JOB as JSON. Checks, times or saves the load."""
+"""One rank of one load: checks, times or saves it."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,13 @@ import torch.distributed as dist
 import torch.distributed.tensor  # both sides need it
 import transformers
 from safetensors import safe_open
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers.utils import logging
 
 from .checkpoints import files
-from .memory import Watch, at_rest, local, shard_bytes, touch
+from .memory import Watch, local, shard_bytes, touch
+from .ranks import joined
 
 TOKENS = 8
 """Input length of the first forward."""
@@ -32,11 +29,8 @@ TOKENS = 8
 class Job:
     """The job of one rank."""
 
-    result: str
-    """File for the result."""
     action: str
-    """"check" against `reference`, "time", "save" to `target` as shards; "copy" times pinned memory to the
-    device, "read" safetensors' own reader."""
+    """"check" against `reference`, "time", "save" to `target` as shards; "read" times safetensors' own reader."""
     side: str
     """"native", transformers' own tensor parallelism, or "ours"."""
     checkpoint: str
@@ -46,31 +40,19 @@ class Job:
     store: str
     """File for the rendezvous of the ranks; "" with fake collectives."""
     device: str
-    reference: str = ""
-    target: str = ""
-    stream: bool = False
+    reference: str
+    target: str
+    stream: bool
     """True if our load streams from the Hub."""
-    copy: bool = False
-    """True if our load copies all parameters, so that no shard stays mapped."""
-    packed: bool = False
-    """True if our load keeps quantised weights packed."""
 
 
-def main() -> None:
-    """Run the job in argv, and write its result."""
-    job = Job(**json.loads(sys.argv[1]))
-    logging.disable_progress_bar()
-    mesh = _start_group(job)
-    try:
-        arguments = _arguments(job, mesh)
-        result = {"check": _check, "time": _time, "save": _save, "copy": _copy, "read": _read}[job.action](
-            job, arguments
-        )
-    finally:
-        gc.collect()  # models are reference cycles that keep process groups, and so their threads, alive at exit
-        dist.destroy_process_group()
-    result["device"] = torch.cuda.get_device_name() if job.device == "cuda" else ""
-    Path(job.result).write_text(json.dumps(result), encoding="utf-8")
+def on_rank(**job: Any) -> dict[str, Any]:
+    """Do the `Job`; returns its numbers, and the name of the GPU as "device"."""
+    given = Job(**job)
+    action = {"check": _check, "time": _time, "save": _save, "read": _read}[given.action]
+    with joined(given.store, given.rank, given.size, given.device) as mesh:
+        result = action(given, _arguments(given, mesh))
+    return {**result, "device": torch.cuda.get_device_name() if given.device == "cuda" else ""}
 
 
 def _check(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -87,20 +69,6 @@ def _save(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
     tp_transformers.save_sharded(model, job.target)
     return {}
-
-
-def _copy(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Bytes per second from pinned memory to the device, best of ten."""
-    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty_like(source, device=job.device)
-    best = float("inf")
-    for _ in range(10):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return {"pinned": source.nbytes / best}
 
 
 def _read(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -129,13 +97,11 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
         held = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-        held = [tensor for tensor in held if not tensor.is_meta] + (_packed_tensors(model) if job.packed else [])
         touch(held)
         _synchronize(job)
         loaded = time.perf_counter()
     shard, anonymous = shard_bytes(held)
-    rest = at_rest()
-    result = {"shard": shard, "anonymous_shard": anonymous, "load": loaded - start, **watch.result(), "rest": rest}
+    result = {"shard": shard, "anonymous_shard": anonymous, "load": loaded - start, **watch.result()}
     if job.device == "cuda":
         result["device_peak"] = torch.cuda.max_memory_allocated() - device_start
     # 3. Compute; the clock continues from the end of the load.
@@ -151,15 +117,7 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _packed_tensors(model: Any) -> list[torch.Tensor]:
-    """The tensors of packed weights."""
-    from tp_transformers.features.packed.weight import PackedWeight, packed_weights
-
-    weights = [weight for weight in packed_weights(model).values() if isinstance(weight, PackedWeight)]
-    return [tensor for weight in weights for block in weight.blocks for tensor in block.decoded.stored.values()]
-
-
-def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
+def _arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
     """Further arguments of from_pretrained."""
     if job.side == "ours":
         import tp_transformers  # only on this side; counts towards its time from the process start
@@ -168,26 +126,12 @@ def _arguments(job: Job, mesh: Any) -> dict[str, Any]:
         return {
             "tp_plan": "auto",
             "dtype": "auto",
-            **({"device_mesh": mesh} if mesh is not None else {}),
+            **({} if job.store else {"device_mesh": mesh}),
             **({"tp_stream": True} if job.stream else {}),
-            **({"tp_map": False} if job.copy else {}),
-            **({"tp_dequantize": False} if job.packed else {}),
         }
     if {field.name for field in dataclasses.fields(DistributedConfig)} >= {"tp_size", "tp_plan"}:
         return {"distributed_config": DistributedConfig(tp_size=job.size, tp_plan="auto"), "dtype": "auto"}
     raise SystemExit(f"transformers {transformers.__version__} does not keep its shards as DTensors: nothing to check")
-
-
-def _start_group(job: Job) -> Any:
-    """Start the process group; with fake collectives, return the mesh with the device."""
-    if job.store:
-        store = dist.FileStore(job.store, job.size)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.size)
-        return None
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=job.rank, world_size=job.size)
-    return init_device_mesh(job.device, (job.size,), mesh_dim_names=("tp",))
 
 
 def _age() -> float:
@@ -199,7 +143,3 @@ def _age() -> float:
 def _synchronize(job: Job) -> None:
     if job.device == "cuda":
         torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main()

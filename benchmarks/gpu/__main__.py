@@ -20,29 +20,46 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
 from .. import processes
-from .charts import draw
-from .reckoned import H200, seconds_of, table
+from .step import MORE, module_of
 
+
+@dataclass(frozen=True)
+class Step:
+    """What a step measures, and the seconds that it takes."""
+
+    subject: str
+    seconds: float
+    """On one H200, reckoned from bytes and operations: 8 GB/s from the page cache, 1.5 from storage, 60 s a model that
+    is compiled, 12 s a process that imports torch."""
+    needs_checkpoint: bool = False
+    """True if it waits for the checkpoint, which is written during the steps before."""
+
+
+START = 15.0
+"""Seconds before the first step: imports, and the device's name."""
 STEPS = {
-    "machine": "the machine, its limits, and sums of ranks",
-    "tests": "exactness, memory, training, faults, packed weights, graphs and mixers",
-    "decode": "decode steps: of ranks that share the GPU; of rank 0: eager, CUDA graphs, compiled, beside transformers",
-    "load": "loading 16 GB, warm and cold, beside transformers",
-    "train": "a training step, with a trace",
-    "more_decode": "other sides compiled, in batches, on other numbers of ranks",
-    "more_tests": "more shapes of the tests",
+    "machine": Step("the machine, its limits, and sums of ranks", 18),
+    "tests": Step("exactness, memory, training, faults, packed weights, graphs and mixers", 166),
+    "decode": Step(
+        "decode steps: of ranks that share the GPU; of rank 0: eager, CUDA graphs, compiled, beside transformers",
+        143,
+        needs_checkpoint=True,
+    ),
+    "load": Step("loading 16 GB, warm and cold, beside transformers", 57, needs_checkpoint=True),
+    "train": Step("a training step, with a trace", 18, needs_checkpoint=True),
+    "more_decode": Step("other sides compiled, in batches, on other numbers of ranks", 167, needs_checkpoint=True),
+    "more_tests": Step("more shapes of the tests", 263),
 }
-"""Step -> subject, by value."""
-LATER = {"more_decode", "more_tests"}
+"""Name -> step, by value."""
+LATER = [name for name in STEPS if name.startswith(MORE)]
 """Steps that run only if the time that is left is enough for them."""
-NEED_CHECKPOINT = {"decode", "load", "train", "more_decode"}
-"""Steps that wait for the checkpoint, which is written during the steps before them."""
 WAITING = 90.0
 """Most seconds that a step waits for it."""
 IMPORTED = ("transformers.models.llama.modeling_llama", "benchmarks.worker", "tp_transformers.commands.cli")
@@ -55,46 +72,53 @@ def main() -> int:
     """Run the steps; returns 1 if one failed or ran out of time."""
     arguments = _parse()
     if arguments.reckon:
-        print("\n".join(table(reckoned(), H200, LATER)))
+        print("\n".join(reckoned()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     arguments.results.mkdir(parents=True, exist_ok=True)
     end = time.time() + 60 * arguments.minutes
-    seconds = {name: seconds_of(parts) for name, parts in reckoned().items()}
     arguments.copies = _imported()
     device = _found(arguments)
     arguments.copies &= device["is_of_a_copy"]
-    record = Record(arguments, device, seconds)
+    record = Record(arguments, device)
     pending = [name for name in arguments.only if not record.has_passed(name)]
-    with _prepared(arguments, end, record) if NEED_CHECKPOINT & set(pending) else nullcontext() as wait:
+    needed = any(STEPS[name].needs_checkpoint for name in pending)
+    with _prepared(arguments, end, record) if needed else nullcontext() as wait:
         for number, name in enumerate(pending):
-            if name in NEED_CHECKPOINT and wait is not None:
+            step = STEPS[name]
+            if step.needs_checkpoint and wait is not None:
                 wait()
             left = end - time.time()
-            if name in LATER and left < seconds[name] and not arguments.rehearse:
+            if name in LATER and left < step.seconds and not arguments.rehearse:
                 record.add(name, {"status": OMITTED, "seconds": 0.0, "lines": [], "error": ""})
                 continue
-            others = sum(seconds[each] for each in pending[number + 1 :] if each not in LATER)
-            limit = left * seconds[name] / (seconds[name] + others)
-            print(f"{name}: {STEPS[name]}; {seconds[name]:.0f} s reckoned, at most {limit:.0f} s", flush=True)
+            others = sum(STEPS[each].seconds for each in pending[number + 1 :] if each not in LATER)
+            limit = left * step.seconds / (step.seconds + others)
+            print(f"{name}: {step.subject}; {step.seconds:.0f} s reckoned, at most {limit:.0f} s", flush=True)
             record.add(name, _run(name, arguments, record, limit))
             print(f"{name}: {record.steps[name]['status']} after {record.steps[name]['seconds']:.0f} s", flush=True)
-    record.draw()
     print(f"\n{record.summary()}\n")
-    print("\n".join(table(reckoned(), H200, LATER)))
+    print("\n".join(reckoned()))
     done = (PASSED, OMITTED)
     return 0 if all(record.steps[name]["status"] in done for name in arguments.only) else 1
 
 
-def reckoned() -> dict[str, list[tuple[str, float]]]:
-    """Step -> its parts with their seconds."""
-    return {name: import_module(f"{__package__}.{name}").reckon(H200) for name in STEPS}
+def reckoned() -> list[str]:
+    """Markdown rows of the seconds of each step, and of all but LATER together."""
+    seconds = {"start": START, **{name: step.seconds for name, step in STEPS.items()}}
+    total = sum(value for name, value in seconds.items() if name not in LATER)
+    rows = {name: f"| {name} | {value:.0f} |" for name, value in seconds.items()}
+    later = [rows.pop(name) for name in LATER]
+    summed = f"| all of these | {total:.0f} ({total / 60:.1f} minutes) |"
+    return ["| step | seconds on one H200 |", "| --- | --- |", *rows.values(), summed, *later]
 
 
 def _imported() -> bool:
     """Import what the steps need; returns True if their processes can be copies of this one, which uses no GPU."""
     # Without NVML, torch would count the GPUs by creating a context, after which a copy cannot use them.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    for name in STEPS:
+        module_of(name)
     for name in IMPORTED:
         import_module(name)
     import torch
@@ -109,7 +133,7 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
     """
     for copy in (True, False) if arguments.copies else (False,):
         with suppress(processes.ProcessError):
-            (found,) = processes.run(f"{__package__}.device", [{"kind": arguments.device}], timeout=60, copy=copy)
+            (found,) = processes.run(f"{__package__}.device:found", [{"kind": arguments.device}], timeout=60, copy=copy)
             return {**found, "is_of_a_copy": copy}
     sys.exit(f"--device {arguments.device}: torch cannot use it here; see `tp-transformers env`")
 
@@ -117,14 +141,12 @@ def _found(arguments: argparse.Namespace) -> dict[str, Any]:
 class Record:
     """The results of all steps, in files."""
 
-    def __init__(self, arguments: argparse.Namespace, device: dict[str, Any], reckoned: dict[str, float]) -> None:
+    def __init__(self, arguments: argparse.Namespace, device: dict[str, Any]) -> None:
         """Read the results of an earlier call with the same code and device, and write those of this one.
 
-        Args:
-            device: its "name", and the "count" of devices.
-            reckoned: step -> seconds.
+        `device`: its "name", and the "count" of devices.
         """
-        self.folder, self.devices, self.reckoned = arguments.results, device["count"], reckoned
+        self.folder, self.devices = arguments.results, device["count"]
         self.about = {"device": device["name"], "rehearsal": arguments.rehearse, "code": _code()}
         self.steps: dict[str, dict[str, Any]] = {}
         path = self.folder / "gpu.json"
@@ -154,13 +176,6 @@ class Record:
         new.write_text(text, encoding="utf-8")
         new.replace(self.folder / name)
 
-    def draw(self) -> None:
-        """Draw the charts."""
-        try:
-            draw(self.steps, self.folder)
-        except Exception:
-            traceback.print_exc()
-
     def backend(self) -> str:
         """The backend by which ranks on one device communicate, as `machine` has found it."""
         lines = self.steps.get("machine", {}).get("lines", [])
@@ -186,11 +201,11 @@ class Record:
         for name in STEPS:
             step = self.steps.get(name, {"status": WAITS, "seconds": 0.0, "lines": []})
             right = sum("error" not in line and "late" not in line for line in step["lines"])
-            result = import_module(f"{__package__}.{name}").result(step["lines"]) if right else ""
-            times = f"{step['seconds']:.0f} | {self.reckoned[name]:.0f}"
+            result = module_of(name).result(step["lines"]) if right else ""
+            times = f"{step['seconds']:.0f} | {STEPS[name].seconds:.0f}"
             rows.append(f"| {name} | {step['status']} | {times} | {right} of {len(step['lines'])} | {result} |")
         for name, step in self.steps.items():
-            found = import_module(f"{__package__}.{name}").table(step["lines"])
+            found = module_of(name).table(step["lines"])
             parts.append(f"## {name.capitalize()}\n\n" + "\n".join(found))
         parts.insert(0, "\n".join(rows))
         parts.append(f"```text\n{self.summary()}\n```")
@@ -201,8 +216,9 @@ class Record:
 def _prepared(arguments: argparse.Namespace, end: float, record: Record) -> Iterator[Callable[[], None]]:
     """Write the checkpoint in a process of its own; yields a function that waits for it."""
     with tempfile.TemporaryDirectory() as scratch, (record.folder / "gpu.log").open("ab") as log:
-        job = {**_job("prepare", arguments, end, Path(scratch), record), "result": f"{scratch}/result"}
-        process = processes.start(f"{__package__}.step", json.dumps(job), log.fileno(), copy=arguments.copies)
+        call = [_job("shapes", arguments, end, Path(scratch), record), f"{scratch}/result"]
+        target = f"{__package__}.step:run"
+        process = processes.start(target, json.dumps(call), log.fileno(), copy=arguments.copies)
 
         def prepared() -> None:
             with suppress(TimeoutExpired):  # then the step says that it has no time, or writes it again
@@ -235,7 +251,7 @@ def _run(name: str, arguments: argparse.Namespace, record: Record, limit: float)
 
     try:
         processes.run(
-            f"{__package__}.step",
+            f"{__package__}.step:run",
             [job],
             timeout=limit,
             log=record.folder / "gpu.log",
@@ -288,7 +304,7 @@ def _parse() -> argparse.Namespace:
     add("--only", default=",".join(STEPS), help=f"steps, of {','.join(STEPS)} (default: all)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rehearse", action="store_true", help="small shapes; with --device cpu, stand-ins for CUDA's own parts")
-    add("--reckon", action="store_true", help=f"print the time of each step on one {H200.name}, and run nothing")
+    add("--reckon", action="store_true", help="print the time of each step on one H200, and run nothing")
     add("--again", action="store_true", help="run steps that have passed before too")
     add("--results", type=Path, default=RESULTS, help="folder of the results")
     add("--folder", type=Path, default=Path("/tmp/tp_transformers-gpu"), help="folder of the checkpoint, 16 GB")

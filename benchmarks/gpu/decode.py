@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import processes
+from ..ranks import joined
 from .decoding import Decoder
 from .machine import SHARED
-from .reckoned import Gpu
 from .shapes import checkpoint, load, rank_zero
 from .step import MARGIN, Job, Lines
 
@@ -31,7 +32,7 @@ GROUPS: list[tuple[int, str, list[Cell]]] = [
     (8, "ours", COMPILED),
 ]
 """(ranks, side, cells), by value: each loads a model, since one at a time has the memory."""
-MORE: list[tuple[int, str, list[Cell]]] = [
+MORE_GROUPS: list[tuple[int, str, list[Cell]]] = [
     (1, "ours", COMPILED),
     (1, "plain", COMPILED),
     (1, "plain", LONG[2:]),
@@ -57,16 +58,15 @@ PUBLISHED = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
 def measure(job: Job, lines: Lines) -> None:
     """Ranks that communicate first: copies of a process that does not use the GPU yet. Then each group in turn."""
     folder = checkpoint(job)
-    lines.measure(
-        f"{SHARING} ranks that share the device",
-        lambda: _sharing(job, folder),
-        needs=20.0 * (not job.rehearses),
-    )
-    measure_groups(job, lines, folder, REHEARSED if job.rehearses else GROUPS)
-
-
-def measure_groups(job: Job, lines: Lines, folder: Path, groups: list[tuple[int, str, list[Cell]]]) -> None:
-    """Each group in turn."""
+    if not job.is_more:
+        lines.measure(
+            f"{SHARING} ranks that share the device",
+            lambda: _sharing(job, folder),
+            needs=20.0 * (not job.rehearses),
+        )
+    groups = MORE_GROUPS if job.is_more else GROUPS
+    if job.rehearses:  # the last of those of `more_decode` is compiled nowhere
+        groups = MORE_GROUPS[-1:] if job.is_more else REHEARSED
     for size, side, cells in groups:
         _cells(job, lines, folder, side, size, cells)
 
@@ -74,19 +74,37 @@ def measure_groups(job: Job, lines: Lines, folder: Path, groups: list[tuple[int,
 def _sharing(job: Job, folder: Path) -> dict[str, Any]:
     """Eager steps of ranks on one device, whose collectives take their time; all ranks have the same tokens."""
     with tempfile.TemporaryDirectory() as scratch:
-        common = {"job": dataclasses.asdict(job), "store": f"{scratch}/store", "folder": str(folder), "size": SHARING}
-        own = {"LOCAL_RANK": "0", "WORLD_SIZE": str(SHARING), **(SHARED if job.devices < SHARING else {})}
-        results = processes.run(
-            "benchmarks.gpu.sharing",
-            [{**common, "rank": rank} for rank in range(SHARING)],
+        results = processes.run_ranks(
+            f"{__name__}:sharing",
+            {"job": dataclasses.asdict(job), "store": f"{scratch}/store", "folder": str(folder), "size": SHARING},
             timeout=min(60.0, job.left - MARGIN),
-            env=[{**own, "RANK": str(rank)} for rank in range(SHARING)],
+            env={"LOCAL_RANK": "0", **(SHARED if job.devices < SHARING else {})},
             copy=job.copies,
         )
     if any(result["tokens"] != results[0]["tokens"] for result in results):
         raise ValueError("the ranks have other tokens")
     found = max(results, key=lambda result: result["seconds"])
     return {key: found[key] for key in ("seconds", "load", "backend")}
+
+
+def sharing(job: dict[str, Any], store: str, folder: str, size: int, rank: int) -> dict[str, Any]:
+    """One of the ranks: seconds of a load and of a step, the tokens and the backend."""
+    own = Job(**job)
+    with joined(store, rank, size, own.kind, own.backend) as mesh:
+        began = time.perf_counter()
+        model = load("ours", Path(folder), mesh, own)
+        loaded = time.perf_counter() - began
+        prompt, room, steps = _lengths(own)
+        decoder = Decoder(model, own.device, batch=1, prompt=prompt, room=room)
+        step = decoder.eager()
+        tokens = decoder.tokens(step, steps).tolist()
+        seconds = _timed(decoder, step, steps)
+    return {"load": loaded, "tokens": tokens, "backend": own.backend, "seconds": seconds}
+
+
+def _lengths(job: Job) -> tuple[int, int, int]:
+    """Tokens of a prompt and of the cache, and the number of steps."""
+    return (8, 32, 4) if job.rehearses else (PROMPT, ROOM, STEPS)
 
 
 def _cells(job: Job, lines: Lines, folder: Path, side: str, size: int, cells: list[Cell]) -> None:
@@ -117,7 +135,7 @@ def decode(model: Any, job: Job, batch: int, mode: str) -> dict[str, Any]:
     """
     device = job.device
     device.forget_peak()
-    prompt, room, steps = (8, 32, 4) if job.rehearses else (PROMPT, ROOM, STEPS)
+    prompt, room, steps = _lengths(job)
     decoder = Decoder(model, device, batch=batch, prompt=prompt, room=room)
     torch._dynamo.utils.counters.clear()
     eager, step = decoder.eager(), getattr(decoder, mode)()
@@ -174,21 +192,3 @@ def result(lines: list[dict[str, Any]]) -> str:
             name = f"{line['side']} {line['ranks']}"
             best[name] = max(best.get(name, 0.0), line["tokens_per_second"])
     return ", ".join(f"{name}: {speed:.0f} tokens/s" for name, speed in best.items())
-
-
-def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """The ranks that share a device, and each group."""
-    step = SHARING * (gpu.weights / SHARING / gpu.memory + gpu.launches) + 64 * 2e-4  # sums of a step by gloo
-    sharing = gpu.context + gpu.load(gpu.weights) + 3 * STEPS * step
-    return [("context", gpu.context), (f"{SHARING} ranks", sharing), *reckon_groups(gpu, GROUPS)]
-
-
-def reckon_groups(gpu: Gpu, groups: list[tuple[int, str, list[Cell]]]) -> list[tuple[str, float]]:
-    """Seconds of each group: weights by the memory's speed, loads by the bus, compilations as elsewhere."""
-    parts: list[tuple[str, float]] = []
-    for size, side, cells in groups:
-        step = gpu.weights / size / gpu.memory + gpu.launches
-        compiling = COMPILING * (cells is COMPILED)
-        seconds = gpu.load(gpu.weights / size) + compiling + len(cells) * (6 * STEPS * step + 0.5)
-        parts.append((f"{side} {size}{', compiled' * bool(compiling)}", seconds))
-    return parts

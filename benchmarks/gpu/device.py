@@ -1,16 +1,10 @@
-"""The device of a measurement: a GPU, or in a rehearsal a CPU with stand-ins for all that only CUDA has.
-
-`python -m benchmarks.gpu.device JOB` uses the device, and writes its name and the number of devices.
-"""
+"""The device of a measurement: a GPU, or in a rehearsal a CPU with stand-ins for all that only CUDA has."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,15 +160,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main() -> None:
-    """Run the job in argv."""
-    job = json.loads(sys.argv[1])
-    torch.ones(1, device=job["kind"]).add(1).item()
-    count = torch.cuda.device_count() if job["kind"] == "cuda" else 1
-    Path(job["result"]).write_text(
-        json.dumps({"name": device_of(job["kind"]).name(), "count": count}), encoding="utf-8"
-    )
-
-
-if __name__ == "__main__":
-    main()
+def found(kind: str) -> dict[str, Any]:
+    """Use the device: its name, and the number of devices."""
+    torch.ones(1, device=kind).add(1).item()
+    return {"name": device_of(kind).name(), "count": torch.cuda.device_count() if kind == "cuda" else 1}

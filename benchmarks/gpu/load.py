@@ -7,7 +7,6 @@ from typing import Any
 
 from .. import checkpoints, machine
 from ..sides import Setting, Side
-from .reckoned import Gpu
 from .shapes import checkpoint
 from .step import MARGIN, Job, Lines
 
@@ -86,10 +85,3 @@ def result(lines: list[dict[str, Any]]) -> str:
     return ", ".join(
         f"{line['what'].replace(', rank 0', '')}: {line['load']:.2f} s" for line in lines if "shard" in line
     )
-
-
-def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Processes that begin, and bytes by the slowest of bus, page cache and storage."""
-    warm = [2 * (gpu.context + gpu.load(gpu.weights / size)) for size in SIZES]
-    cold = 2 * (gpu.context + gpu.load(0) + gpu.weights / SIZES[1] / gpu.disk)
-    return [("warm", sum(warm)), ("cold", cold), ("safetensors", gpu.context + gpu.weights / gpu.disk)]

@@ -7,21 +7,27 @@ import shutil
 import subprocess
 import tempfile
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
 
 from tp_transformers.commands import cli
+from tp_transformers.ranks import direct
+from tp_transformers.ranks.mesh import join
 
 from .. import processes
 from ..machine import facts
-from .reckoned import Gpu
+from ..ranks import joined
+from .device import device_of
 from .step import MARGIN, Job, Lines
 
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
 """Variables by which NCCL 2.30 and later takes several ranks of one GPU."""
 LIMIT = 30.0
 """Seconds for ranks that sum."""
+COUNT = 30
+"""Sums that are timed, one after the other."""
 NBYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
 """Bytes of a sum."""
 QUERY = "name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max,mig.mode.current"
@@ -54,16 +60,37 @@ def sums(job: Job) -> dict[str, Any]:
 
 
 def _ranks(job: Job, backend: str, size: int) -> list[dict[str, Any]]:
-    env = SHARED if size > job.devices else {}
     with tempfile.TemporaryDirectory() as scratch:
-        shared = {"kind": job.kind, "backend": backend, "store": f"{scratch}/store", "size": size}
-        return processes.run(
-            "benchmarks.gpu.summing",
-            [{**shared, "nbytes": NBYTES[:2] if job.rehearses else NBYTES, "rank": rank} for rank in range(size)],
+        return processes.run_ranks(
+            f"{__name__}:summing",
+            {
+                "kind": job.kind,
+                "backend": backend,
+                "store": f"{scratch}/store",
+                "size": size,
+                "nbytes": NBYTES[:2] if job.rehearses else NBYTES,
+            },
             timeout=min(LIMIT, job.left - MARGIN),
-            env=[{**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)} for rank in range(size)],
+            env=SHARED if size > job.devices else {},
             copy=job.copies,
         )
+
+
+def summing(kind: str, backend: str, store: str, size: int, rank: int, nbytes: list[int]) -> dict[str, Any]:
+    """One of the ranks: seconds of a sum by its bytes, after a check."""
+    device, seconds = device_of(kind), {}
+    with joined(store, rank, size, kind, backend) as mesh:
+        group = join(mesh).process_group
+        for count in nbytes:
+            x = torch.arange(count // 2, device=kind).remainder(8).to(torch.bfloat16)
+            total = x * (rank + 1)
+            direct.all_reduce(total, group)
+            if not torch.equal(total, x * (size * (size + 1) // 2)):
+                raise ValueError(f"a wrong sum of {count} bytes")
+            step = partial(direct.all_reduce, torch.zeros_like(x), group)
+            device.seconds(step, 5)
+            seconds[count] = device.seconds(step, COUNT)
+    return {"seconds": seconds}
 
 
 def _env() -> dict[str, Any]:
@@ -151,13 +178,3 @@ def result(lines: list[dict[str, Any]]) -> str:
     found = {line["what"]: line for line in lines}
     devices = ", ".join(found.get("devices", {}).get("devices", []))
     return f"{devices}; {found.get('sums', {}).get('ranks', '-')} ranks by {found.get('sums', {}).get('backend', '-')}"
-
-
-def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Mostly contexts: of this process, and of the ranks that sum; NCCL may refuse before gloo sums."""
-    return [
-        ("context", gpu.context),
-        ("sums by NCCL", 2 * gpu.context),
-        ("sums by gloo", 2 * gpu.context),
-        ("env", 3.0),
-    ]

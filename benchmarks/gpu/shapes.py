@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -20,10 +18,16 @@ from transformers.distributed import DistributedConfig
 import tp_transformers
 
 from .. import checkpoints
-from .step import Job
+from ..ranks import joined
+from .step import Job, Lines
 
 MODEL, GIGABYTES, REHEARSED = "llama-8b", 16.1, 0.013
 """Layout of the checkpoint, its 10^9 bytes, and those of a rehearsal."""
+
+
+def measure(job: Job, lines: Lines) -> None:
+    """Write the checkpoint, while a step that does not need it runs."""
+    lines.measure("checkpoint", lambda: {"folder": str(checkpoint(job))})
 
 
 def checkpoint(job: Job) -> Path:
@@ -34,18 +38,14 @@ def checkpoint(job: Job) -> Path:
 @contextmanager
 def rank_zero(job: Job, size: int) -> Iterator[DeviceMesh]:
     """The mesh of rank 0 of `size`; collectives return at once (torch's fake backend)."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
+    job.device.forget_peak()
     # transformers takes the number of ranks from the environment, not from a mesh.
-    with mock.patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(size)):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    environment = mock.patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(size))
+    with environment, joined("", 0, size, job.kind) as mesh:
         try:
-            yield init_device_mesh(job.kind, (size,), mesh_dim_names=("tp",))
+            yield mesh
         finally:
             torch._dynamo.reset()
-            gc.collect()  # models are reference cycles
-            dist.destroy_process_group()
-            job.device.forget_peak()
 
 
 def load(side: str, folder: Path, mesh: DeviceMesh, job: Job) -> Any:

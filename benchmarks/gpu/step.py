@@ -1,4 +1,4 @@
-"""A process of one step: `python -m benchmarks.gpu.step JOB` calls `measure` of the module of that name."""
+"""A process of one step: it calls `measure` of the step's module."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
 
 from .device import Device, device_of
 
+MORE = "more_"
+"""Prefix of the steps with further measurements of a module."""
 MARGIN = 3.0
 """Seconds before a step is ended in which it ends the processes that it has started."""
 
@@ -25,7 +28,7 @@ class Job:
     """The job of one process."""
 
     step: str
-    """Name of the module in this folder."""
+    """Name of the step: of its module, with `more_` before it for further measurements."""
     kind: str
     """Type of the device: "cuda" or "cpu"."""
     rehearses: bool
@@ -44,7 +47,10 @@ class Job:
     """True if processes that this one starts can be copies of it."""
     backend: str = "gloo"
     """Backend by which ranks on one device communicate."""
-    result: str = ""
+
+    @property
+    def is_more(self) -> bool:
+        return self.step.startswith(MORE)
 
     @property
     def left(self) -> float:
@@ -83,18 +89,15 @@ class Lines:
         return line
 
 
-def main() -> None:
-    """Run the job in argv."""
-    from transformers.utils import logging
+def module_of(step: str) -> Any:
+    """The module of a step."""
+    return import_module(f"{__package__}.{step.removeprefix(MORE)}")
 
+
+def run(**job: Any) -> None:
+    """Do a `Job`."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the started processes
     warnings.simplefilter("ignore")
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    job = Job(**json.loads(sys.argv[1]))
-    import_module(f"{__package__}.{job.step}").measure(job, Lines(job))
-    Path(job.result).write_text("{}", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    module_of(job["step"]).measure(Job(**job), Lines(Job(**job)))

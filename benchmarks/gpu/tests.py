@@ -1,4 +1,4 @@
-"""The tests in tests/gpu that `make test` runs too, one of each kind, on this device."""
+"""The tests in tests/gpu on this device: those that `make test` runs too, then those of `make test-all`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 from .. import processes
 from .machine import SHARED
-from .reckoned import Gpu
 from .step import Job, Lines
 
 FILES = ("memory", "exactness", "training", "packed", "graphs", "mixers", "faults")
@@ -24,12 +23,10 @@ OUTCOME = re.compile(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
 
 
 def measure(job: Job, lines: Lines) -> None:
-    """The quick ones."""
-    run(job, lines, "not slow")
-
-
-def run(job: Job, lines: Lines, marked: str) -> None:
-    """Run pytest on the tests `marked`; each outcome is a line as soon as it is there."""
+    """Run pytest; each outcome is a line as soon as it is there."""
+    if job.is_more and job.rehearses:  # it has run its test
+        return
+    marked = "slow" if job.is_more else "not slow"
     # Without NVML, torch would count the GPUs by creating a context, after which a process cannot be forked.
     env = {**os.environ, "DEVICE": job.kind, "COLUMNS": "200", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     env |= {} if job.rehearses else {"TEST_TIMEOUT": PATIENCE}
@@ -73,9 +70,3 @@ def result(lines: list[dict[str, Any]]) -> str:
     """Counts of outcomes."""
     counts = Counter(line.get("outcome", "error") for line in lines)
     return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """Tiny models, so that processes and contexts count: two tests of faults start ranks of their own."""
-    starts = [("pytest", gpu.start), ("the pool", gpu.start + gpu.context), ("ranks of faults", 2 * gpu.start)]
-    return [*starts, ("19 tests", 95.0), ("a compiled step", 20.0)]

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from ..meters import operations_per_token, peak_operations
 from ..train_llm import multiplied
-from .reckoned import Gpu
 from .shapes import checkpoint, load, rank_zero
 from .step import Job, Lines
 
@@ -105,14 +104,3 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
 def result(lines: list[dict[str, Any]]) -> str:
     """Tokens a second of each side."""
     return ", ".join(f"{line['what']}: {line['tokens_per_second']:.0f} tokens/s" for line in lines if "seconds" in line)
-
-
-def reckon(gpu: Gpu) -> list[tuple[str, float]]:
-    """A step by the operations of a rank at half of the GPU's speed."""
-    step = 6 * gpu.parameters * LENGTH / SIZE / (gpu.operations / 2)
-    return [
-        ("context", gpu.context),
-        ("two loads", 2 * gpu.load(gpu.weights / SIZE)),
-        ("steps", 2 * (STEPS + 4) * step),
-        ("traces", 10.0),
-    ]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.quantised import Job, write
+from benchmarks.bench_quantised import config_of
+from benchmarks.checkpoints import write
 from tests.support.comparisons import relative
 from tests.support.devices import DEVICE, load_here
 from tests.support.pool import Pool
@@ -38,9 +39,8 @@ def compare(folder: str) -> dict[str, Any]:
 @pytest.mark.parametrize("form", wide(FORMATS, 1))
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 def test_products_are_as_exact_as_dequantised(pool: Pool, tmp_path: Path, form: str, size: int) -> None:
-    folder = str(tmp_path / "checkpoint")
-    write(Job(form, "9/3", folder, size, 0, 1, layers=1))
-    for found in pool.run(size, compare, folder):
+    write(tmp_path / "checkpoint", config_of(form, "9/3", layers=1), form)
+    for found in pool.run(size, compare, str(tmp_path / "checkpoint")):
         print(found)
         is_quantised = "activations quantised" in str(found["packed products"])
         assert found["packed"] < 2 * found["dequantised"] + (2**-4 if is_quantised else 2**-8)  # of 4 and 8 bits

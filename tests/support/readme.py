@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import tp_transformers
-from benchmarks.gpu.__main__ import LATER
-from benchmarks.gpu.__main__ import reckoned as reckoned_parts
-from benchmarks.gpu.reckoned import H200
-from benchmarks.gpu.reckoned import table as times
+from benchmarks.gpu import __main__ as gpu
 from tests.support import fits
 from tests.support.imports import ORDER
 from tests.support.measured import computing, exactness, loading
@@ -284,8 +281,7 @@ def fitting(page: Path) -> str:
 
 def reckoned(page: Path) -> str:
     """One row a step of the command for GPUs: its seconds on one GPU, from bytes and operations."""
-    rows = (line.split("|")[1:3] for line in times(reckoned_parts(), H200, LATER))
-    return "\n".join(f"|{step}|{seconds}|" for step, seconds in rows)
+    return "\n".join(gpu.reckoned())
 
 
 def contents(page: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,16 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from benchmarks import machine, processes
 from benchmarks.check import WrongResultError, check
-from benchmarks.checkpoints import LAYOUTS, config_and_shapes, ensure, files
+from benchmarks.checkpoints import KINDS, config_of, ensure, files, matrices, nbytes
 from benchmarks.forward import SCENARIOS
 from benchmarks.memory import shard_bytes, touch
-from benchmarks.report import fractions, summarise
+from benchmarks.report import summarise
 from tests.support.tiers import wide
 
 PAGE = mmap.PAGESIZE
 
 
-@pytest.mark.parametrize("model_type", wide(LAYOUTS, 1))
+@pytest.mark.parametrize("model_type", wide(KINDS, 1))
 def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, tmp_path: Path) -> None:
     folder = ensure(model_type, 0.01, tmp_path)
     assert ensure(model_type, 0.01, tmp_path) == folder, "it is written once"
@@ -38,10 +37,6 @@ def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, 
     for collectives in (False, True):
         count = check(model, folder, rank=0, size=1, collectives=collectives)
         assert count == len(model.state_dict())
-    if "-" in model_type:
-        with tp_transformers.enable():
-            packed = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype="auto", tp_dequantize=False)
-        assert check(packed, folder, rank=0, size=1, collectives=True) == len(model.state_dict())
     changed = tmp_path / "changed"
     shutil.copytree(folder, changed)
     file = files(changed)[-1]
@@ -60,10 +55,10 @@ def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, 
 
 @pytest.mark.parametrize(("model_type", "hidden", "layers"), [("llama", 4096, 7), ("mixtral", 4096, 1)])
 def test_four_gigabytes_have_the_real_widths(model_type: str, hidden: int, layers: int) -> None:
-    config, shapes = config_and_shapes(model_type, 4)
-    assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
-    assert config["intermediate_size"] == 14336
-    assert 3e9 < sum(2 * torch.Size(shape).numel() for shape in shapes.values()) <= 4e9
+    config = config_of(model_type, 4)
+    assert (config.hidden_size, config.num_hidden_layers) == (hidden, layers)
+    assert config.intermediate_size == 14336
+    assert 3e9 < nbytes(config, "") <= 4e9
 
 
 def test_files_end_at_their_size_and_are_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +66,7 @@ def test_files_end_at_their_size_and_are_safetensors(tmp_path: Path, monkeypatch
     folder = ensure("llama", 0.01, tmp_path)
     assert len(files(folder)) > 2
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    _, shapes = config_and_shapes("llama", 0.01)
+    shapes = dict(matrices(config_of("llama", 0.01)))
     assert weight_map.keys() == shapes.keys()
     for file in files(folder):
         assert file.stat().st_size < 3_100_000
@@ -81,9 +76,11 @@ def test_files_end_at_their_size_and_are_safetensors(tmp_path: Path, monkeypatch
                 tensor = opened.get_tensor(name)
                 assert tensor.shape == shapes[name]
                 assert tensor.dtype == torch.bfloat16
+                if "norm" in name:
+                    continue
                 assert (tensor.abs() >= 2**-7).all()
                 assert (tensor.abs() < 2**-6).all()
-                assert tensor.numel() < 100 or (tensor < 0).float().mean().sub(0.5).abs() < 0.25
+                assert (tensor < 0).float().mean().sub(0.5).abs() < 0.25
 
 
 @pytest.mark.parametrize(
@@ -122,17 +119,11 @@ def test_a_shard_in_a_mapped_file_is_not_anonymous(tmp_path: Path) -> None:
     assert touch([mapped, memory]) == 0
 
 
-def test_a_warm_file_is_in_the_page_cache_and_a_limit_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "_ROUNDS", 1)
+def test_a_warm_file_is_in_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(3 * PAGE + 5))
     machine.warm([path])
     assert machine.resident(path) == 3 * PAGE + 5
-    limits = machine.limits([path, path], 2, cold=False, timeout=60)
-    assert limits.keys() == {"fresh", "huge", "touched"}
-    assert all(limit > 0 for limit in limits.values())
 
 
 def test_ratios_are_of_pairs_and_the_slowest_rank_counts() -> None:
@@ -147,32 +138,27 @@ def test_ratios_are_of_pairs_and_the_slowest_rank_counts() -> None:
     assert found["load"]["native"]["values"] == [8, 6, 9]
     ratio = found["load"]["ratio"]
     assert ratio["values"] == [4, 2, 9]
-    assert [ratio[name] for name in ("min", "q1", "median", "q3", "max")] == [2, 3, 4, 6.5, 9]
+    assert [ratio[name] for name in ("min", "median", "max")] == [2, 4, 9]
     assert found["first_forward"]["ours"]["values"] == [3, 4, 2]
     assert found["anonymous"]["ratio"] is None, "nothing is no divisor"
-    assert fractions(runs["ours"], {"fresh": 1000.0}) == {"fresh": 0.1}
 
 
 @pytest.mark.parametrize("copy", wide([False, True], 1))
-def test_a_process_that_fails_is_shown_and_the_others_are_ended(
-    copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_fails_is_shown_and_the_others_are_ended(copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_GRACE", 0.5)
 
-    def job(begin: float, path: Path) -> dict[str, Any]:
-        return {"files": [str(path)], "part": [0, 1], "huge": False, "begin": begin}
+    def run(timeout: float, *commands: str) -> list[Any]:
+        jobs = [{"args": command.split()} for command in commands]
+        return processes.run("subprocess:check_call", jobs, timeout=timeout, copy=copy)
 
-    started = time.monotonic()
-    jobs = [job(started + 600, Path(__file__)), job(0, tmp_path / "none")]
     with pytest.raises(processes.ProcessError) as caught:
-        processes.run("benchmarks.machine", jobs, timeout=500, copy=copy)
+        run(500, "sleep 600", "false")
     assert "process 0: still running, was ended" in str(caught.value)
     assert "process 1: exit code 1" in str(caught.value)
-    assert "FileNotFoundError" in str(caught.value)
+    assert "CalledProcessError" in str(caught.value)
     with pytest.raises(processes.ProcessError, match="process 0: still running, was ended"):
-        processes.run("benchmarks.machine", [job(started + 600, Path(__file__))], timeout=1, copy=copy)
-    (found,) = processes.run("benchmarks.machine", [job(0, Path(__file__))], timeout=60, copy=copy)
-    assert found["fresh"] > 0
+        run(1, "sleep 600")
+    assert run(60, "true") == [0]
 
 
 def test_names_of_scenarios_can_be_listed() -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ from benchmarks import processes
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import STEPS, Record
 from benchmarks.gpu.device import Rehearsal
-from benchmarks.gpu.reckoned import H200, table
-from benchmarks.gpu.step import Job, Lines
+from benchmarks.gpu.step import Job, Lines, module_of
 from benchmarks.gpu.tests import FILES, OUTCOME
 
 
 def record(path: Path, again: bool = False) -> Record:
     arguments = argparse.Namespace(results=path, device="cpu", rehearse=True, again=again)
-    return Record(arguments, {"name": "one", "count": 1}, dict.fromkeys(STEPS, 60.0))
+    return Record(arguments, {"name": "one", "count": 1})
 
 
 def row_of(page: str, step: str) -> list[str]:
@@ -47,7 +45,7 @@ def test_a_measurement_is_in_the_first_table_before_the_next_one(
     seen = []
 
     def run(module: str, jobs: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
-        if module.endswith("device"):
+        if "device" in module:
             return [{"name": "one", "count": 1}]
         with open(jobs[0]["lines"], "a") as file:
             file.write(json.dumps({"what": "rank 0 of 8", "shard": 1, "load": 2.5, "device_peak": 1, "host_peak": 1}))
@@ -108,13 +106,8 @@ def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_step_has_a_table_and_a_reckoned_time(name: str) -> None:
-    module = import_module(f"benchmarks.gpu.{name}")
-    assert isinstance(module.table([]), list)
-    parts = module.reckon(H200)
-    assert all(seconds > 0 for _, seconds in parts)
-    (row,) = [line for line in table({name: parts}, H200) if line.startswith(f"| {name} |")]
-    assert int(row.split("|")[2]) == round(sum(seconds for _, seconds in parts))
+def test_every_step_has_a_table(name: str) -> None:
+    assert isinstance(module_of(name).table([]), list)
 
 
 def test_waits_of_the_host_are_counted() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.quantised import NF4
+from benchmarks.formats import NF4
 from tests.features.packed.unit.test_packed import check_product, packed, scales
 from tests.unit.slices.test_lazy import ranges
 from tp_transformers.features.packed import blocks4
