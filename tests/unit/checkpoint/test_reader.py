@@ -142,16 +142,13 @@ def test_a_file_system_that_does_not_tell(big, monkeypatch) -> None:
     assert torch.equal(request.destination, values[:, 2048:])
 
 
-def test_the_cost_model_gives_what_was_measured() -> None:
+def test_the_way_that_was_measured_to_be_fast_is_chosen() -> None:
     rows = re.findall(r"^ +([\d,]+) of +([\d,]+)((?: +[\d.]+){3})$", jobs.__doc__ or "", re.MULTILINE)
     assert len(rows) == 7
     for run, stride, rates in rows:
         block = made_of(int(run.replace(",", "")), int(stride.replace(",", "")))
         measured = dict(zip(("reads", "blocks", "map"), map(float, rates.split()), strict=True))
-        estimates = {way: block.nbytes / 1e9 / seconds for way, seconds in jobs.costs(block, may_map=True).items()}
-        for way, rate in measured.items():
-            assert rate / 1.45 < estimates[way] < rate * 1.45, (run, stride, way)
-        assert max(estimates, key=estimates.__getitem__) == max(measured, key=measured.__getitem__) == "map"
+        assert jobs.cheapest(block, may_map=True) == max(measured, key=measured.__getitem__) == "map"
         # Of two ways that take about as long, either will do.
         cold = jobs.cheapest(block, may_map=False)
         assert measured[cold] > 0.85 * max(measured["reads"], measured["blocks"])
@@ -163,7 +160,8 @@ def made_of(run: int, stride: int) -> Stored:
 
 
 def test_few_bytes_of_long_rows_are_read_alone() -> None:
-    assert jobs.cheapest(made_of(8192, 1 << 20), may_map=False) == "reads"
+    for may_map in (False, True):
+        assert jobs.cheapest(made_of(8192, 1 << 20), may_map=may_map) == "reads"
 
 
 @pytest.mark.parametrize("slow", [0.0, 1.0])

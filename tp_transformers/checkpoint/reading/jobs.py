@@ -4,12 +4,12 @@ A contiguous range of the file whose bytes equal the destination's is read strai
 one call, also across tensors. Bytes in the page cache can be copied out of a memory map into any strides and dtype;
 other bytes for another device, dtype or strided memory go through a staging buffer.
 
-A shard of a trailing dim is `rows` ranges of `length` bytes, `stride` bytes apart in the file. `costs` estimates which
-of three methods is the cheapest:
+A shard of a trailing dim is `rows` ranges of `length` bytes, `stride` bytes apart in the file. There are three methods
+to read rows; `cheapest` chooses one by the gap between two ranges:
 
-- `reads`: one read per row, of the shard's bytes only;
+- `map`: copy the ranges out of a memory map, if the bytes are in the page cache;
 - `blocks`: read complete rows into a buffer that stays in the CPU cache, and copy the ranges out of it;
-- `map`: copy the ranges out of a memory map, if the bytes are in the page cache.
+- `reads`: one read per row, of the shard's bytes only.
 
 Measured on one core of an AMD EPYC (2 MiB of L2 cache, Linux 6.18, ext4, warm page cache) into memory that had been
 touched before, in GB/s of the shard's own bytes:
@@ -23,8 +23,8 @@ touched before, in GB/s of the shard's own bytes:
      2,048 of  4,096     1.09     5.77  8.34
        512 of  1,024     0.45     5.28  6.93
 
-One contiguous read gave 12.2 GB/s there. The constants below reproduce every number of the table within 45%, and the
-order of the methods.
+One contiguous read gave 12.2 GB/s there, and a call took 1.4e-6 s: as long as to copy the 16 KiB of a short gap into a
+buffer, or to map and unmap the pages of 256 KiB.
 """
 
 from __future__ import annotations
@@ -47,38 +47,18 @@ Progress = Callable[[int], object]
 BLOCK_BYTES = 1 << 20
 """Size of the buffer for `blocks`."""
 
-_SECONDS_A_READ = 1.4e-6
-_SECONDS_A_BYTE_COPIED = 1 / 12e9
-"""Time to copy from the page cache to memory."""
-_SECONDS_A_BYTE_INTO_BLOCK = 1 / 16e9
-"""Time to copy from the page cache into a buffer that is in the CPU cache."""
-_SECONDS_A_BYTE_OUT_OF_BLOCK = 1 / 20e9
-_SECONDS_A_RANGE = 10e-9
-"""Overhead per range of a strided copy."""
-_SECONDS_A_BYTE_MAPPED = 1 / 200e9
-"""Time to map and unmap the pages of the span."""
-
-
-def costs(block: Stored, *, may_map: bool) -> dict[str, float]:
-    """Estimate the seconds of each method to read `block`; `map` only if its bytes are in the page cache."""
-    range_seconds = block.rows * _SECONDS_A_RANGE
-    blocks = max(block.span / BLOCK_BYTES, 1)
-    estimates = {
-        "reads": block.rows * _SECONDS_A_READ + block.nbytes * _SECONDS_A_BYTE_COPIED,
-        "blocks": blocks * _SECONDS_A_READ
-        + block.span * _SECONDS_A_BYTE_INTO_BLOCK
-        + block.nbytes * _SECONDS_A_BYTE_OUT_OF_BLOCK
-        + range_seconds,
-    }
-    if may_map:
-        estimates["map"] = block.span * _SECONDS_A_BYTE_MAPPED + block.nbytes * _SECONDS_A_BYTE_COPIED + range_seconds
-    return estimates
+_GAP_OF_BLOCKS = 16 << 10
+"""Bytes between two ranges up to which reading them is faster than another call."""
+_GAP_OF_MAP = 256 << 10
+"""Bytes between two ranges up to which mapping their pages is faster than another call."""
 
 
 def cheapest(block: Stored, *, may_map: bool) -> str:
-    """Return the cheapest method to read the rows of `block`."""
-    estimates = costs(block, may_map=may_map)
-    return min(estimates, key=estimates.__getitem__)
+    """Name the fastest method for the rows, two or more, of `block`; `may_map`: its bytes are in the page cache."""
+    gap = (block.span - block.nbytes) // (block.rows - 1)
+    if may_map and gap <= _GAP_OF_MAP:
+        return "map"
+    return "blocks" if gap <= _GAP_OF_BLOCKS else "reads"
 
 
 JOB_BYTES = 16 << 20
@@ -117,7 +97,7 @@ class Statistics:
     """Totals of calls of `read`."""
 
     methods: dict[str, Method] = field(default_factory=dict)
-    """Totals by method: `contiguous`, and the methods of `costs`."""
+    """Totals by method: `contiguous`, and those for rows."""
     seconds: float = 0.0
     peak_buffer: int = 0
     """Most bytes of all buffers besides the destinations, in one call."""
