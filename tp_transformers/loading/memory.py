@@ -80,9 +80,9 @@ def _map_pages(shard: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if len(blocks) != 1 or blocks[0].rows != 1 or blocks[0].dtype != dtype or blocks[0].start % dtype.itemsize:
         return None
     (block,) = blocks
-    if not isinstance(block.source, LocalFile):
+    if not isinstance(block.source, LocalFile) or not block.source.has_map:
         return None
-    return block.source.parameter(block.start, block.span, dtype, meta.shape)
+    return block.source.pages(block.start, block.span).view(dtype).view(meta.shape)
 
 
 def _split_rounds(

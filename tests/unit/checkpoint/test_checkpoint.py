@@ -180,7 +180,7 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
 ) -> None:
     # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
     if method != "map":
-        monkeypatch.setattr("tp_transformers.checkpoint.reading.reader._mapped", lambda pieces: [])
+        monkeypatch.setattr(LocalFile, "is_resident", lambda file, spans: False)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.cheapest", lambda block, may_map: method)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.BLOCK_BYTES", 100)
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", staging)
@@ -222,7 +222,7 @@ def test_views_of_any_strides_are_filled_and_nothing_beside_them(
 
 def test_staging_is_bounded(stored, monkeypatch) -> None:
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", 1000)
-    monkeypatch.setattr("tp_transformers.checkpoint.reading.reader._mapped", lambda pieces: [])
+    monkeypatch.setattr(LocalFile, "is_resident", lambda file, spans: False)
     checkpoint, _ = stored
     (source,) = checkpoint.sources
     largest = 0

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.support.reading import columns
 from tp_transformers import CheckpointError
-from tp_transformers.checkpoint.reading import jobs, memory, reader
+from tp_transformers.checkpoint.reading import jobs, memory
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.local_file import LocalFile
@@ -30,7 +30,7 @@ from tp_transformers.slices.stored import Stored
 def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
     checkpoint, _, _ = big
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 16)
-    monkeypatch.setattr(reader, "_mapped", lambda pieces: [])
+    monkeypatch.setattr(LocalFile, "is_resident", lambda file, spans: False)
     monkeypatch.setattr(jobs, "cheapest", lambda block, may_map: method)
     preadv, calls = os.preadv, []
 
@@ -55,7 +55,7 @@ def test_neighbours_make_jobs_of_at_most_so_many_bytes(big, monkeypatch) -> None
     checkpoint, _, values = big
     monkeypatch.setattr(jobs, "JOB_BYTES", 3 * values[0].nbytes)
     rows = [checkpoint.tensors["x"].select(0, [(row, row + 1)]) for row in range(8)]
-    made = list(jobs.order([Request(row, torch.empty(1, 4096, dtype=torch.int16)) for row in rows], []))
+    made = list(jobs.order([Request(row, torch.empty(1, 4096, dtype=torch.int16)) for row in rows]))
     assert [job.nbytes for job in made] == [3 * values[0].nbytes] * 2 + [2 * values[0].nbytes]
 
 
@@ -198,6 +198,13 @@ def test_a_source_is_opened_once_and_closed(big) -> None:
         assert source.size == path.stat().st_size
 
 
+def test_a_file_larger_than_all_memory_is_mapped(tmp_path: Path) -> None:
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 42)
+    with LocalFile(tmp_path / "sparse") as source:
+        assert torch.equal(source.pages(1 << 41, 3), torch.zeros(3, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(600, 70), (3, 300, 20), (1, 5), (5, 1), (7,), (2, 3, 4, 5), (0, 4)])
 def test_copies_into_any_strides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -270,7 +277,7 @@ def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: in
     device = LateDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device.module())
     monkeypatch.setattr(memory, "copy", device.copy)
-    monkeypatch.setattr(reader, "_mapped", lambda pieces: [])
+    monkeypatch.setattr(LocalFile, "is_resident", lambda file, spans: False)
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 18)
     tensor = checkpoint.tensors["x"]
     whole = torch.empty(tensor.shape, dtype=torch.float32)

@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...slices.stored import Source, Stored, byte_view
+from ...slices.stored import Stored, byte_view
 from .local_file import LocalFile
 from .memory import Pages, Staging, copy
 
@@ -174,8 +174,8 @@ def _read_blocks(block: Stored, destination: torch.Tensor) -> int:
 
 def _read_map(block: Stored, destination: torch.Tensor) -> int:
     assert isinstance(block.source, LocalFile)
-    pages = block.source.mapped[block.start : block.stop].view(block.dtype)
-    copy(pages.as_strided(block.shape, block.strides), destination)
+    values = block.source.pages(block.start, block.span).view(block.dtype)
+    copy(values.as_strided(block.shape, block.strides), destination)
     block.source.count(block.nbytes)
     return block.nbytes
 
@@ -195,7 +195,7 @@ def split(request: Request) -> Iterator[Request]:
         yield from (Request(*entry) for entry in block.chunks(destination, JOB_BYTES))
 
 
-def order(requests: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job]:
+def order(requests: Sequence[Request]) -> Iterator[Job]:
     """Group blocks in file order into jobs in file order."""
     neighbours: list[Request] = []
     nbytes = 0
@@ -216,18 +216,20 @@ def order(requests: Sequence[Request], mapped: Sequence[Source]) -> Iterator[Job
             neighbours.append(request)
             nbytes += block.nbytes
         else:
-            yield Job([request], _method(request, block.source in mapped))
+            yield Job([request], _method(request))
     if neighbours:
         yield Job(neighbours, "contiguous")
 
 
-def _method(request: Request, is_mapped: bool) -> str:
+def _method(request: Request) -> str:
     """Choose the method for a block that is not read into place: `map` only for bytes in the page cache."""
-    block = request.tensor
-    if is_mapped:
-        assert isinstance(block.source, LocalFile)
-        is_cached = block.source.wait is not None or block.source.is_resident([(block.start, block.stop)])
-        is_mapped = block.start % block.dtype.itemsize == 0 and is_cached
+    block, source = request.tensor, request.tensor.source
+    may_map = (
+        isinstance(source, LocalFile)
+        and source.has_map
+        and block.start % block.dtype.itemsize == 0
+        and (source.wait is not None or source.is_resident([(block.start, block.stop)]))
+    )
     if block.rows > 1:
-        return cheapest(block, may_map=is_mapped)
-    return "map" if is_mapped and request.destination.device.type == "cpu" else "contiguous"
+        return cheapest(block, may_map=may_map)
+    return "map" if may_map and request.destination.device.type == "cpu" else "contiguous"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import warnings
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +15,9 @@ from ...errors import CheckpointError
 from ...slices.stored import Source
 
 _IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024)
+
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, without which a map of more than all memory is refused; Python has the name from 3.13 on."""
 
 _SAMPLE_BYTES = 1 << 20
 """Distance between the bytes that `is_resident` probes."""
@@ -61,28 +64,28 @@ class LocalFile(Source):
                 pending[0] = pending[0][count:]
 
     @cached_property
-    def mapped(self) -> torch.Tensor:
-        """The bytes of the file in a read-only memory map: strided copies need no buffer and no system call per row.
+    def _map(self) -> mmap.mmap | None:
+        """A copy-on-write memory map; None if the file system has no maps, or the file was truncated."""
+        try:
+            return mmap.mmap(
+                self._fd, self.size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+            )
+        except (OSError, ValueError):
+            return None
 
-        After `close`, the file is unmapped with the last tensor that views the bytes. Raises OSError if the file system
-        has no maps, ValueError if the file was truncated.
+    @property
+    def has_map(self) -> bool:
+        """True if the file can be mapped into memory."""
+        return self._map is not None
+
+    def pages(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The `nbytes` from `offset` on in a memory map, as a uint8 tensor whose storage is exactly these bytes.
+
+        Strided copies out of it need no buffer and no system call per row. Pages are copied when they are written to;
+        the tensor outlives `close`. `has_map` has to be true.
         """
-        with warnings.catch_warnings():  # torch warns of memory that is not writable
-            warnings.simplefilter("ignore")
-            return torch.frombuffer(mmap.mmap(self._fd, self.size, access=mmap.ACCESS_READ), dtype=torch.uint8)
-
-    @cached_property
-    def _private_pages(self) -> mmap.mmap:
-        """A copy-on-write memory map of the file."""
-        return mmap.mmap(self._fd, self.size, access=mmap.ACCESS_COPY)
-
-    def parameter(self, offset: int, nbytes: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A contiguous tensor of the `nbytes` from `offset` on, whose storage is exactly these bytes, copied on write.
-
-        It outlives `close`. Raises as `mapped` does.
-        """
-        tensor = torch.frombuffer(self._private_pages, dtype=torch.uint8, count=nbytes, offset=offset)
-        return tensor.view(dtype).view(tuple(shape))
+        assert self._map is not None
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def is_resident(self, spans: Iterable[tuple[int, int]]) -> bool:
         """Return True if the probed bytes, one in every MiB of `spans` (start, stop), are in the page cache.
@@ -131,9 +134,8 @@ class LocalFile(Source):
             )
 
     def close(self) -> None:
-        """Close the file descriptor and drop the maps; a map that parameters view lives as long as they do."""
-        for name in ("mapped", "_private_pages"):
-            vars(self).pop(name, None)
+        """Close the file descriptor and drop the map, which lives as long as parameters view it."""
+        vars(self).pop("_map", None)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

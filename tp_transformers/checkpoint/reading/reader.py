@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Iterable
+from contextlib import ExitStack
 from queue import SimpleQueue
 from time import perf_counter
 
@@ -18,7 +16,6 @@ import torch
 
 from ...ranks.group import bind_thread
 from .jobs import BLOCK_BYTES, Job, Progress, Request, Statistics, order, split
-from .local_file import LocalFile
 from .memory import Pages, Staging
 
 
@@ -41,8 +38,7 @@ def read(
     blocks = [block for request in requests for block in split(request)]
     blocks.sort(key=lambda block: (block.tensor.source.name, block.tensor.start))
     with ExitStack() as stack:
-        mapped = _mapped(blocks)
-        jobs = deque(order(blocks, mapped))
+        jobs = deque(order(blocks))
         staged = [job for job in jobs if job.is_staged]
         staging, buffers = None, threads * BLOCK_BYTES if any(job.method == "blocks" for job in jobs) else 0
         if staged:
@@ -54,21 +50,10 @@ def read(
             buffers += staging.nbytes
         statistics.peak_buffer = max(statistics.peak_buffer, buffers)
         _run(jobs, staging, statistics, threads, progress)
-        for source in mapped:
+        for source in {block.tensor.source for block in blocks}:
             source.check_unchanged()
     statistics.seconds += perf_counter() - began
     return statistics
-
-
-def _mapped(blocks: Sequence[Request]) -> list[LocalFile]:
-    """Map the files that have a block which cannot be read straight into place; return them."""
-    mapped = []
-    for source, group in groupby(blocks, key=attrgetter("tensor.source")):
-        if isinstance(source, LocalFile) and not all(block.is_direct for block in group):
-            with suppress(OSError, ValueError):  # a file system without maps, or a truncated file
-                _ = source.mapped
-                mapped.append(source)
-    return mapped
 
 
 def _run(jobs: deque[Job], staging: Staging | None, statistics: Statistics, threads: int, progress: Progress) -> None:
