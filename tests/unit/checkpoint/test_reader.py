@@ -45,7 +45,7 @@ def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
     request = columns(checkpoint) if method != "contiguous" else Request(tensor, torch.empty(1024, 4096).short())
     with pytest.raises(CheckpointError, match=r"model\.safetensors: reading at byte \d+ failed: Input/output error"):
         read([request], threads=3)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read")]
     monkeypatch.undo()
     read([request], threads=3)  # the file is still open and good
     assert torch.equal(request.destination, tensor.materialize()[:, 4096 - request.destination.shape[1] :])

@@ -5,11 +5,9 @@ All requests are known before the first byte is read. They are split into `jobs`
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from queue import SimpleQueue
 from time import perf_counter
 
 import torch
@@ -38,7 +36,7 @@ def read(
     blocks = [block for request in requests for block in split(request)]
     blocks.sort(key=lambda block: (block.tensor.source.name, block.tensor.start))
     with ExitStack() as stack:
-        jobs = deque(order(blocks))
+        jobs = list(order(blocks))
         staged = [job for job in jobs if job.is_staged]
         staging, buffers = None, threads * BLOCK_BYTES if any(job.method == "blocks" for job in jobs) else 0
         if staged:
@@ -56,42 +54,26 @@ def read(
     return statistics
 
 
-def _run(jobs: deque[Job], staging: Staging | None, statistics: Statistics, threads: int, progress: Progress) -> None:
-    """Run all jobs on `threads` threads; the first error stops them and is raised once all have ended."""
-    finished: SimpleQueue[int | BaseException] = SimpleQueue()
-    stop, pages = threading.Event(), Pages()
+def _run(
+    jobs: Sequence[Job], staging: Staging | None, statistics: Statistics, threads: int, progress: Progress
+) -> None:
+    """Run all jobs on `threads` threads; after an error, which is raised once all threads have ended, no job starts."""
+    pages, torch_threads = Pages(), torch.get_num_threads()
     is_inference = torch.is_inference_mode_enabled()  # thread-local; destinations were allocated in this mode
 
-    @torch.inference_mode(is_inference)
-    def work() -> None:
-        try:
-            if staging is not None:
-                bind_thread(staging.device)
-            torch.set_num_threads(1)  # thread-local: copies of several threads run in parallel
-            while not stop.is_set():
-                try:
-                    job = jobs.popleft()
-                except IndexError:
-                    return
-                job.run(staging, pages, statistics)
-                finished.put(job.nbytes)
-        except BaseException as error:
-            finished.put(error)
+    def run(job: Job) -> int:
+        with torch.inference_mode(is_inference):
+            job.run(staging, pages, statistics)
+        return job.nbytes
 
-    remaining = len(jobs)
-    torch_threads = torch.get_num_threads()
-    workers = [threading.Thread(target=work, name=f"read-{index}") for index in range(min(threads, remaining))]
+    def begin() -> None:
+        torch.set_num_threads(1)  # thread-local: copies of several threads run in parallel
+        if staging is not None:
+            bind_thread(staging.device)
+
     try:
-        for worker in workers:
-            worker.start()
-        while remaining:
-            result = finished.get()
-            if isinstance(result, BaseException):
-                raise result
-            remaining -= 1
-            progress(result)
+        with ThreadPoolExecutor(threads, "read", begin) as pool:
+            for nbytes in pool.map(run, jobs):
+                progress(nbytes)
     finally:
-        stop.set()
-        for worker in workers:
-            worker.join()
         torch.set_num_threads(torch_threads)
