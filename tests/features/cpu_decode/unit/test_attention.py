@@ -14,7 +14,7 @@ from transformers.integrations import sdpa_attention
 
 from tp_transformers.features.cpu_decode.attention import GROUPED_QUERIES
 
-pytestmark = pytest.mark.skipif(not hasattr(sdpa_attention, "pack_gqa"), reason="transformers packs no query heads")
+HAS_PACK = hasattr(sdpa_attention, "pack_gqa")
 
 
 @pytest.mark.parametrize(("tokens", "heads", "packs"), [(1, 3, True), (4, 3, False), (1, 9, False)])
@@ -33,9 +33,30 @@ def test_query_heads_of_a_group_are_rows_of_one_product(tokens: int, heads: int,
             output, _ = attend(module, query, key, value, None)
     finally:
         GROUPED_QUERIES.release()
-    assert seen.call_args.args[0].shape == ((batch, heads, 9 // heads, 16) if packs else query.shape)
+    if HAS_PACK:
+        assert seen.call_args.args[0].shape == ((batch, heads, 9 // heads, 16) if packs else query.shape)
     torch.testing.assert_close(output, expected)
     assert AttentionInterface()["sdpa"] is original
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 2), (torch.float32, 1)])
+def test_a_single_bfloat16_row_is_computed_twice(dtype: torch.dtype, rows: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    module: Any = SimpleNamespace(is_causal=True)
+    query, keys = torch.randn(2, 3, 1, 16), torch.randn(2, 2, 3, 20, 16)
+    mask = torch.rand(2, 1, 1, 20) < 0.5 if masked else None
+    query, (key, value) = query.to(dtype), keys.to(dtype).unbind()
+    exact = functional.scaled_dot_product_attention(query.double(), key.double(), value.double(), mask)
+    GROUPED_QUERIES.hold()
+    try:
+        compute = functional.scaled_dot_product_attention
+        with mock.patch.object(functional, "scaled_dot_product_attention", wraps=compute) as seen:
+            output, _ = AttentionInterface()["sdpa"](module, query, key, value, mask, is_causal=True)
+    finally:
+        GROUPED_QUERIES.release()
+    assert seen.call_args.args[0].shape[2] == rows
+    torch.testing.assert_close(output.double(), exact.transpose(1, 2), atol=1e-2, rtol=1e-2)
 
 
 def test_an_attention_of_a_user_stays() -> None:
