@@ -51,7 +51,7 @@ def shard_module(module: nn.Module, rules: Rules, group: Any) -> nn.Module:
         owner, _, param_type = name.rpartition(".")
         if owner in module_strategies:
             param_strategies.setdefault(name, module_strategies[owner])
-        shard = Resolution({}, param_strategies, {}, {}).shard(name, param.shape, group)
+        shard = Resolution({}, param_strategies, {}).shard(name, param.shape, group)
         own = take(param.detach(), shard.layout, group.rank).clone()
         modules[owner]._parameters[param_type] = shard.wrap(own, requires_grad=True)
         shards[owner][param_type] = shard

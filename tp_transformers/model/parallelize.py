@@ -43,7 +43,7 @@ def parallelize(model: PreTrainedModel, plan: Plan, group: TensorParallelGroup) 
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     shards = {name: _local_parameter(model, name, resolution, group) for name in names}
     # 3. Local head counts, set on the modules: the config is shared and stays unchanged.
-    for name, heads in (*resolution.attention.items(), *resolution.split_heads.items()):
+    for name, heads in resolution.split_heads.items():
         heads.count(model, name, group.rank)
     # 4. Communication.
     if group.device_mesh is not None:

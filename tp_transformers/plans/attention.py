@@ -12,8 +12,8 @@ from ..anatomy import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
 from ..errors import shown
 from ..slices.layout import Split, packed
 from ..strategies import LocalConfig
-from .parse import names_of, rule_arguments
-from .rule import Entry, SplitHeads, set_own
+from .parse import names_of
+from .rule import Entry, Rule, SplitHeads, set_own
 
 ROLES = (
     *("query", "key", "value", "key_value", "fused", "interleaved", "output"),
@@ -28,7 +28,7 @@ IMPLIED: Mapping[str, Any] = {
     "key": "colwise",
     "value": "colwise",
     "key_value": "colwise",
-    "fused": {"strategy": "packed_colwise", "parts": ["query", "key", "value"]},
+    "fused": {"strategy": "packed_colwise", "parts": ("query", "key", "value")},
     "interleaved": "colwise",
     "output": "rowwise",
 }
@@ -69,10 +69,11 @@ class Attention(Entry):
         is_set = {name: bool(flag) for name, flag in flags.items()}
         return cls(pattern, children, blocks=blocks, in_base_model=True, **is_set)
 
-    def rules(self) -> Iterator[dict[str, Any]]:
-        for role, strategy in (IMPLIED_GATHERED if self.gathered else IMPLIED).items():
-            for child in self.children.get(role) or ():
-                yield rule_arguments(f"{self.pattern}.{child}", strategy, "optional", []) or {}
+    def rules(self) -> Iterator[Rule]:
+        for role, value in (IMPLIED_GATHERED if self.gathered else IMPLIED).items():
+            options = value if isinstance(value, Mapping) else {"strategy": value}
+            for child in self.children.get(role, ()):
+                yield Rule(f"{self.pattern}.{child}", **options, optional=True, in_base_model=True)
 
 
 @dataclass(frozen=True)

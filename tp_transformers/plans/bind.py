@@ -19,7 +19,6 @@ from ..strategies import (
     STRATEGIES,
     MoEExpertsParallel,
     ParamShard,
-    ReplicateParallel,
     ReplicateSumGradParallel,
     TensorParallelLayer,
     strategy_hint,
@@ -29,7 +28,7 @@ from .attention import Attention, AttentionHeads
 from .binding import Binding
 from .checks import scalars_between, sum_faults, unsummed_experts
 from .heads import split_attention
-from .rule import Rule, SplitHeads
+from .rule import UNRULED, Rule, SplitHeads
 from .rules import Plan, sections
 
 if TYPE_CHECKING:
@@ -44,11 +43,10 @@ class Resolution:
     """Module name -> the strategy that communicates around its forward."""
     param_strategies: Mapping[str, TensorParallelLayer]
     """Parameter name -> the strategy that shards it."""
-    attention: Mapping[str, AttentionHeads]
     layouts: Mapping[str, Layout | None]
     """Parameter name -> the indices that each rank holds; None if it is replicated."""
     split_heads: Mapping[str, SplitHeads] = field(default_factory=dict)
-    """Module of a section that a feature adds -> its heads."""
+    """Attention, or a module of a section that a feature adds -> its heads."""
     uncovered: tuple[str, ...] = ()
     """Parameters without a rule, which are replicated."""
     notes: tuple[str, ...] = ()
@@ -63,17 +61,17 @@ class Resolution:
     """The plan before, by which the model can be bound for another number of ranks."""
 
     @cached_property
+    def attention(self) -> Mapping[str, AttentionHeads]:
+        return {name: heads for name, heads in self.split_heads.items() if isinstance(heads, AttentionHeads)}
+
+    @cached_property
     def keeps_order(self) -> bool:
         """True if results have the bits of one process."""
         return any(strategy.keeps_order for strategy in self.param_strategies.values())
 
     def shard(self, name: str, shape: torch.Size, group: TensorParallelGroup) -> ParamShard:
         """This rank's shard of the parameter `name` of `shape`."""
-        strategy = self.param_strategies.get(name)
-        if strategy is None:
-            shard = ParamShard(shape, None, group, use_dtensor=False)
-        else:
-            shard = strategy.shard(name.rpartition(".")[2], shape, group)
+        shard = self.param_strategies.get(name, UNRULED).shard(name.rpartition(".")[2], shape, group)
         return replace(shard, keeps_order=self.keeps_order)
 
 
@@ -114,8 +112,9 @@ class _Resolver(Binding):
         self._match_rules()
         split_heads: dict[str, SplitHeads] = {}
         for kind in sections().values():
-            split_heads.update(kind.split(self) if kind is not Attention else {})
+            split_heads |= kind.split(self) if kind is not Attention else {}
         self.attention = split_attention(self)
+        split_heads |= self.attention
         self.module_strategies = {name: self._bind(name, rule) for name, rule in self.module_rules.items()}
         uncovered, rule_names = [], {}
         for name in self.parameters:
@@ -145,7 +144,6 @@ class _Resolver(Binding):
         return Resolution(
             self.module_strategies,
             self.param_strategies,
-            self.attention,
             self.layouts,
             split_heads,
             tuple(uncovered),
@@ -156,16 +154,25 @@ class _Resolver(Binding):
         )
 
     def _match_rules(self) -> None:
-        known = self._known_rules()
-        for names, matched in ((self.modules, self.module_rules), (self.parameters, self.param_rules)):
-            for rule in known:
+        """Find the rule of each module and parameter; faults: unknown strategies, unmatched rules, two rules a name."""
+        known = {fold_layers(name) for name in (*self.modules, *self.parameters) if name}
+        for rule in self.plan.rules:
+            pattern, strategy, is_used = rule.full(self.prefix), rule.instance, rule.optional
+            if strategy is None:
+                nearest = hint_for(self.faults, rule.strategy_name, STRATEGIES)
+                others = f"{nearest}; import the file that registers your own first (--import in commands)"
+                hint = strategy_hint(rule.strategy_name) or others
+                self.faults.append(f"{pattern}: unknown strategy {rule.strategy_name!r}{hint}")
+                continue
+            for names, matched in ((self.modules, self.module_rules), (self.parameters, self.param_rules)):
                 for name in rule.match(names, self.prefix):
-                    if rule.optional and rule.instance is not None and not rule.instance.applies_to(names[name]):
+                    if rule.optional and not strategy.applies_to(names[name]):
                         continue
                     if name in matched:
                         self.faults.append(f"{name}: two rules match it, {matched[name].pattern} and {rule.pattern}")
-                    matched[name] = rule
-        self._report_unmatched()
+                    matched[name], is_used = rule, True
+            if not is_used:
+                self.faults.append(f"{pattern}: matches no module or parameter{hint_for(self.faults, pattern, known)}")
         if self.plan.declared:
             self._follow_tied()
 
@@ -176,25 +183,6 @@ class _Resolver(Binding):
                 f"plan {self.plan.source} is for {', '.join(self.plan.model_types)}, the model is a {model_type} "
                 f'({type(self.model).__name__}). Pass tp_plan="auto", or a plan for {model_type}.'
             )
-
-    def _known_rules(self) -> list[Rule]:
-        for rule in self.plan.rules:
-            if rule.instance is None:
-                name = rule.strategy_name
-                hint = strategy_hint(name)
-                if not hint:
-                    nearest = hint_for(self.faults, name, STRATEGIES)
-                    hint = f"{nearest}; import the file that registers your own first (--import in commands)"
-                self.faults.append(f"{rule.full(self.prefix)}: unknown strategy {name!r}{hint}")
-        return [rule for rule in self.plan.rules if rule.instance is not None]
-
-    def _report_unmatched(self) -> None:
-        used = {id(rule) for rule in (*self.module_rules.values(), *self.param_rules.values())}
-        known = {fold_layers(name) for name in (*self.modules, *self.parameters) if name}
-        for rule in self.plan.rules:
-            if id(rule) not in used and not rule.optional and rule.instance is not None:
-                pattern = rule.full(self.prefix)
-                self.faults.append(f"{pattern}: matches no module or parameter{hint_for(self.faults, pattern, known)}")
 
     def _follow_tied(self) -> None:
         """Shard the embedding that is tied to a sharded head; a declared plan may lack its rule."""
@@ -218,16 +206,15 @@ class _Resolver(Binding):
 
     def _bind(self, owner: str, rule: Rule, name: str | None = None) -> TensorParallelLayer:
         """Copy the rule's strategy for the module `owner`, or for its parameter `name`."""
-        strategy, module, name = rule.instance, self.modules[owner], name or owner
-        if strategy is None or any(f"{name}.".startswith(f"{replicated}.") for replicated in self.replicated):
-            if strategy is not None and strategy.shards_as_torch:
+        strategy, module, name = rule.instance or UNRULED, self.modules[owner], name or owner
+        if any(f"{name}.".startswith(f"{replicated}.") for replicated in self.replicated):
+            if strategy.shards_as_torch:
                 self.faults.append(
                     f"{fold_layers(name)}: {self.size} ranks are more than the query heads, which torch's styles "
                     "cannot shard then; use strategies by name there, or leave the attention out"
                 )
             # Its heads are replicated, but the sequence or the batch may be sharded.
-            around = strategy.around_replicated if strategy is not None else None
-            return (around or ReplicateParallel()).bind(module, self.size, name=name, ranks=self.ranks)
+            return (strategy.around_replicated or UNRULED).bind(module, self.size, name=name, ranks=self.ranks)
         if strategy.ranks.shares is not None and strategy.ranks != self.ranks:
             self.faults.append(f"{name}: with_shares is for parallelize_module; a plan has one tp_shares for all rules")
         if rule.parts is not None and strategy.parts is None:
@@ -264,8 +251,8 @@ class _Resolver(Binding):
                 self.faults.append(f"{name}: each rank would return its own shard of the output; use colwise_rep")
         for name, rule in self.param_rules.items():
             owner = name.rpartition(".")[0]
-            is_style = rule.instance is not None and rule.instance.shards_as_torch
-            if isinstance(self.modules[owner], nn.Linear | nn.Embedding) or is_style:
+            is_style = (rule.instance or UNRULED).shards_as_torch
+            if is_style or isinstance(self.modules[owner], nn.Linear | nn.Embedding):
                 self.faults.append(f"{name}: name the module, {fold_layers(owner)}: {rule.strategy_name}")
 
     def _lay_out(self) -> None:

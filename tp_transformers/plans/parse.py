@@ -1,4 +1,4 @@
-"""Parser of plans: from the content of a YAML file, or a dict, to arguments of rules and a list of faults.
+"""Parser of plans: from the content of a YAML file, or a dict, to rules and a list of faults.
 
 `model_plans/README.md` describes the format; `model_plans/llama.yaml` is an example.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import PlanError, nearest, shorten, shown
 from ..seams import Measure, features, plan_options
 from ..strategies import TensorParallelLayer, as_strategy
+from .rule import Rule
 
 DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
@@ -117,8 +118,8 @@ def names_of(value: Any) -> tuple[str, ...] | None:
     return tuple(names) if is_names(names) else None
 
 
-def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) -> dict[str, Any] | None:
-    """Arguments of `Rule` for a line of a section; None, and a fault, for no strategy or an unknown option."""
+def parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Rule | None:
+    """The rule of a line of a section; None, and a fault, for no strategy or an unknown option."""
     options = dict(value) if isinstance(value, Mapping) else {"strategy": value}
     if "input" in options:
         faults.append(f"{pattern}: `input` is no part of a rule; name the module in tp_batch_sharded=[...] instead")
@@ -147,15 +148,8 @@ def rule_arguments(pattern: str, value: Any, section: str, faults: list[str]) ->
             f"{pattern}: the strategy is {text}, neither a name nor a TensorParallelLayer or ParallelStyle object"
         )
         return None
-    return {
-        "pattern": pattern,
-        "strategy": strategy,
-        "parts": parts,
-        "unit": unit,
-        "widths": widths or (),
-        "optional": section in ("optional", "heads"),
-        "in_base_model": section in IN_BASE_MODEL,
-    }
+    is_optional, is_in_base = section in ("optional", "heads"), section in IN_BASE_MODEL
+    return Rule(pattern, strategy, parts, unit, widths or (), is_optional, in_base_model=is_in_base)
 
 
 def is_number(value: Any) -> bool:

@@ -84,8 +84,8 @@ class Entry(Pattern):
         """Make an entry from a line of the section; faults of the line are added to `faults`."""
         raise NotImplementedError
 
-    def rules(self) -> Iterator[dict[str, Any]]:
-        """Arguments of the rules that the entry implies, for modules without explicit rules."""
+    def rules(self) -> Iterator[Rule]:
+        """The rules that the entry implies, for modules without explicit rules."""
         raise NotImplementedError
 
     @classmethod

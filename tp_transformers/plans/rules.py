@@ -14,14 +14,14 @@ from ..errors import PlanError, list_faults, nearest, shorten, shown
 from ..seams import added
 from ..slices.layout import Ranks
 from .attention import Attention
-from .parse import DECLARED, IN_BASE_MODEL, RULES, check_sections, entries, is_name, names_of, rule_arguments
+from .parse import DECLARED, IN_BASE_MODEL, RULES, check_sections, entries, is_name, names_of, parse_rule
 from .rule import Entry, Rule
 from .yaml_file import available_plans, read_plan_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-P = TypeVar("P", Rule, Attention, Entry)
+P = TypeVar("P", Rule, Entry)
 
 MOST_EXTENDED = 20
 """Maximum length of a chain of plans that extend each other."""
@@ -34,10 +34,8 @@ class Plan:
     source: str
     """Name in error messages: a file, "tp_plan", ..."""
     rules: tuple[Rule, ...]
-    attention: tuple[Attention, ...] = ()
-    """Attention modules; if empty, they are recognised by the names of their projections."""
     entries: tuple[Entry, ...] = ()
-    """Entries of sections that features add."""
+    """Attention modules, and entries of sections that features add."""
     model_types: tuple[str, ...] = ()
     """Values of `config.model_type` that the plan supports; empty: any."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -82,10 +80,10 @@ class Plan:
         for section in RULES:
             for pattern, value in entries(data, section, faults):
                 # null removes the extended plan's rule.
-                arguments = None if value is None else rule_arguments(pattern, value, section, faults)
-                rules[section in IN_BASE_MODEL, pattern] = None if arguments is None else Rule(**arguments)
+                rule = None if value is None else parse_rule(pattern, value, section, faults)
+                rules[section in IN_BASE_MODEL, pattern] = rule
         described: dict[tuple[str, str], Entry | None] = {
-            (entry.section, entry.pattern): entry for entry in (*base.attention, *base.entries)
+            (entry.section, entry.pattern): entry for entry in base.entries
         }
         for section, kind in sections().items():
             for pattern, value in entries(data, section, faults):
@@ -99,8 +97,7 @@ class Plan:
         return cls(
             source,
             tuple(rule for rule in rules.values() if rule is not None),
-            tuple(entry for entry in described.values() if isinstance(entry, Attention)),
-            tuple(entry for entry in described.values() if not isinstance(entry, Attention | None)),
+            tuple(entry for entry in described.values() if entry is not None),
             model_types or (),
             declared=base.declared,
             extends_declared=base.extends_declared,
@@ -162,7 +159,7 @@ class Plan:
         """
         prefix, inner_names = base_prefix(model), list[str]()
         ruled = [rule.full(prefix) for rule in self.rules if not self.declared]
-        rules, attention, others = list[Rule](), list[Attention](), list[Entry]()
+        rules, described = list[Rule](), list[Entry]()
         for name, inner_model in inner_models(model):
             is_ruled = any(is_inside(name, outer) for outer in inner_names) or any(
                 is_inside(rule, name) for rule in ruled
@@ -174,8 +171,7 @@ class Plan:
                 continue
             inner_names += [name, *(f"{name}.{inner}" for inner in plan.inner_models)]
             rules += [_nested(name, rule, inner_model) for rule in plan.rules]
-            attention += [_nested(name, entry, inner_model) for entry in plan.attention]
-            others += [_nested(name, entry, inner_model) for entry in plan.entries]
+            described += [_nested(name, entry, inner_model) for entry in plan.entries]
             if inner_model.config is model.config.get_text_config():
                 rules += [replace(rule, optional=True) for rule in plan.rules if not rule.in_base_model]
         if not inner_names:
@@ -193,13 +189,17 @@ class Plan:
             combined,
             source=f"{self.source}, with ours for {', '.join(inner_names)}" if self.declared else self.source,
             rules=(*(rule for rule in remaining if rule.pattern not in added), *rules),
-            attention=(*self.attention, *attention),
-            entries=(*self.entries, *others),
+            entries=(*self.entries, *described),
         )
 
     def inner_model_around(self, name: str) -> str:
         """The inner model around a module, parameter or pattern of that name; "" if there is none."""
         return max((inner for inner in self.inner_models if is_inside(name, inner)), key=len, default="")
+
+    @property
+    def attention(self) -> tuple[Attention, ...]:
+        """Attention modules; if empty, they are recognised by the names of their projections."""
+        return tuple(entry for entry in self.entries if isinstance(entry, Attention))
 
     @property
     def numbers(self) -> tuple[float, ...] | None:
@@ -234,14 +234,12 @@ def _nested(name: str, entry: P, inner_model: PreTrainedModel) -> P:
     return replace(entry, pattern=f"{name}.{entry.full(base_prefix(inner_model))}", in_base_model=False, optional=True)
 
 
-def _imply(
-    rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, implied: Iterable[Mapping[str, Any]]
-) -> None:
+def _imply(rules: dict[tuple[bool, str], Rule | None], section: str, pattern: str, implied: Iterable[Rule]) -> None:
     """Add the rules that an entry at `pattern` implies; they replace those of the extended plan's entry."""
     for key in [key for key, rule in rules.items() if rule and rule.implied == section and is_inside(key[1], pattern)]:
         del rules[key]
-    for arguments in implied:
-        rules.setdefault((True, arguments["pattern"]), Rule(**arguments, implied=section))
+    for rule in implied:
+        rules.setdefault((True, rule.pattern), replace(rule, implied=section))
 
 
 def _extended(name: str, source: str, extending: tuple[Path, ...]) -> Plan:

@@ -124,7 +124,7 @@ def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
     for name in ("model.embed_tokens", "model.norm", "lm_head"):
         del theirs[name]
     assert mine == theirs
-    assert (plan.attention, plan.entries) == (llama.attention, ())
+    assert plan.entries == plan.attention == llama.attention
     assert plan.model_types == ("llama", "mine")
     assert plan.source.endswith("mine.yaml")
     assert resolve(plan, meta_model(), 2).uncovered == ("model.norm.weight", "lm_head.weight")

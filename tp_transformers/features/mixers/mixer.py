@@ -21,8 +21,8 @@ from torch import nn
 from ...anatomy import fold_layers, inner, is_inside
 from ...errors import hint_for, shown
 from ...plans.binding import Binding
-from ...plans.parse import is_name, names_of, rule_arguments
-from ...plans.rule import Entry, SplitHeads, set_own
+from ...plans.parse import is_name, names_of
+from ...plans.rule import Entry, Rule, SplitHeads, set_own
 from ...slices.layout import Range, Ranks, Split, heads, packed
 from ...strategies import LocalConfig, ParamShard
 from .counts import (
@@ -80,10 +80,10 @@ class Mixer(Entry):
             faults.append(f"mixer {pattern}: it has no output")
         return cls(pattern, known, optional=optional is True, in_base_model=True)
 
-    def rules(self) -> Iterator[dict[str, Any]]:
+    def rules(self) -> Iterator[Rule]:
         for role, names in self.children.items():
             for name in names if role in MIXER_RULES else ():
-                yield rule_arguments(f"{self.pattern}.{name}", MIXER_RULES[role], "optional", []) or {}
+                yield Rule(f"{self.pattern}.{name}", MIXER_RULES[role], optional=True, in_base_model=True)
 
     @classmethod
     def split(cls, bound: Binding) -> Mapping[str, MixerHeads]:

@@ -19,7 +19,6 @@ from ...errors import CheckpointError, UnsupportedError
 from ...loading.from_pretrained import load_with_plan
 from ...loading.hook import enable
 from ...patches import Patch, Undo, nothing, replace
-from ...plans.attention import Attention
 from ...plans.bind import Resolution
 from ...plans.rule import Entry, Rule
 from ...plans.rules import Plan
@@ -28,7 +27,7 @@ from ...seams import plan_options
 from ...strategies import State
 from ...transformers_api import LoadStateDictConfig, WeightRenaming, modeling_utils
 
-P = TypeVar("P", Rule, Attention, Entry)
+P = TypeVar("P", Rule, Entry)
 
 PROJECTION = (
     Rule("layers.*.eh_proj", "colwise_rep"),
@@ -44,7 +43,6 @@ def drafting_plan(model: PreTrainedModel, plan: Plan) -> Plan:
         plan,
         source=f"{plan.source}, for the layers of multi-token prediction",
         rules=(*PROJECTION, *_in_blocks(plan.rules, model)),
-        attention=_in_blocks(plan.attention, model),
         entries=_in_blocks(plan.entries, model),
         model_types=(),
         inner_models=(),
