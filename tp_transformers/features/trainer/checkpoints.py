@@ -33,22 +33,18 @@ OPTIMIZER_FOLDER = "optimizer"
 
 def _save_checkpoint(original: Any, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     """Synchronise replicated values to those of the first rank, which are saved."""
-    if is_tensor_parallel(self.model):
-        differences = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
-        if differences and self.model.tp_group.rank == 0:
-            worst = max(differences, key=lambda name: differences[name])
-            logger.warning(
-                "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
-                *(len(differences), worst, differences[worst]),
-            )
+    differences = check_replicas(self.model, _plain(self.optimizer), synchronize=True)
+    if differences and self.model.tp_group.rank == 0:
+        worst = max(differences, key=lambda name: differences[name])
+        logger.warning(
+            "%d tensors that several ranks hold had drifted apart, %s by %.1e; all ranks take the first one's",
+            *(len(differences), worst, differences[worst]),
+        )
     original(self, model, *args, **kwargs)
 
 
 def save_model(original: Any, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Save the model from all ranks, and all else from the first. See `transformers.Trainer`."""
-    if not is_tensor_parallel(self.model):
-        original(self, output_dir, _internal_call)
-        return
+    """Save the model from all ranks, and all else from the first."""
     folder = self.args.output_dir if output_dir is None else output_dir
     self.model.save_pretrained(folder)
     if self.args.should_save:
@@ -58,9 +54,6 @@ def save_model(original: Any, self: Any, output_dir: str | None = None, _interna
 
 
 def _save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
-    if not is_tensor_parallel(self.model):
-        original(self, output_dir)
-        return
     state = optimizer_state_dict(self.model, _plain(self.optimizer))
     save(state, checkpoint_id=os.path.join(output_dir, OPTIMIZER_FOLDER))
     if self.args.should_save:
@@ -107,32 +100,29 @@ def _load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | No
 
 def _load_rng_state(original: Any, self: Any, checkpoint: str | None) -> None:
     original(self, checkpoint)
-    if checkpoint is not None and is_tensor_parallel(
-        self.model
-    ):  # on another mesh, files of random states differ or are missing
+    if checkpoint is not None:  # on another mesh, files of random states differ or are missing
         group = self.model.tp_group
         set_random_states(group.device, group.gather(random_states(group.device))[0])
 
 
 def train(original: Any, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """See `transformers.Trainer`. Raises on all ranks if one of them lacks the checkpoint to resume from, or would
-    lack the best one at the end: transformers leaves out its load on that rank."""
-    if is_tensor_parallel(self.model):
-        if getattr(self.args, "save_on_each_node", False):
-            raise UnsupportedError(
-                "Trainer",
-                got="save_on_each_node=True with a tensor-parallel model",
-                expected="one save, by the ranks of all machines",
-                fix="Leave it out, and let output_dir be a folder that all machines share.",
-            )
-        if self.args.load_best_model_at_end:
-            _check_shared(Path(self.args.output_dir))
-        checkpoint = resume_from_checkpoint
-        if checkpoint is True:  # each rank takes the last one that it sees
-            checkpoint = get_last_checkpoint(self.args.output_dir)
-            self.model.tp_group.check_same({"the checkpoint to resume from": checkpoint})
-        if checkpoint:
-            _check_seen(self.model.tp_group, os.fspath(checkpoint))
+    """Raise on all ranks if one of them lacks the checkpoint to resume from, or would lack the best one at the end:
+    transformers leaves out its load on that rank."""
+    if getattr(self.args, "save_on_each_node", False):
+        raise UnsupportedError(
+            "Trainer",
+            got="save_on_each_node=True with a tensor-parallel model",
+            expected="one save, by the ranks of all machines",
+            fix="Leave it out, and let output_dir be a folder that all machines share.",
+        )
+    if self.args.load_best_model_at_end:
+        _check_shared(Path(self.args.output_dir))
+    checkpoint = resume_from_checkpoint
+    if checkpoint is True:  # each rank takes the last one that it sees
+        checkpoint = get_last_checkpoint(self.args.output_dir)
+        self.model.tp_group.check_same({"the checkpoint to resume from": checkpoint})
+    if checkpoint:
+        _check_seen(self.model.tp_group, os.fspath(checkpoint))
     return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
@@ -185,8 +175,9 @@ CHANGES = (
     _save_checkpoint,
     save_model,
     _save_optimizer_and_scheduler,
-    _load_optimizer_and_scheduler,
     _load_rng_state,
     train,
 )
-"""Functions that replace the methods with their names."""
+"""Functions that replace the methods with their names, for models that are loaded with a plan."""
+CHANGES_FOR_ALL = (_load_optimizer_and_scheduler,)
+"""Functions that do so for all models: one process resumes from the optimizer's state of several ranks."""

@@ -1,11 +1,14 @@
-"""Replacements of methods of transformers' Trainer, for tensor-parallel models."""
+"""Replacements of methods of transformers' Trainer, for models that are loaded with a plan; `original` is for others.
+
+For what each method does, see `transformers.Trainer`.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +33,10 @@ from ..full_parameters.optimizers.scopes import check_in_backward
 from . import checkpoints
 
 
-def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str, Any]:
+def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> Any:
     model = self.model
-    if not is_tensor_parallel(model) or model.tp_size == 1:
-        arguments: dict[str, Any] = original(self, **kwargs)
-        return arguments
+    if model.tp_size == 1:
+        return original(self, **kwargs)
     ranks = dist.get_world_size()
     if self.args.world_size != ranks:
         raise MeshError(
@@ -61,67 +63,35 @@ def _build_accelerator_args(original: Any, self: Any, **kwargs: Any) -> dict[str
 
 
 def create_accelerator_and_postprocess(original: Any, self: Any) -> None:
-    """See `transformers.Trainer`; accelerate does not wrap a model with ranks that have their own batches."""
+    """Let accelerate not wrap a model with ranks that have their own batches."""
     original(self)
-    if is_tensor_parallel(self.model) and _ranks_with_one_batch(self.model) == 1:
+    if _ranks_with_one_batch(self.model) == 1:
         self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
 
 def get_tp_size(original: Any, self: Any) -> int:
-    """See `transformers.Trainer`; the number of ranks that get the same batch."""
-    return _ranks_with_one_batch(self.model) if is_tensor_parallel(self.model) else original(self)
-
-
-def _get_dataloader(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `transformers.Trainer`; ranks of one copy take the same batches, and seed their workers alike."""
-    with _copies_for_ranks(self):
-        return original(self, *args, **kwargs)
+    return _ranks_with_one_batch(self.model)
 
 
 def _get_num_items_in_batch(original: Any, self: Any, batch_samples: list[Any], device: Any) -> Any:
-    """See `transformers.Trainer`, which divides by the ranks with one batch, also if it has not added them up."""
-    if is_tensor_parallel(self.model) and not self.args.average_tokens_across_devices:
+    """Trainer divides by the ranks with one batch, also if it has not added them up."""
+    if not self.args.average_tokens_across_devices:
         batch_samples = batch_samples * _ranks_with_one_batch(self.model)
     return original(self, batch_samples, device)
 
 
-def _track_num_input_tokens(original: Any, self: Any, inputs: Any) -> None:
-    """See `transformers.Trainer`; tokens are counted once a copy."""
-    with _counted_once(self, "num_input_tokens_seen"):
-        original(self, inputs)
-
-
-def store_flos(original: Any, self: Any) -> None:
-    """See `transformers.Trainer`; operations of the full model are counted once a copy."""
-    with _counted_once(self, "total_flos"):
-        original(self)
-
-
-def evaluate(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `transformers.Trainer`; a step per second is one of all copies."""
-    with _steps_of_copies(self):
-        return original(self, *args, **kwargs)
-
-
-def predict(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `transformers.Trainer`; a step per second is one of all copies."""
-    with _steps_of_copies(self):
-        return original(self, *args, **kwargs)
-
-
 def evaluation_loop(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """See `transformers.Trainer`; metrics are gathered from one rank of each copy."""
-    if is_tensor_parallel(self.model):
-        gather = partial(_gather_for_metrics, self.accelerator, _ranks_with_one_batch(self.model))
-        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
+    """Gather metrics from one rank of each copy."""
+    gather = partial(_gather_for_metrics, self.accelerator, _ranks_with_one_batch(self.model))
+    self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
     return original(self, *args, **kwargs)
 
 
 def prediction_step(
     original: Any, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
 ) -> Any:
-    """See `transformers.Trainer`; logits are unsharded."""
-    if prediction_loss_only or not is_tensor_parallel(self.model):
+    """Return unsharded logits."""
+    if prediction_loss_only:
         return original(self, model, inputs, prediction_loss_only, ignore_keys)
     handle = self.model.register_forward_hook(_with_full_logits)
     try:
@@ -133,9 +103,7 @@ def prediction_step(
 def compute_loss(
     original: Any, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """See `transformers.Trainer`. Older releases scale the loss by all ranks; here it is scaled by the copies."""
-    if not is_tensor_parallel(self.model):
-        return original(self, model, inputs, return_outputs, num_items_in_batch)
+    """Scale the loss by the copies; older releases scale it by all ranks."""
     averages = self.args.average_tokens_across_devices
     self.args.average_tokens_across_devices = False
     try:
@@ -149,8 +117,6 @@ def compute_loss(
 
 
 def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim.Optimizer:
-    if not is_tensor_parallel(self.model):
-        return original(self, model)  # type: ignore[no-any-return]
     _check_forward(self.model)
     _check_packed(self.model)
     check_in_backward(str(getattr(self.args.optim, "value", self.args.optim)))
@@ -162,14 +128,12 @@ def create_optimizer(original: Any, self: Any, model: Any = None) -> torch.optim
 
 
 def _clip_grad_norm(original: Any, self: Any, model: Any) -> Any:
-    if not is_tensor_parallel(model):
-        return original(self, model)
     self.accelerator.unscale_gradients()
     return clip_grad_norm_(model, self.args.max_grad_norm)
 
 
 def _get_grad_norm(original: Any, self: Any, model: Any, grad_norm: Any = None) -> Any:
-    if grad_norm is None and is_tensor_parallel(model):
+    if grad_norm is None:
         self.accelerator.unscale_gradients()
         grad_norm = clip_grad_norm_(model, float("inf"))
     return original(self, model, grad_norm=grad_norm)
@@ -188,12 +152,7 @@ _CHANGES = (
     _build_accelerator_args,
     create_accelerator_and_postprocess,
     get_tp_size,
-    _get_dataloader,
     _get_num_items_in_batch,
-    _track_num_input_tokens,
-    store_flos,
-    evaluate,
-    predict,
     evaluation_loop,
     prediction_step,
     compute_loss,
@@ -206,8 +165,32 @@ _CHANGES = (
 
 
 def change_methods() -> Undo:
-    """Replace methods of `transformers.Trainer` by `_CHANGES`; return a function that restores them."""
-    return replace_all((transformers.Trainer, change.__name__, change) for change in _CHANGES)
+    """Replace methods of `transformers.Trainer`; return a function that restores them."""
+    changes = {change.__name__: _with_plan(change) for change in _CHANGES}
+    changes |= {name: _with_plan(_inside(context)) for name, context in _CONTEXTS.items()}
+    changes |= {change.__name__: change for change in checkpoints.CHANGES_FOR_ALL}
+    return replace_all((transformers.Trainer, name, change) for name, change in changes.items())
+
+
+def _with_plan(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `change` for models that are loaded with a plan."""
+
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_tensor_parallel(self.model):
+            return change(original, self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+def _inside(context: Callable[[Any], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """Call the method in `context` of the trainer."""
+
+    def method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(self):
+            return original(self, *args, **kwargs)
+
+    return method
 
 
 def _ranks_with_one_batch(model: Any) -> int:
@@ -242,9 +225,10 @@ class _Copies:
 
 @contextmanager
 def _copies_for_ranks(trainer: Any) -> Iterator[None]:
-    """Context in which `args.world_size` is the number of copies, and `args.process_index` the index of this one."""
+    """Context in which `args.world_size` is the number of copies, and `args.process_index` the index of this one: ranks
+    of one copy take the same batches, and seed their workers alike."""
     args, state = trainer.args, trainer.args.distributed_state
-    if state is not None and is_tensor_parallel(trainer.model):
+    if state is not None:
         args.distributed_state = _Copies(state, _ranks_with_one_batch(trainer.model))
     try:
         yield
@@ -257,7 +241,7 @@ def _steps_of_copies(trainer: Any) -> Iterator[None]:
     """Context in which Trainer divides the samples of an evaluation by the batch of all copies, not of all ranks."""
 
     def metrics(original: Any, *args: Any, num_samples: Any = None, num_steps: Any = None, **kwargs: Any) -> Any:
-        if num_steps is not None and is_tensor_parallel(trainer.model):
+        if num_steps is not None:
             copies = trainer.args.world_size // _ranks_with_one_batch(trainer.model)
             num_steps = math.ceil(num_samples / (trainer.args.eval_batch_size * copies))
         return original(*args, num_samples=num_samples, num_steps=num_steps, **kwargs)
@@ -274,9 +258,18 @@ def _counted_once(trainer: Any, name: str) -> Iterator[None]:
     """Context after which a number of `trainer.state`, to which every rank has added, has it from each copy once."""
     before = getattr(trainer.state, name)
     yield
-    if is_tensor_parallel(trainer.model):
-        added = getattr(trainer.state, name) - before
-        setattr(trainer.state, name, before + added // _ranks_with_one_batch(trainer.model))
+    added = getattr(trainer.state, name) - before
+    setattr(trainer.state, name, before + added // _ranks_with_one_batch(trainer.model))
+
+
+_CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+    "_get_dataloader": _copies_for_ranks,
+    "_track_num_input_tokens": partial(_counted_once, name="num_input_tokens_seen"),
+    "store_flos": partial(_counted_once, name="total_flos"),
+    "evaluate": _steps_of_copies,
+    "predict": _steps_of_copies,
+}
+"""Name of a method -> the context in which the method is called."""
 
 
 def _check_forward(model: Any) -> None:
