@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -28,8 +29,6 @@ from ...ranks.group import TensorParallelGroup, bind_thread
 from ...slices.stored import Source, Stored
 from ...torch_api import world
 from .fetch_plan import CONNECTIONS, Bytes, FetchRange, Need, Positions, divide, split_request
-
-_NOTHING: Bytes = np.empty(0, dtype=np.uint8)
 
 
 def fetch(
@@ -62,8 +61,11 @@ def fetch(
         needs += own if rank == group.rank else [_need(rank, sources, *entry) for entry in entries]
     # 2. Divide the fetches; all ranks compute the same result.
     blocks, ranges = divide(needs, group.size)
-    count = max(-(-len(blocks) // group.size), *map(len, ranges))
-    rounds = [_Round(number, group, sources, blocks, ranges[group.rank]) for number in range(count)]
+    count, size = max(-(-len(blocks) // group.size), *map(len, ranges)), group.size
+    rounds = [
+        _Round(group, sources, blocks[number * size : (number + 1) * size], ranges[group.rank][number : number + 1])
+        for number in range(count)
+    ]
     # 3. Fetch round by round.
     pool = partial(ThreadPoolExecutor, CONNECTIONS, initializer=bind_thread, initargs=(group.device,))
     with _gloo(group) as channel, pool() as executor, _closed_on_failure(sources):
@@ -92,27 +94,20 @@ def _need(rank: int, sources: Sequence[Source], file: int, offset: int, shape: A
     return Need(rank, file, stored)
 
 
+@dataclass(eq=False)
 class _Round:
-    """One block of every rank, and one range of this rank's own."""
+    """One block of every rank, and one range of this rank's own; the last rounds have fewer."""
 
-    def __init__(
-        self,
-        number: int,
-        group: TensorParallelGroup,
-        sources: Sequence[Source],
-        blocks: list[FetchRange],
-        ranges: list[FetchRange],
-    ) -> None:
-        self.group, self.sources = group, sources
-        self.stop = (number + 1) * group.size
-        self.blocks = blocks[self.stop - group.size : self.stop]
-        self.ranges = ranges[number : number + 1]
-        self.number = number
-        self.bytes: Bytes | None = None
-        """Bytes of this rank's block, once it is fetched."""
-        self.sizes: list[tuple[int, int]] = []
-        """For every peer, the bytes that it needs of this rank's block, and that this rank needs of its block."""
-        self.outgoing = self.incoming = _NOTHING
+    group: TensorParallelGroup
+    sources: Sequence[Source]
+    blocks: list[FetchRange]
+    ranges: list[FetchRange]
+    bytes: Bytes | None = None
+    """Bytes of this rank's block, once it is fetched."""
+    sizes: list[tuple[int, int]] = field(init=False)
+    """For every peer, the bytes that it needs of this rank's block, and that this rank needs of its block."""
+    outgoing: Bytes = field(init=False)
+    incoming: Bytes = field(init=False)
 
     def jobs(self) -> list[Callable[[], None]]:
         """Return this rank's requests, each to be called in a thread of its own."""
@@ -152,10 +147,11 @@ class _Round:
             count += len(received)
         if errors:
             raise errors[0]
-        for number, fetched in ((self.stop - 1, self.blocks), (self.number, self.ranges)):
-            for need in (need for item in fetched for need in item.needs if need.last_range <= number):
+        for need in (need for item in (*self.blocks, *self.ranges) for need in item.needs):
+            need.lacking -= 1
+            if not need.lacking:
                 need.finish()
-        self.bytes, self.outgoing, self.incoming = None, _NOTHING, _NOTHING
+        del self.bytes, self.outgoing, self.incoming
         return count
 
     def _needs_in_block(self, owner: int, rank: int) -> Iterator[tuple[Need, Positions, Positions, Positions]]:

@@ -35,8 +35,8 @@ Positions = NDArray[np.int64]
 class Need:
     """The slice of one stored tensor that a rank needs; on that rank, also its destination."""
 
-    last_range = -1
-    """Index of the last fetched range that has bytes of it."""
+    lacking = 0
+    """Number of ranges with bytes of it that have not been delivered."""
 
     def __init__(self, rank: int, file: int, stored: Stored, destination: torch.Tensor | None = None) -> None:
         self.rank, self.file, self.stored, self.destination = rank, file, stored, destination
@@ -157,6 +157,6 @@ def _split(spans: Iterable[tuple[int, int, int]], needs: Iterable[Need], limit: 
         number = max(bisect_right(starts, (need.file, need.start)) - 1, 0)
         while number < len(ranges) and (ranges[number].file, ranges[number].start) < (need.file, need.stop):
             ranges[number].needs.append(need)
-            need.last_range = number
+            need.lacking += 1
             number += 1
     return ranges
