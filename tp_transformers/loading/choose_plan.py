@@ -104,8 +104,8 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ModelPlan | str, group: Ten
             logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
         return plan
     # The first rank makes it: random numbers may decide, and all ranks have to shard identically.
-    made = group.together(lambda: planners()[tp_plan].make(model, group.size) if group.rank == 0 else None)
-    return Plan.parse(group.gather(made)[0], source=f'tp_plan="{tp_plan}" for {type(model).__name__}')
+    made = group.from_first(lambda: planners()[tp_plan].make(model, group.size))
+    return Plan.parse(made, source=f'tp_plan="{tp_plan}" for {type(model).__name__}')
 
 
 SHARES = "TP_TRANSFORMERS_SHARES"

@@ -16,7 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from ..checkpoint.conversion.convert import Conversion, convert
 from ..checkpoint.reading.header import Checkpoint, check_files, read_index, with_variant
-from ..checkpoint.reading.jobs import Request
+from ..checkpoint.reading.jobs import Progress, Request
 from ..errors import CheckpointError
 from ..ranks.group import TensorParallelGroup
 from ..seams import added, first
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
+Found = tuple[Sequence[str] | None, Mapping[str, Any] | None]
+"""Names of the files of a checkpoint, and the metadata of their index."""
 
 
 class Encoding:
@@ -143,12 +145,11 @@ class Storage:
     def prepare(self, asked: Asked, group: TensorParallelGroup) -> None:
         """Complete the arguments, before transformers reads the config. Collective."""
 
-    def files(
-        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
-    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
-        """Names of the files, and the metadata of their index; one rank of each node downloads them. Collective.
+    def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
+        """Find the files; one rank of each node downloads them. Collective.
 
-        The same on all ranks. Of files that transformers cannot open, the metadata has a "dtype", if no config says it.
+        The result is the same on all ranks. Of files that transformers cannot open, the metadata has a "dtype", if no
+        config says it.
 
         Args:
             original: transformers' function that finds the files.
@@ -166,7 +167,7 @@ class Storage:
                 _check_index(arguments, download)
                 raise
 
-        files: tuple[Sequence[str] | None, Mapping[str, Any] | None] = group.first_on_node(find)
+        files: Found = group.first_on_node(find)
         return files
 
     def sources(self, files: Sequence[str]) -> Sequence[str | Source]:
@@ -180,11 +181,7 @@ class Storage:
         return self.checkpoint(sources, weight_map=weight_map)
 
     def fetch(
-        self,
-        reads: Sequence[Request],
-        checkpoint: Checkpoint,
-        group: TensorParallelGroup,
-        progress: Callable[[int], object],
+        self, reads: Sequence[Request], checkpoint: Checkpoint, group: TensorParallelGroup, progress: Progress
     ) -> None:
         """Read what no rank can read alone: tensors in remote sources. Collective."""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...checkpoint.reading.header import Checkpoint, read_header
 from ...errors import CheckpointError
-from ...loading.storage import Asked, Storage
+from ...loading.storage import Asked, Found, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.composed import concat
 from ...slices.lazy import LazyTensor
@@ -66,9 +66,7 @@ class ChunkFiles(Storage):
         files = chunk_files(asked.folder)
         return cls(files) if files else None
 
-    def files(
-        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
-    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+    def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
         return self.found, None
 
 

@@ -5,7 +5,7 @@ transformers itself would decode the complete file in every process, before the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from ...checkpoint.reading.header import Checkpoint
 from ...errors import CheckpointError, TensorParallelError, UnsupportedError
-from ...loading.storage import Asked, Storage
+from ...loading.storage import Asked, Found, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.lazy import LazyTensor
 from ...slices.stored import Source
@@ -67,9 +67,7 @@ class GgufFile(Storage):
         if arguments.get("generation_config") is None:  # transformers would look for its file, which a GGUF lacks
             arguments["generation_config"] = GenerationConfig.from_model_config(arguments["config"])
 
-    def files(
-        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
-    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+    def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
         return super().files(original, {**arguments, "gguf_file": self.file}, group)
 
 

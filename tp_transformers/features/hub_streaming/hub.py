@@ -22,10 +22,10 @@ from transformers.modeling_utils import get_state_dict_dtype
 from transformers.utils import cached_file
 
 from ...checkpoint.reading.header import HEADER_LIMIT, Checkpoint, check_files, read_header, read_index, with_variant
-from ...checkpoint.reading.jobs import Request
+from ...checkpoint.reading.jobs import Progress, Request
 from ...checkpoint.reading.local_file import LocalFile
 from ...errors import CheckpointError
-from ...loading.storage import Asked, Storage
+from ...loading.storage import Asked, Found, Storage
 from ...ranks.group import TensorParallelGroup
 from ...slices.stored import Source
 from .fetch import fetch
@@ -234,9 +234,7 @@ class HubFiles(Storage):
         self.commit = pin(group, self.repository, self.revision, token=token, subfolder=self.subfolder)
         asked.arguments["revision"] = self.commit
 
-    def files(
-        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
-    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+    def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
         files, metadata = open_weights(group, Weights(arguments, arguments.get("download_kwargs") or {}))
         self.remote.update((file.name, file) for file in files if isinstance(file, RemoteFile))
         return [file.name if isinstance(file, RemoteFile) else file for file in files], metadata
@@ -245,11 +243,7 @@ class HubFiles(Storage):
         return [self.remote.get(file, file) for file in files]
 
     def fetch(
-        self,
-        reads: Sequence[Request],
-        checkpoint: Checkpoint,
-        group: TensorParallelGroup,
-        progress: Callable[[int], object],
+        self, reads: Sequence[Request], checkpoint: Checkpoint, group: TensorParallelGroup, progress: Progress
     ) -> None:
         fetch(reads, sources=checkpoint.sources, group=group, progress=progress)
 

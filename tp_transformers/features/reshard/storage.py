@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.conversion.convert import identity
 from ...checkpoint.reading.header import Checkpoint
-from ...checkpoint.reading.jobs import Request
+from ...checkpoint.reading.jobs import Progress, Request
 from ...errors import UnsupportedError
-from ...loading.storage import Asked, Storage
+from ...loading.storage import Asked, Found, Storage
 from ...ranks.group import TensorParallelGroup
 from ...transformers_api import LoadStateDictConfig
 from .moves import Moves
@@ -43,20 +43,14 @@ class HeldByRanks(Storage):
     def find(cls, asked: Asked) -> Storage | None:
         return MOVING.get()
 
-    def files(
-        self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup
-    ) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
+    def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
         return [self.moves.source.name], {"dtype": str(self.described.dtype).removeprefix("torch.")}
 
     def open(self, files: Sequence[str], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
         return OfRanks(self.moves, self.without)
 
     def fetch(
-        self,
-        reads: Sequence[Request],
-        checkpoint: Checkpoint,
-        group: TensorParallelGroup,
-        progress: Callable[[int], object],
+        self, reads: Sequence[Request], checkpoint: Checkpoint, group: TensorParallelGroup, progress: Progress
     ) -> None:
         with group.agree():
             for read in reads:
