@@ -25,7 +25,6 @@ _SLOW = 0.6e-9
 _TRIED = 4 << 20
 """Bytes at the start of each tensor that are cleared to time huge pages: at least one page, few if they are slow."""
 
-_TILE_ELEMENTS = 1 << 18
 _TILE_ROWS = 256
 
 
@@ -79,57 +78,19 @@ def copy(values: torch.Tensor, destination: torch.Tensor) -> None:
     """Copy `values` (with contiguous rows) to a `destination` of the same shape, of any strides and dtype.
 
     On a CPU, torch transposes element by element unless both sides are contiguous: 0.26 GB/s of bfloat16, against 2.0
-    in tiles. Its cast from float8 handles 0.1e9 values a second.
+    in tiles.
     """
     if destination.device.type != "cpu":
         destination.copy_(values, non_blocking=True)
     elif values.ndim == 3:
         for matrix, place in zip(values, destination, strict=True):
             copy(matrix, place)
-    elif values.dtype == torch.float8_e4m3fn != destination.dtype and values.ndim:
-        step = max(_TILE_ELEMENTS * len(values) // max(values.numel(), 1), 1)
-        for tile, place in zip(values.split(step), destination.split(step), strict=True):
-            place.copy_(from_float8(tile))
     elif values.ndim == 2 and destination.stride(0) == 1 != destination.stride(1):
         for start in range(0, len(values), _TILE_ROWS):
             tile = values[start : start + _TILE_ROWS].contiguous()
             destination[start : start + _TILE_ROWS].t().copy_(tile.t().contiguous())
     else:
         destination.copy_(values)
-
-
-FLOAT8_SHIFT = 256
-"""Factor between values and the result of `shifted_float8`."""
-
-
-def from_float8(values: torch.Tensor) -> torch.Tensor:
-    """Cast float8 to float32; float8_e4m3fn ten times as fast as torch on a CPU."""
-    if values.dtype != torch.float8_e4m3fn or values.device.type != "cpu" or has_nan(values):
-        return values.to(torch.float32)
-    return shifted_float8(values).mul_(FLOAT8_SHIFT)
-
-
-def shifted_float8(values: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """Cast float8_e4m3fn without NaN to float32, divided by `FLOAT8_SHIFT`.
-
-    Exponents in float16 have one more (high) bit and a bias that is 8 higher: the shifted bits are 2^-8 of the value.
-    `memory`: float32, 1.5 elements for each of the values, for the result; new memory would have to be cleared.
-    """
-    bits = values.contiguous().view(torch.int8)
-    if memory is None:
-        moved, result = bits.to(torch.int16), bits.new_empty(bits.shape, dtype=torch.float32)
-    else:
-        result, rest = memory[: bits.numel()].view_as(bits), memory[bits.numel() :].view(torch.int16)
-        moved = rest[: bits.numel()].view_as(bits).copy_(bits)
-    moved.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # clear the extended sign in the new bit
-    return result.copy_(moved.view(torch.float16))
-
-
-def has_nan(values: torch.Tensor) -> bool:
-    """True if float8_e4m3fn has NaN: its greatest signed byte, or its greatest unsigned one."""
-    if not values.numel():
-        return False
-    return bool(values.view(torch.int8).amax() == 0x7F or values.view(torch.uint8).amax() == 0xFF)
 
 
 class Staging:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from ...checkpoint.reading.memory import FLOAT8_SHIFT, has_nan, shifted_float8
 from ..quantized.bundle import Decoded
+from ..quantized.casts import FLOAT8_SHIFT, has_nan, shifted_float8
 from ..quantized.float8 import Float8Values
 from .tiled import FEW, Operator, StoredRows, product_dtype, scratch, without
 

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...checkpoint.reading.memory import from_float8
 from ...slices.lazy import LazyTensor
 from .affine import Affine, pack_words
 from .bundle import Bundle, Component, Decode, DimMap, StoredValues
+from .casts import from_float8
 from .float8 import Float8Values
 from .format import (
     FP4,

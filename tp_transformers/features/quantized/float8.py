@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from ...checkpoint.reading.memory import from_float8
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from .bundle import Bundle, Component, Decode, DimMap, StoredValues
+from .casts import from_float8
 from .format import Format, Tensors, inconsistent, multiply_blocks, unsupported, without_values
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -5,20 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tp_transformers.checkpoint.reading.memory import copy, from_float8, has_nan, shifted_float8
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("nan", [True, False])
-def test_every_float8_is_cast_as_torch_does(dtype: torch.dtype, nan: bool) -> None:
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(3000).view(-1, 64)
-    if not nan:
-        every = torch.where(every.float().isnan(), 0, every.float()).to(torch.float8_e4m3fn)
-    for destination in (torch.empty(every.shape, dtype=dtype), torch.empty(every.shape[::-1], dtype=dtype).t()):
-        copy(every, destination)
-        assert torch.equal(destination.nan_to_num(7), every.to(dtype).nan_to_num(7))
-        copy(every[:, 3:21], destination[:, :18])
-        assert torch.equal(destination[:, :18].nan_to_num(7), every[:, 3:21].to(dtype).nan_to_num(7))
+from tp_transformers.features.quantized.casts import from_float8, has_nan, shifted_float8
 
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
