@@ -26,8 +26,7 @@ from ..strategies import take
 from ..strategies.shards.shard import SHARD
 from ..transformers_api import LoadStateDictInfo
 from .memory import Memory
-from .request import LoadRequest, open_together
-from .targets import Targets, describe
+from .request import LoadRequest, Targets, describe, open_together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,9 +21,8 @@ from ..ranks.group import TensorParallelGroup
 from ..seams import added, first
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
-from .request import Computed, LoadRequest, Reads, read_together, split_reads
+from .request import Computed, LoadRequest, Reads, Targets, read_together, split_reads
 from .storage import Tensors
-from .targets import Targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

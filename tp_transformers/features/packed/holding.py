@@ -17,9 +17,8 @@ from ...checkpoint.reading.jobs import Request
 from ...checkpoint.saving.save import STORED_FORM
 from ...errors import UnsupportedError, in_one_line
 from ...loading.memory import Holding
-from ...loading.request import LoadRequest, Reads, split_reads
+from ...loading.request import LoadRequest, Reads, Targets, split_reads
 from ...loading.storage import Encoding, Tensors
-from ...loading.targets import Targets
 from ..quantized.find import Quantization
 from ..quantized.format import refuse_other
 from .forward import hold_packed

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...anatomy import features, fold_layers, holds_experts, inner_models, tied_parameters
-from ...loading.request import LoadRequest, open_checkpoint
-from ...loading.targets import describe
+from ...loading.request import LoadRequest, describe, open_checkpoint
 from ...slices.lazy import LazyTensor
 from ...transformers_api import revert_weight_conversion, should_convert_module
 from ..packed.holding import pack_weights

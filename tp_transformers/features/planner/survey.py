@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from ...anatomy import tied_parameters
 from ...checkpoint.conversion.convert import own_dtypes
 from ...checkpoint.reading.header import Checkpoint
-from ...loading.request import LoadRequest, open_checkpoint
-from ...loading.targets import describe
+from ...loading.request import LoadRequest, describe, open_checkpoint
 from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor

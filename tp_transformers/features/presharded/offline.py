@@ -32,8 +32,7 @@ from ...errors import CheckpointError, TensorParallelError, UsageError, list_fau
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import loading_info, place, restore_full, same_bytes, tie
-from ...loading.request import LoadRequest, open_together, read_together, split_reads
-from ...loading.targets import Targets, describe
+from ...loading.request import LoadRequest, Targets, describe, open_together, read_together, split_reads
 from ...model.parallelize import parallelize
 from ...plans.bind import Resolution
 from ...plans.rules import Plan

@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from ...errors import CheckpointError
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
-from ...loading.request import LoadRequest, open_together, read_together, split_reads
-from ...loading.targets import describe
+from ...loading.request import LoadRequest, describe, open_together, read_together, split_reads
 from ...plans.rules import Plan
 from ...ranks.group import TensorParallelGroup
 from ...slices.layout import Range
