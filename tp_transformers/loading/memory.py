@@ -7,8 +7,7 @@ some of them at a time are in memory in both forms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from ..ranks.group import TensorParallelGroup
 from ..seams import added, first
 from ..slices.lazy import LazyTensor
 from ..slices.stored import Stored
-from .request import Computed, LoadRequest, Reads, Targets, read_together, split_reads
+from .request import LoadRequest, Reads, Targets, read_together, split_reads
 from .storage import Tensors
 
 if TYPE_CHECKING:
@@ -133,16 +132,11 @@ class Memory:
             names.append(name)
             if name not in self.holding.arriving:
                 self.values[name] = empty(shard.shape, self.dtypes[name], group.device)
-        first_round, *self.later = _split_rounds(names, targets, self.holding.arriving, group.size, request)
-        """Names of the shards of each round after the first."""
-        now = {name: self.shards[name] for name in first_round}
-        reads, computed = split_reads(now, self.values)
-        self.first = [*reads, *self.holding.reads], computed
-        """What the first round reads and computes."""
-        others = {name: shard for name, shard in self.shards.items() if name not in now}
-        meta = {name: torch.empty(shard.shape, device="meta") for name, shard in others.items()}
-        later_reads, later_computed = split_reads(others, meta)
-        reads, computed = [*self.first[0], *later_reads], [*computed, *later_computed]
+        self.rounds = _split_rounds(names, targets, self.holding.arriving, group.size, request)
+        """Names of the shards that are read together."""
+        meta = {name: torch.empty(shard.shape, device="meta") for name, shard in self.shards.items()}
+        reads, computed = split_reads(self.shards, meta)
+        reads += self.holding.reads
         self.nbytes_in_files = sum(read.tensor.nbytes for read in reads) + sum(step.nbytes for step, _ in computed)
         """Bytes of the shards in the checkpoint."""
         self.local_reads = [read for read in reads if not read.tensor.source.is_remote]
@@ -159,32 +153,25 @@ class Memory:
         Raises CheckpointError on all ranks if one cannot read a file, or if a file has changed.
         """
         progress(self.nbytes_mapped)
-        read = partial(
-            read_together,
-            checkpoint=checkpoint,
-            group=self.group,
-            request=self.request,
-            statistics=self.statistics,
-            progress=progress,
-        )
-        read(*self.first)
-        self.first, self.holding.reads, self.local_reads = ([], []), [], []  # they refer to the memory of other forms
-        for names in self.later:
-            self._fill_later(names, read)
+        for names in self.rounds:
+            self._fill_round(names, checkpoint, progress)
         self.group.together(checkpoint.check_unchanged)
 
-    def _fill_later(self, names: Sequence[str], read: Callable[[Reads, Computed], object]) -> None:
-        """Fill one later round; shards without memory are then held in another form."""
-        shards = {name: self.shards[name] for name in names}
-        with self.group.agree():
+    def _fill_round(self, names: Sequence[str], checkpoint: Checkpoint, progress: Progress) -> None:
+        """Fill the shards of one round; those without memory are then held in another form."""
+        group, shards = self.group, {name: self.shards[name] for name in names}
+        with group.agree():
             unplaced = [name for name in names if name not in self.values]
-            arriving = {name: empty(shards[name].shape, self.dtypes[name], self.group.device) for name in unplaced}
+            arriving = {name: empty(shards[name].shape, self.dtypes[name], group.device) for name in unplaced}
             reads, computed = split_reads(shards, self.values | arriving)
-        read(reads, computed)
-        if self.holding.arriving:
+            reads += self.holding.reads
+        self.holding.reads = self.local_reads = []  # they refer to the memory of other forms
+        totals = self.statistics
+        read_together(reads, computed, checkpoint, group, self.request, statistics=totals, progress=progress)
+        if arriving:
 
             def put() -> None:
                 for name in sorted(arriving):
                     self.holding.put(name, arriving.pop(name))
 
-            self.group.together(put)
+            group.together(put)

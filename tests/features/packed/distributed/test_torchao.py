@@ -46,14 +46,14 @@ def quantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
 def quantise_shards(folder: str, kind: str) -> dict[str, Any]:
     """Run on every rank: quantised shards beside those of torchao, and the model beside one that is not quantised."""
     held: list[int] = []
-    made = memory.Memory._fill_later
+    fill = memory.Memory._fill_round
 
-    def fill_later(self: Any, names: Any, *args: Any) -> Any:
+    def fill_round(self: Any, names: Any, *args: Any) -> Any:
         held.append(len(names))
-        return made(self, names, *args)
+        return fill(self, names, *args)
 
     few = mock.patch.object(memory, "ROUND_BYTES", 20_000)  # some weights a round
-    with few, mock.patch.object(memory.Memory, "_fill_later", fill_later):
+    with few, mock.patch.object(memory.Memory, "_fill_round", fill_round):
         model = load(folder, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config_of(kind)))
     dense = load(folder, dtype=torch.bfloat16)
     plain = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
@@ -100,7 +100,7 @@ def test_each_rank_quantises_its_own_shard(pool: Any, llama: Path, kind: str, si
         assert rank["different"] == []
         assert rank["quantised"] == 14
         assert rank["logits"] == 0
-        assert len(rank["rounds"]) > 1, "never is the model in floating point complete"
+        assert len(rank["rounds"]) > 2, "never is the model in floating point complete"
         assert rank["footprint"] < 0.75
         rows = [name for name, same in rank["complete"] if not same]
         if kind in BY_ROWS and size > 1:  # a scale for the columns of a rank
