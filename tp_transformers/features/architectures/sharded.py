@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,15 +121,7 @@ class ShardedMomentsParallel(TensorParallelLayer):
         """Compute moments over all ranks in the forward."""
         (width,) = self.widths.values()
         counts, group = self.ranks.counts(width), mesh.get_group()
-
-        def around(call: Forwarder) -> Forwarder:
-            def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with _Moments(counts, self.rank, group):
-                    return call(mod, *args, **kwargs)
-
-            return forward
-
-        wrap_forward(module, around)
+        _run_in(lambda mod: _Moments(counts, self.rank, group), module)
 
 
 class _Moments(TorchFunctionMode):
@@ -185,15 +177,7 @@ class ShardedProductsParallel(TensorParallelLayer):
         dims = {name: shard.layout.dim for name, shard in shards.items() if shard.layout is not None}
         group = mesh.get_group()
         block_of(module)
-
-        def around(call: Forwarder) -> Forwarder:
-            def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                with _Products(mod, dims, group):
-                    return call(mod, *args, **kwargs)
-
-            return forward
-
-        wrap_forward(module, around)
+        _run_in(lambda mod: _Products(mod, dims, group), module)
 
 
 class _Products(TorchFunctionMode):
@@ -229,6 +213,19 @@ class _Products(TorchFunctionMode):
         if id(factor) not in self.copies:
             self.copies[id(factor)] = factor, copy_to_region(factor, self.group)
         return self.copies[id(factor)][1]
+
+
+def _run_in(mode: Callable[[nn.Module], TorchFunctionMode], module: nn.Module) -> None:
+    """Run the forward of `module` in `mode(module)`."""
+
+    def around(call: Forwarder) -> Forwarder:
+        def forward(mod: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with mode(mod):
+                return call(mod, *args, **kwargs)
+
+        return forward
+
+    wrap_forward(module, around)
 
 
 def compared_features(bound: Binding) -> Iterator[str]:
