@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..patches import Patch, replace_all
 from ..ranks import direct
+from ..slices.layout import joined
 from ..strategies import SHARD, ParamShard, finish_gradient, full_tensor, local_tensor, shard_of
 from ..torch_api import foreach_norm, group_tensors
 
@@ -141,19 +142,13 @@ def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:
         if rank == 0 or over_tp:
             yield grad
         return
-    dim, position = shard.layout.dim, 0
+    dim = shard.layout.dim
     start, stop = shard.rows if dim == 0 else (0, shard.local_shape[dim])
-    for shared in shard.layout.split.shared(rank):
-        if rank != shared.ranks[0]:
-            yield _between(grad, dim, position - start, shared.local - start)
-            position = shared.local + shared.length
-    yield _between(grad, dim, position - start, stop - start)
-
-
-def _between(tensor: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """The indices from `start` to `stop` of `dim`, clamped to the tensor."""
-    start, stop = (min(max(index, 0), tensor.shape[dim]) for index in (start, stop))
-    return tensor.narrow(dim, start, max(stop - start, 0))
+    own = (entry for entry in shard.layout.split.shard_ranges if entry.rank == rank)
+    for first, last in joined((entry.local, entry.local + entry.length) for entry in own):
+        first, last = max(first, start), min(last, stop)
+        if first < last:
+            yield grad.narrow(dim, first - start, last - first)
 
 
 def _power(
