@@ -101,8 +101,17 @@ class _WeightParallel(TensorParallelLayer):
         return ShortForward(given if takes else "before", left if leaves and self.use_local_output else "after")
 
     def all_of(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The complete input, from a shard (all-gather; backward: reduce-scatter) or a summand (all-reduces)."""
-        placement, group = only(self.input_layouts), mesh.get_group()
+        """The complete input: `x` itself (backward: all-reduce), or from a shard (all-gather; backward: reduce-scatter)
+        or a summand (all-reduces).
+        """
+        if isinstance(x, DTensor):
+            return x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        placement = only(self.input_layouts)
+        if isinstance(placement, Replicate):
+            if not self.is_embedding:
+                self.check_width(x, self.in_features)
+            return self.copy(x, mesh) if x.requires_grad and torch.is_grad_enabled() else x
+        group = mesh.get_group()
         if not isinstance(placement, Shard):
             return copy_to_region(reduce_from_region(x, group), group)
         dim = self.dim_of(placement, x)
@@ -191,17 +200,7 @@ class ColwiseParallel(_WeightParallel):
         return {"nf": self.output_split.widths[rank]} if self.is_transposed else {}
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        x = inputs[0]
-        if isinstance(x, DTensor):
-            x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        elif not isinstance(only(self.input_layouts), Replicate):
-            x = self.all_of(x, mesh)
-        else:
-            if not self.is_embedding:
-                self.check_width(x, self.in_features)
-            if x.requires_grad and torch.is_grad_enabled():
-                x = self.copy(x, mesh)
-        return (x, *inputs[1:])
+        return (self.all_of(inputs[0], mesh), *inputs[1:])
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         placement, split, group = only(self.output_layouts), self.output_split, mesh.get_group()
@@ -293,18 +292,13 @@ class RowwiseParallel(_WeightParallel):
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x, placement = inputs[0], only(self.input_layouts)
         if self.is_embedding:
-            if isinstance(x, DTensor):
-                x = x.redistribute(mesh, [Replicate()]).to_local()
-            elif not isinstance(placement, Replicate):
-                x = self.all_of(x, mesh)
-            x, forward_of(module).notes["outside"] = own_rows(x, self.input_split, self.rank)
+            x, forward_of(module).notes["outside"] = own_rows(self.all_of(x, mesh), self.input_split, self.rank)
         elif isinstance(x, DTensor):
             self.check_width(x, self.in_features)
             if self.input_split.is_chunked:
                 x = x.redistribute(mesh, [Shard(x.ndim - 1)]).to_local()
             else:  # no placement describes the split
-                x = x.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-                x = take(x, Layout(x.ndim - 1, self.input_split), self.rank)
+                x = take(self.all_of(x, mesh), Layout(x.ndim - 1, self.input_split), self.rank)
         elif isinstance(placement, Shard) and self.dim_of(placement, x) == x.ndim - 1:
             self.check_width(x, self.input_split.widths[self.rank])
         else:
