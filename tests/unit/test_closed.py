@@ -14,7 +14,6 @@ from tests.support.imports import tree_of
 from tp_transformers.strategies import (
     STRATEGIES,
     ColwiseParallel,
-    ReplicateParallel,
     RowwiseParallel,
     TensorParallelLayer,
 )
@@ -101,8 +100,6 @@ def test_both_forms_of_communication_follow_the_most_derived_class() -> None:
 
 
 def test_what_others_ask() -> None:
-    assert ReplicateParallel().replicates
-    assert not ColwiseParallel().replicates
     assert RowwiseParallel().signature == Signature(FEATURES, REPLICATED, inside=(FEATURES, PARTIAL))
     assert ColwiseParallel().signature.leaves is FEATURES
     assert not ColwiseParallel().signature.sums

@@ -21,7 +21,7 @@ from ..ranks.mesh import join
 from ..slices.layout import Layout, Ranks, Split, chunked, packed
 from .forward.attach import attach
 from .forward.communication import Communication
-from .shards.shard import ParamShard, shard_of
+from .shards.shard import ParamShard, layout_of
 from .shards.slicing import part_lengths, take, traced_layout
 from .signature import BATCH, PARTIAL, Placements, only
 
@@ -286,7 +286,8 @@ class TensorParallelLayer(Communication, ParallelStyle):
                     layout, tied = bound.layout(param_type, param.shape, group.size), vars(param).get("tp_sharded")
                     if tied is not None and tied.tp_shard.layout != layout:
                         raise ValueError(f"its {param_type} is tied to one that is sharded otherwise")
-                if hasattr(module, "tp_strategy") or any(map(_is_distributed, params.values())):
+                is_sharded = any(isinstance(param, DTensor) or layout_of(param) for param in params.values())
+                if is_sharded or hasattr(module, "tp_strategy"):
                     raise ValueError("it is parallel already")
                 if self.src_data_rank is not None and self.src_data_rank not in range(group.size):
                     raise ValueError(f"src_data_rank is {self.src_data_rank}, which is none of {group.size} ranks")
@@ -307,12 +308,6 @@ class TensorParallelLayer(Communication, ParallelStyle):
     def around_replicated(self) -> TensorParallelLayer | None:
         """Strategy of the module if its attention is replicated instead of sharded; None for `replicate`."""
         return None
-
-    @property
-    def replicates(self) -> bool:
-        """True if every rank holds full parameters of every module."""
-        own, base = type(self), TensorParallelLayer
-        return own.split_dim is base.split_dim and own.partition_tensor is base.partition_tensor
 
     @property
     def is_built_in(self) -> bool:
@@ -343,11 +338,6 @@ def shard_module(module: nn.Module, strategy: TensorParallelLayer, group: Tensor
             param.tp_sharded = module._parameters[name] = shard.wrap(own, requires_grad=param.requires_grad)  # type: ignore[attr-defined]
         shards[name] = module._parameters[name].tp_shard  # type: ignore[union-attr]
     attach(module, strategy, shards, mesh)
-
-
-def _is_distributed(param: Tensor) -> bool:
-    shard = shard_of(param)
-    return isinstance(param, DTensor) or (shard is not None and shard.layout is not None)
 
 
 STRATEGY: Mark[TensorParallelLayer] = Mark("tp_strategy")

@@ -259,8 +259,8 @@ def _replicated_because(name: str, resolution: Resolution, size: int) -> str:
         return "no rule covers it"
     if any(f"{name}.".startswith(f"{attention}.") for attention in resolution.replicated_attention):
         return "there are more ranks than query heads"
-    if strategy.replicates:
-        return f"the strategy is {rule or type(strategy).__name__}"
+    if rule == "replicate":
+        return "the strategy is replicate"
     return f"{rule or type(strategy).__name__} does not shard a {name.rpartition('.')[2]}"
 
 
