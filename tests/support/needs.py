@@ -29,7 +29,7 @@ STRATEGIES_OF: Mapping[str, tuple[str, ...]] = {
         *("alibi", "mla_kv_a_proj", "moe_identity_expert", "replicate_inner", "replicate_once"),
         *("sharded_moments", "sharded_norm", "sharded_products"),
     ),
-    "expert_parallel": ("moe_all_to_all",),
+    "expert_parallel": ("ep_dispatch_experts", "grouped_gemm", "local", "moe_all_to_all"),
     "loss_parallel": ("colwise_loss", "loss_parallel"),
     "mixers": ("channelwise", "gated_norm", "rowwise_inner"),
     "sequence": (

@@ -327,7 +327,7 @@ CASES: dict[str, Cases] = {
             nn.Sequential(llama4_experts()), {"": "gather", "0": "local"}, (randn(5 * 3, HIDDEN),)
         ),
     },
-    "moe_tp_experts": dict(on_experts()),
+    "moe_tp_experts": {name: of for name, of in on_experts() if "whole" not in name or "expert_parallel" in features()},
     "moe_all_to_all": {
         "tokens that all ranks have": lambda size: Case(
             Routed(mixtral_experts(5), HIDDEN, 5), {"experts": "moe_all_to_all"}, (randn(TOKENS, HIDDEN),)

@@ -17,7 +17,6 @@ from ..seams import features, plan_options
 from ..slices.layout import Layout
 from ..strategies import (
     STRATEGIES,
-    MoEExpertsParallel,
     ParamShard,
     ReplicateSumGradParallel,
     TensorParallelLayer,
@@ -195,9 +194,8 @@ class _Resolver(Binding):
     def _complete(self) -> None:
         """Add all-reduces that a declared plan may lack: of expert outputs, of gradients of scalars between linears."""
         for name in list(unsummed_experts(self)):
-            self.module_strategies[name] = MoEExpertsParallel().bind(
-                self.modules[name], self.size, name=name, ranks=self.ranks
-            )
+            experts = STRATEGIES["moe_tp_experts"]
+            self.module_strategies[name] = experts.bind(self.modules[name], self.size, name=name, ranks=self.ranks)
         for name in list(scalars_between(self)):
             strategy = ReplicateSumGradParallel().bind(self.modules[name], self.size, name=name, ranks=self.ranks)
             self.module_strategies.setdefault(name, strategy)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from ..namespaces import lazy_names
 from .base import STRATEGY, TensorParallelLayer, batch_sharded, shard_module
-from .experts import IsolatedParallel, MoEExpertsParallel
 from .forward.attach import LocalConfig, attach, block_of, join_layers, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
@@ -27,6 +26,7 @@ from .shards.slicing import get_packed_weights, get_tensor_shard, take
 from .signature import Signature, State
 
 if TYPE_CHECKING:
+    from ..features.expert_parallel.complete import IsolatedParallel
     from ..features.loss_parallel.cross_entropy import vocab_parallel_cross_entropy
     from ..features.sequence.sequence import SequenceParallel
 else:  # names of features

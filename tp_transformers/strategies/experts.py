@@ -1,12 +1,7 @@
-"""Mixtures of experts with parameters (experts, out, in); the router is replicated.
+"""Tensor-parallel experts, with parameters (experts, out, in); the router is replicated.
 
-Each expert is sharded (`packed_colwise` and `rowwise` on the parameters), or each rank holds complete experts
-(`local`):
-
-    E0 E1 E2 -> [E0 E1 | E2]
-
-In both cases a rank's output is a partial sum; `moe_tp_experts` on the experts, or `gather` on the enclosing block,
-adds it up.
+Each expert is sharded, by `packed_colwise` and `rowwise` on the parameters, so a rank's output is a partial sum;
+`moe_tp_experts` on the experts, or `gather` on the enclosing block, adds it up.
 """
 
 from __future__ import annotations
@@ -15,104 +10,40 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
 
 from ..ranks.collectives import copy_to_region, reduce_from_region
-from ..slices.layout import Ranks, Split
 from .base import TensorParallelLayer
-from .forward.attach import LocalConfig, forward_of, parameter_of
+from .forward.attach import LocalConfig, parameter_of
 from .local import to_local
 from .shards.shard import SHARD, ParamShard
 from .signature import PARTIAL, REPLICATED, Signature
 
-GROUPED, BATCHED = "grouped_mm", "batched_mm"
-"""Implementations of transformers' experts: one product for the rows of all experts, or one for each row."""
+BATCHED = "batched_mm"
+"""Implementation of transformers' experts with one product for each row."""
 
 
-class IsolatedParallel(TensorParallelLayer):
-    """The module computes with this rank's tensors alone, without communication.
+class ExpertsParallel(TensorParallelLayer):
+    """Base of strategies of experts, which compute with this rank's shard of each expert, or with complete experts."""
 
-    On experts, or on a parameter of experts, each rank holds complete experts, as evenly as possible (expert
-    parallelism): ids of other ranks' experts get weight zero. Beside a single expert, `before` may select its rows, and
-    `after` then puts them back among all tokens. Other parameters are replicated.
-    """
-
-    use_dtensor = False
-    experts: Split | None = None
-    """Split of the experts over the ranks; None without experts, or if each expert is sharded."""
     is_empty = False
     """True if each expert is sharded over more ranks than it has blocks, and this rank holds no features."""
 
-    def split_dim(self, param_type: str, ndim: int) -> int | None:
-        """The dim of the experts, if the module holds any."""
-        return 0 if self.holds_experts else None
-
-    def _split_length(self, length: int, ranks: Ranks, unit: int) -> Split:
-        if self.holds_experts and length < ranks.size:
-            raise ValueError(
-                f"{length} experts cannot be spread over {ranks.size} ranks, since each rank needs one; shard every "
-                f"expert (packed_colwise, rowwise), or use at most {length} ranks"
-            )
-        return super()._split_length(length, ranks, unit)
-
     def attached(self, module: nn.Module, shards: Mapping[str, ParamShard], mesh: DeviceMesh) -> None:
-        """Store the split of the experts (sharded along dim 0), and whether this rank holds any features."""
         self.is_empty = any(0 in shard.local_shape for shard in shards.values())
-        layouts = [shard.layout for shard in shards.values() if len(shard.shape) == 3]
-        self.experts = next((layout.split for layout in layouts if layout is not None and layout.dim == 0), None)
 
     def local_attributes(self, module: nn.Module, rank: int) -> dict[str, Any]:
-        """The number of this rank's experts; batched matmuls if a rank has no features for grouped ones.
+        """Batched matmuls if this rank has no features for grouped ones.
 
         Not eager experts: they query which experts have tokens, which waits for the device and breaks a compiled graph.
         """
         if self.is_empty and hasattr(module, "config"):
             return {"config": LocalConfig(module.config, _experts_implementation=BATCHED)}
-        if self.experts is None:
-            return {}
-        local = {"num_experts": self.experts.widths[rank], "_is_expert_parallel": True}
-        return {name: value for name, value in local.items() if name in module.__dict__}
-
-    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        inputs, experts = to_local(inputs), self.experts
-        if not isinstance(experts, Split):
-            return inputs
-        start, stop = experts.ranges[self.rank][0]
-        if len(inputs) == 1:  # tokens come sorted by expert: (experts * tokens, hidden)
-            by_expert = inputs[0].view(experts.length, -1, inputs[0].shape[-1])
-            return (by_expert[start:stop].reshape(-1, inputs[0].shape[-1]),)
-        states, ids, weights, *rest = inputs
-        here = (ids >= start) & (ids < stop)
-        weights = weights.masked_fill(~here, 0)
-        kind = implementation_of(module)
-        if kind == GROUPED and stop - start == 1 and may_select_rows(states):
-            # torch.histc takes min = max for the range of the data, so that a single expert would get all rows.
-            tokens, slots = here.nonzero(as_tuple=True)
-            forward_of(module).notes["tokens"] = tokens, len(states)
-            ids = tokens.new_zeros(len(tokens), 1)
-            return (*map(never_empty, (states[tokens], ids, weights[tokens, slots].unsqueeze(1))), *rest)
-        # Past its experts: grouped products skip the rows of these ids, batched ones drop their results.
-        elsewhere = stop - start if kind is not None and "_is_expert_parallel" in module.__dict__ else 0
-        return (states, torch.where(here, ids - start, elsewhere), weights, *rest)
-
-    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        experts = self.experts
-        if not isinstance(experts, Split):
-            return outputs
-        if _is_routed(module):
-            tokens, count = forward_of(module).notes.get("tokens", (None, 0))
-            if tokens is None:
-                return outputs
-            return outputs.new_zeros(count, outputs.shape[1]).index_add(0, tokens, outputs[: len(tokens)])
-        start, stop = experts.ranges[self.rank][0]
-        by_expert = outputs.view(stop - start, -1, outputs.shape[-1])
-        return pad(by_expert, (0, 0, 0, 0, start, experts.length - stop)).flatten(0, 1)
+        return {}
 
 
-class MoEExpertsParallel(IsolatedParallel):
+class MoEExpertsParallel(ExpertsParallel):
     """Communication around experts with rules for their parameters.
 
     Copy hidden states and routing weights (backward: all-reduce), sum the output (all-reduce).
@@ -130,7 +61,7 @@ class MoEExpertsParallel(IsolatedParallel):
     def completed(self, module: nn.Module, mesh: DeviceMesh) -> None:
         shards = {name: SHARD.find(param) for name, param in module.named_parameters() if "." in name}
         read = {name: shard for name, shard in shards.items() if shard is not None and shard.layout is not None}
-        self.read = read if _is_routed(module) else {}
+        self.read = read if is_routed(module) else {}
 
     def local_parameters(self, module: nn.Module, views: Mapping[str, ParamShard]) -> dict[str, Tensor | None]:
         read = {name: shard.view(parameter_of(module, name)) for name, shard in self.read.items()}
@@ -143,37 +74,9 @@ class MoEExpertsParallel(IsolatedParallel):
         return super().before(module, copied, mesh)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        outputs = super().after(module, outputs, mesh)
-        return reduce_from_region(outputs, mesh.get_group())
+        return reduce_from_region(super().after(module, outputs, mesh), mesh.get_group())
 
 
-def implementation_of(module: nn.Module) -> str | None:
-    """GROUPED or BATCHED if that implementation of transformers computes the experts; None for their own loop."""
-    kind = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return kind if kind in (GROUPED, BATCHED) and has_implementations(module) else None
-
-
-def has_implementations(module: nn.Module) -> bool:
-    """True for experts that transformers' `use_experts_implementation` decorates."""
-    return "has_gate" in vars(module)
-
-
-def may_select_rows(states: Tensor) -> bool:
-    """True if rows of `states` may be selected: a graph cannot have a number of rows that depends on data."""
-    is_plain = not states.is_meta and type(states) in (Tensor, nn.Parameter)
-    return is_plain and not torch.compiler.is_compiling() and not is_captured(states)
-
-
-def is_captured(states: Tensor) -> bool:
-    """True if the CUDA stream of `states` captures a graph."""
-    return states.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def never_empty(rows: Tensor) -> Tensor:
-    """`rows` (rows, features), or one of zeros in place of none: it keeps the products, and their gradients."""
-    return rows if len(rows) else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-
-
-def _is_routed(module: nn.Module) -> bool:
+def is_routed(module: nn.Module) -> bool:
     """True if the experts are called with ids and weights rather than with tokens sorted by expert."""
     return len(inspect.signature(type(module).forward).parameters) > 2

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate
 from ..errors import PlanError
 from ..seams import features, first
 from .base import TensorParallelLayer
-from .experts import IsolatedParallel, MoEExpertsParallel
+from .experts import MoEExpertsParallel
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import (
     AllReduceParallel,
@@ -32,7 +32,6 @@ CORE: dict[str, TensorParallelLayer] = {
     "packed_rowwise": PackedRowwiseParallel(),
     "embedding_rowwise": RowwiseParallel(),
     "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
-    "local": IsolatedParallel(),
     "local_colwise": LocalColwiseParallel(use_dtensor=False),
     "local_rowwise": LocalRowwiseParallel(use_dtensor=False),
     "local_packed_colwise": LocalPackedColwiseParallel(use_dtensor=False),
@@ -45,9 +44,7 @@ CORE: dict[str, TensorParallelLayer] = {
     "replicated_with_grad_allreduce": ReplicateSumGradParallel(),
     "all_reduce": AllReduceParallel(),
     "moe_tp_experts": MoEExpertsParallel(),
-    "ep_dispatch_experts": MoEExpertsParallel(),
     "ep_router": ReplicateParallel(),
-    "grouped_gemm": IsolatedParallel(use_dtensor=True),
     "local_params": TensorParallelLayer(),
 }
 

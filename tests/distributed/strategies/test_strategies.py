@@ -42,7 +42,8 @@ def their_experts(size: int) -> Case:
     return Case(Routed(mixtral_experts(5), HIDDEN, 5), THEIR_RULES, (randn(TOKENS, HIDDEN),))
 
 
-CASES = {**OTHERS, **MIXER_CASES, **{name: {"5 experts": their_experts} for name in THEIR_RULES.values()}}
+THEIRS = {name: {"5 experts": their_experts} for name in THEIR_RULES.values()}
+CASES = {**OTHERS, **MIXER_CASES, **THEIRS, "ep_router": OTHERS["replicate"]}
 
 
 def own_part(x: Tensor, cut: tuple[int, Split] | None, rank: int) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from transformers.pytorch_utils import Conv1D
 
 from tests.support.modules import FakeMesh
-from tests.support.needs import known_strategies, strategy_case
+from tests.support.needs import known_strategies, needs, strategy_case
 from tests.support.undo import undo_partition
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
@@ -304,6 +304,7 @@ def mixtral() -> Any:
         return AutoModelForCausalLM.from_config(config)
 
 
+@needs("expert_parallel")
 @pytest.mark.parametrize("rules", WHOLE_EXPERT_RULES.values(), ids=WHOLE_EXPERT_RULES)
 def test_fewer_experts_than_ranks_are_refused(rules: dict[str, str]) -> None:
     resolve(Plan.from_dict(rules), mixtral(), 2)
@@ -311,6 +312,7 @@ def test_fewer_experts_than_ranks_are_refused(rules: dict[str, str]) -> None:
         resolve(Plan.from_dict(rules), mixtral(), 3)
 
 
+@needs("expert_parallel")
 def test_experts_that_are_partly_spread_and_partly_cut_are_refused() -> None:
     rules = {**WHOLE_EXPERT_RULES["a rule for each parameter"], "model.layers.*.mlp.experts.down_proj": "rowwise"}
     with pytest.raises(PlanError, match="complete experts of gate_up_proj, but not of down_proj"):

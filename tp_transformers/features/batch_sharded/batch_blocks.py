@@ -27,7 +27,7 @@ from ...strategies.forward.communication import ShortForward
 from ...strategies.linear import LAST, ColwiseParallel, RowwiseParallel
 from ...strategies.local import to_local
 from ...strategies.signature import BATCH, FEATURES, LOCAL, PARTIAL, REPLICATED, Signature
-from ..expert_parallel.exchange import ExchangeExpertsParallel, Route
+from ..expert_parallel.exchange import ExchangeExpertsParallel
 from ..sequence.region import GatherMixin, RegionBlock, Widths
 from .batch import BATCH_DIM, Batch, batch_of, exchange_samples, scale_gradient
 
@@ -215,16 +215,15 @@ class BatchExpertsParallel(ExchangeExpertsParallel):
     def has_own_tokens(self, states: Tensor, mesh: DeviceMesh) -> bool:
         return exchange_samples(mesh.get_group())
 
-    def dispatch(
-        self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
-    ) -> tuple[Route, Tensor, Tensor, Tensor]:
-        """See `ExchangeExpertsParallel.dispatch`; multiplies the gradient by the number of ranks."""
-        states, weights = scale_gradient(states, mesh.size()), scale_gradient(weights, mesh.size())
-        return super().dispatch(states, ids, weights, mesh)
+    def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        if exchange_samples(mesh.get_group()):
+            states, ids, weights, *others = inputs
+            inputs = (scale_gradient(states, mesh.size()), ids, scale_gradient(weights, mesh.size()), *others)
+        return super().before(module, inputs, mesh)
 
-    def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
-        """See `ExchangeExpertsParallel.combine`; divides the gradient by the number of ranks."""
-        return super().combine(scale_gradient(outputs, 1 / mesh.size()), route, mesh)
+    def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        has_own_tokens = forward_of(module).notes["route"] is not None
+        return super().after(module, scale_gradient(outputs, 1 / mesh.size()) if has_own_tokens else outputs, mesh)
 
     def __repr__(self) -> str:
         return "moe_all_to_all, input: batch-sharded"

@@ -23,11 +23,11 @@ from ...anatomy import holds_experts
 from ...ranks import direct
 from ...ranks.collectives import Group, apply_directly, gather_from_region, scatter_to_region
 from ...slices.layout import Ranks, Split
-from ...strategies.experts import IsolatedParallel, MoEExpertsParallel, never_empty
 from ...strategies.forward.attach import forward_of, wrap_forward
 from ...strategies.local import to_local
 from ...strategies.signature import LOCAL, PARTIAL, SEQUENCE, Signature
 from ..sequence.sequence import exchange_shards
+from .complete import CompleteExpertsParallel, IsolatedParallel, never_empty
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Route:
     """Index of the received row for each (token, expert) pair of this rank's experts: (pairs,)."""
 
 
-class ExchangeExpertsParallel(MoEExpertsParallel):
+class ExchangeExpertsParallel(CompleteExpertsParallel):
     """Around experts, each complete on one rank: send this rank's tokens to their experts (all-to-all), and receive the
     sums (all-to-all; backward of both: all-to-all). Parameters without rules are sharded by experts.
 
@@ -80,23 +80,13 @@ class ExchangeExpertsParallel(MoEExpertsParallel):
             notes["route"] = None
             return super().before(module, inputs, mesh)
         states, ids, weights, *others = to_local(inputs)
-        notes["route"], *given = self.dispatch(states, ids, weights, mesh)
+        assert self.experts is not None
+        notes["route"], *given = dispatch(states, ids, weights, self.experts, mesh.get_group())
         return (*given, *others)
 
     def after(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         route = forward_of(module).notes.pop("route")
-        return super().after(module, outputs, mesh) if route is None else self.combine(outputs, route, mesh)
-
-    def dispatch(
-        self, states: Tensor, ids: Tensor, weights: Tensor, mesh: DeviceMesh
-    ) -> tuple[Route, Tensor, Tensor, Tensor]:
-        """See the function `dispatch`."""
-        assert isinstance(self.experts, Split)
-        return dispatch(states, ids, weights, self.experts, mesh.get_group())
-
-    def combine(self, outputs: Tensor, route: Route, mesh: DeviceMesh) -> Tensor:
-        """See the function `combine`."""
-        return combine(outputs, route, mesh.get_group())
+        return super().after(module, outputs, mesh) if route is None else combine(outputs, route, mesh.get_group())
 
 
 class SequenceExpertsParallel(ExchangeExpertsParallel):
@@ -135,15 +125,13 @@ def dispatch(
     owners = torch.bucketize(ids.contiguous(), ends, right=True)
     sends = (owners.unsqueeze(-1) == torch.arange(len(ranges), device=ids.device)).any(1)  # (tokens, ranks)
     counts = sends.sum(0)
-    sent, received = torch.stack([counts, exchange_counts(counts, group)]).tolist()
+    one_each = [1] * group.size()
+    sent, received = torch.stack([counts, direct.all_to_all(counts, one_each, one_each, group)]).tolist()
     ranks, tokens = sends.t().nonzero(as_tuple=True)
     is_owner = owners[tokens] == ranks[:, None]
     local_ids = torch.where(is_owner, ids[tokens] - starts[ranks, None], -1).int()
     rows = (states.index_select(0, tokens), weights.index_select(0, tokens), local_ids)
-    received_states, received_weights, received_ids = exchange_rows(rows, sent, received, group)
-    received_states, received_weights, received_ids = map(
-        never_empty, (received_states, received_weights, received_ids)
-    )
+    received_states, received_weights, received_ids = map(never_empty, exchange_rows(rows, sent, received, group))
     row_index, slots = (received_ids >= 0).nonzero(as_tuple=True)
     route = Route(sent, received, len(states), tokens, row_index)
     expert_ids = received_ids[row_index, slots].long()
@@ -167,12 +155,6 @@ def _sum_rows(x: Tensor, rows: Tensor, count: int) -> Tensor:
     """Sum the rows of `x` with equal index in `rows`, in fp32 or wider: (count, hidden)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_zeros((count, x.shape[1]), dtype=wide).index_add(0, rows, x.to(wide)).to(x.dtype)
-
-
-def exchange_counts(counts: Tensor, group: Group) -> Tensor:
-    """All-to-all of one number per rank: send `counts[rank]`, return the number that each rank sent: (size,)."""
-    ones = [1] * group.size()
-    return direct.all_to_all(counts, ones, ones, group)
 
 
 def exchange_rows(

@@ -31,17 +31,25 @@ class ExpertOption(PlanOption):
 
 
 class ExpertParallelism(Feature):
-    """`tp_expert_parallel`, and experts that exchange tokens."""
+    """`tp_expert_parallel`, complete experts, and experts that exchange tokens."""
 
     requires = ("rewriting", "sequence")
-    public = {"training.ExpertLoad": ".expert_load"}
+    public = {"strategies.IsolatedParallel": ".complete", "training.ExpertLoad": ".expert_load"}
     options = (ExpertOption(),)
     clients = (".patch.EP_IMPLEMENTATION",)
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
+        from .complete import CompleteExpertsParallel, IsolatedParallel
         from .exchange import SequenceExpertsParallel
 
-        return {"moe_all_to_all": SequenceExpertsParallel()}
+        return {
+            "local": IsolatedParallel(),
+            "moe_tp_experts": CompleteExpertsParallel(),  # in place of the core's, for experts that are sharded
+            "moe_all_to_all": SequenceExpertsParallel(),
+            # Names in the plans of transformers 5 for expert parallelism.
+            "ep_dispatch_experts": CompleteExpertsParallel(),
+            "grouped_gemm": IsolatedParallel(use_dtensor=True),
+        }
 
 
 FEATURE = ExpertParallelism()

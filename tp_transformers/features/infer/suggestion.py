@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,8 +55,6 @@ class Suggestion:
     blocks: list[Block]
     reasons: dict[str, str]
     """Folded name of a replicated module -> reason, unless it is obvious."""
-    plain: set[str] = field(default_factory=set)
-    """Modules with parameters that other modules compute with, so that they must be plain tensors."""
 
     @property
     def replicated(self) -> dict[str, str]:
@@ -171,7 +169,7 @@ class Suggestion:
             folded = fold_lists(self.model, name)
             own_params = [f"{folded}.{param}" for param, _ in module.named_parameters(recurse=False)]
             if name and (folded in sharded or (own_params and not set(own_params) <= sharded.keys())):
-                rules[folded] = sharded.get(folded, "local" if folded in self.plain else "replicate")
+                rules[folded] = sharded.get(folded, "replicate")
             rules |= {param: sharded[param] for param in own_params if param in sharded}
         return {name: rule for name, rule in rules.items() if rule is not None}
 
@@ -190,9 +188,7 @@ def suggest(config: PretrainedConfig, *, size: int = 2, cls: type[PreTrainedMode
     model = meta_model(cls, config)
     small, run, flow = _observe(config, cls)
     blocks, reasons = find_blocks(small, flow, model)
-    suggestion = _replicate_rejected(
-        _replicate_rejected(Suggestion(model, blocks, reasons, flow.outside), small, 2), model, size
-    )
+    suggestion = _replicate_rejected(_replicate_rejected(Suggestion(model, blocks, reasons), small, 2), model, size)
     return _rehearse(suggestion, small, run, size)
 
 

@@ -11,8 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
 from ...ranks.collectives import Group, apply_function, reduce_from_region
-from ...strategies.experts import (
-    BATCHED,
+from ...strategies.experts import BATCHED
+from ...strategies.forward.attach import forward_of
+from ...strategies.local import to_local
+from ...strategies.signature import PARTIAL, REPLICATED, Signature
+from ..expert_parallel.complete import (
     GROUPED,
     IsolatedParallel,
     has_implementations,
@@ -20,9 +23,6 @@ from ...strategies.experts import (
     may_select_rows,
     never_empty,
 )
-from ...strategies.forward.attach import forward_of
-from ...strategies.local import to_local
-from ...strategies.signature import PARTIAL, REPLICATED, Signature
 
 BY_EXPERT, BY_SLOT = "eager", (GROUPED, BATCHED)
 """Implementations of transformers' experts: they add up a token's experts by id, or in the order of its routing.

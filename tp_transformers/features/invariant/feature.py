@@ -31,7 +31,7 @@ class InvariantOption(PlanOption):
 class Invariant(Feature):
     """`tp_invariant`, and the strategies that take the place of others."""
 
-    requires = ("rewriting",)
+    requires = ("expert_parallel", "rewriting")
     options = (InvariantOption(),)
 
     def loaded(self, model: Any) -> None:
