@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,9 +17,41 @@ from ...anatomy import stacks
 from ...marks import untyped
 from ...ranks.group import TensorParallelGroup
 from ...ranks.mesh import both_axes
+from ...slices.layout import Layout, Range, chunked
 from ...strategies import SHARD, ParamShard, batch_sharded, local_tensor, shard_of
+from ...strategies.shards.gather import on_all, on_first
 from ...strategies.shards.tensors import ShardTensor
 from .averaging import outside
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartOfShard(ParamShard):
+    """A rank's part of its shard, which is sharded over `resharded_over` along dim 0, in torch.chunk's sizes."""
+
+    @property
+    def _parts(self) -> Layout | None:
+        """Layout of the shard over `resharded_over`; None for a scalar."""
+        return Layout(0, chunked(self.local_shape[0], dist.get_world_size(self.resharded_over))) if self.shape else None
+
+    @property
+    def rows(self) -> Range:
+        assert self._parts is not None
+        return self._parts.split.ranges[dist.get_rank(self.resharded_over)][0]
+
+    def own(self, full: Tensor) -> Tensor:
+        return super().own(full)[slice(*self.rows)]
+
+    def joined(self, local: Tensor) -> Tensor:
+        if self._parts is None or self.resharded_over is None or 0 in self.local_shape:
+            return local
+        return on_all(local, self.local_shape, self._parts, self.resharded_over, self.group.device)
+
+    def gather(self, local: Tensor) -> Tensor | None:
+        """See `ParamShard.gather`; ranks of the first copy hold their complete shard meanwhile."""
+        if self.layout is None and self.is_over_copies and self.group.rank:
+            return None
+        joined = on_first(local, self.local_shape, self._parts, self.resharded_over, self.group.device)
+        return joined if joined is None or self.layout is None else super().gather(joined)
 
 
 def shard_copies(
@@ -36,7 +68,8 @@ def shard_copies(
             shard = ParamShard(param.shape, None, group, use_dtensor=False)
         if shard is not None:
             copies = both.get_group(both.ndim - 1) if param in alone else mesh[axis].get_group()
-            shards[name] = dataclasses.replace(shard, resharded_over=copies)
+            fields = {field.name: getattr(shard, field.name) for field in dataclasses.fields(shard) if field.init}
+            shards[name] = PartOfShard(**{**fields, "resharded_over": copies})
     _unwrap(model, alone)
     options.setdefault("reshard_after_forward", True)
     if group.reduce_dtype is not None:

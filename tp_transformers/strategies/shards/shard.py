@@ -39,7 +39,7 @@ class ParamShard:
     keeps_order: bool = False
     """True if the norm of gradients has to be computed in the order of one process."""
     resharded_over: dist.ProcessGroup | None = None
-    """Process group over which dim 0 of this rank's shard is sharded again, in torch.chunk's sizes; None for none.
+    """Process group over which a feature shards this rank's shard again, along dim 0; None for none.
     It may be the tensor-parallel group, if each rank has its own batch; the parameter is then replicated in it."""
     _shared: tuple[tuple[Shared, ...], int] = field(init=False)
     """Indices that this rank and others hold; number of indices that several ranks hold, the same on all ranks."""
@@ -147,21 +147,10 @@ class ParamShard:
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's shard of `full`, a tensor of the unsharded shape: a view, or a copy of several slices."""
-        shard: Tensor = take(full, self.layout, self.group.rank)
-        return shard if self.resharded_over is None else shard[slice(*self.rows)]
+        return take(full, self.layout, self.group.rank)
 
     def gather(self, local: Tensor) -> Tensor | None:
-        """Gather the full tensor on the CPU of rank 0 alone, that of the first copy; None on other ranks.
-
-        Ranks of the first copy hold their complete shard meanwhile, gathered from its parts.
-        """
-        if self.layout is None and self.is_over_copies and self.group.rank:
-            return None
-        if self.resharded_over is not None:
-            joined = on_first(local, self.local_shape, self._rows, self.resharded_over, self.group.device)
-            if joined is None or self.layout is None:
-                return joined
-            local = joined
+        """Gather the full tensor on the CPU of rank 0 alone, that of the first copy; None on other ranks."""
         return on_first(local, self.shape, self.layout, self.group.process_group, self.group.device)
 
     def any_rank(self, value: bool) -> bool:
@@ -172,23 +161,13 @@ class ParamShard:
         return bool(has)
 
     def joined(self, local: Tensor) -> Tensor:
-        """This rank's shard, gathered from its parts (all-gather over `resharded_over`)."""
-        if self._rows is None or self.resharded_over is None or 0 in self.local_shape:
-            return local
-        return on_all(local, self.local_shape, self._rows, self.resharded_over, self.group.device)
+        """This rank's shard, from its part that `resharded_over` leaves on this rank. Collective over these ranks."""
+        return local
 
     @property
     def rows(self) -> Range:
         """Range of indices of dim 0 of this rank's shard that are on this rank: all, or those of its part."""
-        if self._rows is None:
-            return 0, self.local_shape[0]
-        return self._rows.split.ranges[dist.get_rank(self.resharded_over)][0]
-
-    @property
-    def _rows(self) -> Layout | None:
-        """Layout of this rank's shard over `resharded_over`."""
-        copies = self.resharded_over
-        return Layout(0, chunked(self.local_shape[0], copies.size())) if copies is not None and self.shape else None
+        return 0, self.local_shape[0]
 
 
 SHARD: Mark[ParamShard] = Mark("tp_shard")
