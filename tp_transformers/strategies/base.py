@@ -129,7 +129,7 @@ class TensorParallelLayer(Communication, ParallelStyle):
         its forward. `config` is the config of the module, maybe a sub-config of the model's.
         """
         bound = copy.copy(self)
-        bound.signature = self.signature.completed(self.input_layouts, self.output_layouts)
+        bound.signature = self.signature.__get__(self)  # completed once, also if the instance declares it
         bound.name = name
         bound.split = split
         bound.ranks = ranks or Ranks(size)

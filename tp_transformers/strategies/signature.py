@@ -53,15 +53,12 @@ class Signature:
     """PARTIAL if the gradients of replicated parameters are partial sums (backward: all-reduce)."""
 
     def __get__(self, strategy: Any, owner: type | None = None) -> Signature:
-        """The declared signature of a class; for a strategy of the class, completed by the layouts of the strategy."""
-        return self if strategy is None else self.completed(strategy.input_layouts, strategy.output_layouts)
-
-    def completed(self, input_layouts: Placements, output_layouts: Placements) -> Signature:
-        """The signature with the states of the layouts in place of ANY."""
-        takes, leaves = state_of(only(input_layouts)), state_of(only(output_layouts))
-        return replace(
-            self, takes=takes if self.takes is ANY else self.takes, leaves=leaves if self.leaves is ANY else self.leaves
-        )
+        """The declared signature of a class; for a strategy of the class, its layouts replace ANY."""
+        if strategy is None:
+            return self
+        takes = state_of(only(strategy.input_layouts)) if self.takes is ANY else self.takes
+        leaves = state_of(only(strategy.output_layouts)) if self.leaves is ANY else self.leaves
+        return replace(self, takes=takes, leaves=leaves)
 
     @property
     def sums(self) -> bool:
