@@ -20,7 +20,6 @@ from ..strategies import (
     ParamShard,
     ReplicateSumGradParallel,
     TensorParallelLayer,
-    strategy_hint,
 )
 from ..strategies.signature import FEATURES
 from .attention import Attention, AttentionHeads
@@ -158,10 +157,11 @@ class _Resolver(Binding):
         for rule in self.plan.rules:
             pattern, strategy, is_used = rule.full(self.prefix), rule.instance, rule.optional
             if strategy is None:
-                nearest = hint_for(self.faults, rule.strategy_name, STRATEGIES)
+                name = rule.strategy_name
+                nearest = hint_for(self.faults, name, STRATEGIES)
                 others = f"{nearest}; import the file that registers your own first (--import in commands)"
-                hint = strategy_hint(rule.strategy_name) or others
-                self.faults.append(f"{pattern}: unknown strategy {rule.strategy_name!r}{hint}")
+                hint = "".join(feature.strategy_hint(name) for feature in features().values()) or others
+                self.faults.append(f"{pattern}: unknown strategy {name!r}{hint}")
                 continue
             for names, matched in ((self.modules, self.module_rules), (self.parameters, self.param_rules)):
                 for name in rule.match(names, self.prefix):

@@ -10,7 +10,7 @@ from .base import STRATEGY, TensorParallelLayer, batch_sharded, shard_module
 from .forward.attach import LocalConfig, attach, block_of, join_layers, wrap_forward
 from .linear import ColwiseParallel, PackedColwiseParallel, PackedRowwiseParallel, RowwiseParallel
 from .local import GatherParallel
-from .registry import STRATEGIES, ParallelInterface, as_strategy, strategy_hint
+from .registry import STRATEGIES, ParallelInterface, as_strategy
 from .replicate import ReplicateParallel, ReplicateSumGradParallel
 from .shards.shard import (
     SHARD,

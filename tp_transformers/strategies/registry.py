@@ -76,11 +76,6 @@ def as_strategy(value: Any) -> Any:
     return value if isinstance(value, str) else _of_feature(value) or value
 
 
-def strategy_hint(name: str) -> str:
-    """What features say of a name that no strategy has; "" for nothing."""
-    return "".join(feature.strategy_hint(name) for feature in features().values())
-
-
 class ParallelInterface(MutableMapping[str, TensorParallelLayer]):
     """Mapping of names to strategies: built-in ones and those of `register_strategy`; all instances share it."""
 
