@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..patches import Patch, replace_all
 from ..ranks import direct
 from ..slices.layout import joined
-from ..strategies import SHARD, ParamShard, finish_gradient, full_tensor, local_tensor, shard_of
+from ..strategies import ParamShard, finish_gradient, full_tensor, local_tensor, shard_of
 from ..torch_api import foreach_norm, group_tensors
 
 
@@ -109,26 +107,6 @@ def _norm_of_full(
     by_dtype = [norm.to(device) for (group,), _ in group_tensors([norms]).values() for norm in group]
     total: Tensor = torch.linalg.vector_norm(torch.stack(by_dtype), norm_type)
     return total
-
-
-def _clip(
-    original: Callable[..., Tensor], parameters: Tensor | Iterable[Tensor], *args: Any, **keywords: Any
-) -> Tensor:
-    """`original`, torch's function, except for parameters of a tensor-parallel model."""
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    ours = any(SHARD.find(param) is not None for param in params)
-    return clip_grad_norm_(params, *args, **keywords) if ours else original(params, *args, **keywords)
-
-
-FULL_NORMS = Patch(
-    "torch",
-    "nn.utils.clip_grad_norm_",
-    lambda: replace_all((owner, "clip_grad_norm_", _clip) for owner in (nn.utils, nn.utils.clip_grad)),
-)
-"""Makes `torch.nn.utils.clip_grad_norm_`, and so accelerate's, clip by the norm of the full tensor-parallel model.
-
-Unpatched, torch takes plain shards for full parameters: each rank would scale its gradients by another norm.
-"""
 
 
 def _counted(param: Tensor, grad: Tensor, rank: int) -> Iterator[Tensor]:

@@ -19,7 +19,6 @@ from ..plans.bind import Resolution
 from ..ranks.group import GROUP, TensorParallelGroup
 from ..seams import Mixin, added, collective, features
 from ..strategies import SHARD, local_tensor
-from .clip import FULL_NORMS
 from .generate import TensorParallelGeneration
 
 
@@ -76,7 +75,7 @@ class TensorParallelModel(Mixin):
 
 def hold_patches(model: object) -> None:
     """Keep the patches of torch and others that handle shards in place as long as `model` lives."""
-    for patch in (FULL_NORMS, *added("model_patches")):
+    for patch in added("model_patches"):
         patch.hold_for(model)
 
 

@@ -38,6 +38,7 @@ class FullParameters(Feature):
         ".values.ASSIGNED_VALUES",
         ".values.FULL_BYTES",
         ".optimizers.step.STEPS_ON_SHARDS",
+        ".optimizers.clipping.FULL_NORMS",
         ".optimizers.grad_scaler.SHARED_INFINITIES",
     )
 
