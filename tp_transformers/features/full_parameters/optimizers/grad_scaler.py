@@ -8,7 +8,7 @@ the scaler checks this rank's local gradients, and the result is reduced over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
 
 from ....model.clip import with_gradient
 from ....patches import Patch, replace, replace_all
 from ....ranks import direct
-from ....strategies.shards.shard import SHARD, finish_gradient, local_tensor, shard_of
+from ....strategies.shards.shard import SHARD, finish_gradient, local_tensor
+from .stand_ins import groups_of
 
 Infinities = dict[torch.device, Tensor]
 """For each device, a number above 0 if a gradient there is not finite."""
@@ -38,12 +38,12 @@ def _unscale_shared(
 ) -> Infinities:
     """Run `unscale`, torch's `GradScaler._unscale_grads_`, on local gradients, and reduce the result over the ranks."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    groups = _groups(params)
+    groups = groups_of(params)
     if not groups:
         return unscale(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     grads = [local_tensor(grad) for grad in map(finish_gradient, params) if grad is not None]
     local = SimpleNamespace(param_groups=[{"params": [with_gradient(grad) for grad in grads]}])
-    return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups, params)
+    return _reduce(unscale(scaler, local, inv_scale, found_inf, allow_fp16), groups)
 
 
 def _has_shards(_: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
@@ -65,22 +65,9 @@ unscaled as torch does it.
 """
 
 
-def _groups(params: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
-    """The process groups over which any of `params` is sharded, one per axis; empty if none is."""
-    groups: dict[dist.ProcessGroup | None, None] = {}
-    for param in params:
-        shard = shard_of(param)
-        if shard is not None:
-            groups.update({shard.group.process_group: None, shard.resharded_over: None})
-        elif isinstance(param, DTensor):
-            groups.update(dict.fromkeys(param.device_mesh.get_all_groups()))
-    return [group for group in groups if group is not None]
-
-
-def _reduce(infinities: Infinities, groups: Iterable[dist.ProcessGroup], params: Sequence[Tensor]) -> Infinities:
-    """Reduce `found` over all ranks, also on a rank that has no gradient while another has one."""
-    shard = next(filter(None, map(shard_of, params)), None)
-    device = shard.group.device if shard is not None else local_tensor(params[0]).device
+def _reduce(infinities: Infinities, groups: Mapping[dist.ProcessGroup, torch.device]) -> Infinities:
+    """Reduce `infinities` over all ranks, also on a rank that has no gradient while another has one."""
+    device = next(iter(groups.values()))
     infinite = [value.to(device) for value in infinities.values()]
     total = torch.stack([*infinite, torch.zeros((), device=device)]).amax()
     total = torch.stack([total, torch.full_like(total, bool(infinities))])

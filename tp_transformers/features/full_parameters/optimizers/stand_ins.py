@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ....errors import UnsupportedError
 from ....marks import Mark
 from ....model.dropout import generator_of
 from ....ranks import direct
-from ....strategies import ParamShard, finish_gradient, local_tensor, shard_of
+from ....strategies import finish_gradient, local_tensor, shard_of
 from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 
 TENSORS: Mark[dict[Tensor, nn.Parameter]] = Mark("tp_stand_ins")
@@ -36,7 +37,9 @@ class StandIn:
                 expected="shards of a tensor-parallel model",
                 fix="Give it to an optimizer of its own.",
             )
-        self.is_gathered = needs_full and self.shard is not None and _needs_gather(self.shard)
+        is_part = self.shard is not None and (self.shard.layout is not None or self.shard.resharded_over is not None)
+        self.gathered = self.shard if needs_full and is_part else None
+        """The shard, if the optimizer steps on the gathered tensor; else None."""
         if param not in tensors:
             tensors[param] = nn.Parameter(_empty(param), requires_grad=param.requires_grad)
         self.tensor = tensors[param]
@@ -46,14 +49,11 @@ class StandIn:
         """Take the values of the parameter and its gradient; of a gathered one, some rank has a gradient."""
         grad = finish_gradient(self.param)
         local, local_grad = local_tensor(self.param), None if grad is None else local_tensor(grad)
+        if self.gathered is not None:
+            local_grad = self.gathered.full(torch.zeros_like(local) if local_grad is None else local_grad)
+            local = self.gathered.full(local)
         self.tensor.grad = None
-        if self.is_gathered:
-            assert self.shard is not None
-            self.tensor.data = self.shard.full(local)
-            self.tensor.grad = self.shard.full(torch.zeros_like(local) if local_grad is None else local_grad)
-        else:
-            self.tensor.data = local
-            self.tensor.grad = local_grad
+        self.tensor.data, self.tensor.grad = local, local_grad
 
     def give(self) -> None:
         """Write the new values to the parameter and its gradient; no collective."""
@@ -64,7 +64,7 @@ class StandIn:
                     local.copy_(own)
         if self.tensor.grad is None:
             self.param.grad = None
-        if not self.is_gathered:  # `.data` has a version of its own
+        if self.gathered is None:  # `.data` has a version of its own
             torch.autograd.graph.increment_version(local_tensor(self.param))
 
     def clear(self) -> None:
@@ -80,84 +80,166 @@ class StandIn:
                 local = value._local_tensor if isinstance(value, HAS_LOCAL) else value
                 if isinstance(value, DTensor):
                     self._wrapped[id(local)] = value
-                if self.is_gathered:
-                    assert self.shard is not None
-                    local = self.shard.full(local)
-                state[key] = local
+                state[key] = local if self.gathered is None else self.gathered.full(local)
             elif isinstance(value, Tensor) and self.shard is not None and self._is_full(value):
                 state[key] = self.shard.own(value).clone()  # from a full state dict, or set by user code
 
     def _is_full(self, value: Tensor) -> bool:
         """True for a full value if the optimizer steps on a shard."""
-        return not self.is_gathered and value.shape == self.param.shape != local_tensor(self.param).shape
+        return self.gathered is None and value.shape == self.param.shape != local_tensor(self.param).shape
 
     def leave_state(self, state: dict[str, Any]) -> Iterator[str]:
         """Reverse `enter_state`; yields the keys of full values that could later be mistaken for shards."""
-        shape = self.shard.shape if self.is_gathered and self.shard is not None else local_tensor(self.param).shape
+        shape = local_tensor(self.param).shape if self.gathered is None else self.gathered.shape
         for key, value in state.items():
             if isinstance(value, Tensor) and value.shape == shape and not isinstance(value, DTensor):
-                state[key] = self._wrap(self._own(value).clone() if self.is_gathered else value)
-            elif isinstance(value, Tensor) and self.is_gathered and value.shape in self._shapes():
+                state[key] = self._wrap(value if self.gathered is None else self._own(value).clone())
+            elif isinstance(value, Tensor) and value.shape in self._shapes():
                 yield key
 
     def _own(self, value: Tensor) -> Tensor:
-        return self.shard.own(value) if self.is_gathered and self.shard is not None else value
+        return value if self.gathered is None else self.gathered.own(value)
 
     def _wrap(self, local: Tensor) -> Tensor:
-        if not isinstance(self.param, DTensor):
-            return know(local, self.param)  # type: ignore[no-any-return]
         wrapped: Any = self._wrapped.get(id(local))
         if wrapped is not None and wrapped._local_tensor is local:
             return wrapped  # type: ignore[no-any-return]
-        if is_sharded(self.param):
-            return know(local, self.param)  # type: ignore[no-any-return]
-        return laid_out(local, self.param)
+        return know(local, self.param) if is_sharded(self.param) else laid_out(local, self.param)  # type: ignore[no-any-return]
 
     def _shapes(self) -> Collection[tuple[int, ...]]:
-        """Shapes of the plain shards of all ranks."""
-        shard = self.shard
+        """Shapes of the plain shards of all ranks, if the optimizer steps on the full tensor."""
+        shard = self.gathered
         if shard is None or shard.layout is None or isinstance(self.param, DTensor):
             return ()
         return {shard.layout.local_shape(shard.shape, rank) for rank in range(shard.group.size)}
-
-
-def _needs_gather(shard: ParamShard) -> bool:
-    return shard.layout is not None or shard.resharded_over is not None
 
 
 def _empty(param: Tensor) -> Tensor:
     return torch.empty(0, dtype=param.dtype, device=param.device)
 
 
-def gradients(stand_ins: Sequence[StandIn]) -> list[bool]:
+class Exchange:
+    """In its block, stand-ins are in the parameter lists and states of an optimizer.
+
+    After a step that raised, too, the parameters have the new values, as in one process.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, stand_ins: Mapping[Tensor, StandIn], only: Collection[Tensor] | None = None
+    ) -> None:
+        """`stand_ins`: by parameter; `only`: the lists have these parameters, and no others."""
+        self.stand_ins, self.states, self.only = stand_ins, optimizer.state, only
+        self.tensors: dict[Tensor, Tensor] = {param: stand_in.tensor for param, stand_in in stand_ins.items()}
+        self.groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        self._is_begun = False
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        try:
+            self._rename_states(self.tensors)
+            for stand_in in self.stand_ins.values():
+                if stand_in.tensor in self.states:
+                    stand_in.enter_state(self.states[stand_in.tensor])
+            self._begin()
+        except BaseException:
+            self._leave()
+            raise
+
+    @torch.no_grad()
+    def __exit__(self, *error: object) -> None:
+        self._end()
+        self._leave()
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap `closure`: while it runs, the optimizer has its own parameters."""
+
+        @wraps(closure)
+        def call() -> Any:
+            with torch.no_grad():
+                self._end()
+            result = closure()
+            with torch.no_grad():
+                self._begin()
+            return result
+
+        return call
+
+    def _begin(self) -> None:
+        for stand_in in self.stand_ins.values():
+            stand_in.take()
+        for group, params in self.groups:
+            chosen = params if self.only is None else [param for param in params if param in self.only]
+            group["params"][:] = [self.tensors.get(param, param) for param in chosen]
+        self._is_begun = True
+
+    def _end(self) -> None:
+        """Write the new values to the parameters, and put the parameters back into the lists."""
+        if self._is_begun:
+            self._is_begun = False
+            for stand_in in self.stand_ins.values():
+                stand_in.give()
+        for group, params in self.groups:
+            group["params"][:] = params
+
+    def _leave(self) -> None:
+        """Release the stand-ins, and give their states to the parameters.
+
+        Raises UnsupportedError, on all ranks, if a full state has the shape of a shard.
+        """
+        unclear: list[tuple[str, Tensor]] = []
+        for param, stand_in in self.stand_ins.items():
+            stand_in.clear()
+            if stand_in.tensor in self.states:
+                unclear += ((key, param) for key in stand_in.leave_state(self.states[stand_in.tensor]))
+        self._rename_states({tensor: param for param, tensor in self.tensors.items()})
+        for key, param in unclear:
+            raise UnsupportedError(
+                f"an optimizer's state {key} of a parameter of {tuple(param.shape)} on this rank",
+                got="a full state of the same shape as a shard",
+                expected="another shape",
+                fix="Change the rank of the optimizer's projection, or the number of ranks.",
+            )
+
+    def _rename_states(self, names: Mapping[Tensor, Tensor]) -> None:
+        """Replace keys of the states, in place and in order."""
+        if any(key in self.states for key in names):
+            items = list(self.states.items())
+            self.states.clear()
+            self.states.update((names.get(key, key) if isinstance(key, Tensor) else key, value) for key, value in items)
+
+
+def gradients(params: Sequence[Tensor]) -> list[bool]:
     """For each parameter, whether any rank has a gradient; one all-reduce per axis that the model is sharded over."""
-    has = [stand_in.param.grad is not None for stand_in in stand_ins]
-    for group, device in groups_of(stand_ins):
+    has = [param.grad is not None for param in params]
+    for group, device in groups_of(params).items():
         flags = torch.tensor(has, dtype=torch.uint8, device=device)
         direct.all_reduce(flags, group, direct.MAX)
         has = [bool(flag) for flag in flags.tolist()]
     return has
 
 
-def groups_of(stand_ins: Iterable[StandIn]) -> list[tuple[dist.ProcessGroup, torch.device]]:
-    """The process groups over which any of the parameters is sharded, in the same order on all ranks."""
+def groups_of(params: Iterable[Tensor]) -> dict[dist.ProcessGroup, torch.device]:
+    """The process groups over which any parameter is sharded, with their devices, in the same order on all ranks."""
     devices: dict[Any, torch.device] = {}
-    for stand_in in stand_ins:
-        if stand_in.shard is not None:
-            devices.setdefault(stand_in.shard.group.process_group, stand_in.shard.group.device)
-            devices.setdefault(stand_in.shard.resharded_over, stand_in.shard.group.device)
-    return [(group, device) for group, device in devices.items() if group is not None]
+    for param in params:
+        shard = shard_of(param)
+        if shard is not None:
+            devices |= dict.fromkeys((shard.group.process_group, shard.resharded_over), shard.group.device)
+        elif isinstance(param, DTensor):
+            devices |= dict.fromkeys(param.device_mesh.get_all_groups(), param.device)
+    devices.pop(None, None)
+    return devices
 
 
 @contextmanager
-def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
+def shared_draws(params: Iterable[Tensor]) -> Iterator[None]:
     """Draw the first rank's random numbers on all ranks; ranks that had another random state get it back."""
-    groups = groups_of(stand_ins)
-    devices = {torch.device("cpu"), *(device for _, device in groups)}
+    groups = groups_of(params)
+    devices = {torch.device("cpu"), *groups.values()}
     own = {device: generator_of(device).get_state() for device in devices}
     for device, state in own.items():
         shared = state.clone()
-        for group, where in groups:
+        for group, where in groups.items():
             sent = shared.to(where)
             direct.broadcast(sent, group, 0)
             shared = sent.cpu()
@@ -170,61 +252,3 @@ def shared_draws(stand_ins: Sequence[StandIn]) -> Iterator[None]:
     finally:
         for device in devices:
             generator_of(device).set_state(own[device])
-
-
-class Seats:
-    """Puts stand-ins into the parameter lists and states of an optimizer for a time."""
-
-    def __init__(self, optimizer: Optimizer, stand_ins: dict[Tensor, StandIn]) -> None:
-        self.stand_ins, self.groups, self.states = stand_ins, list(optimizer.param_groups), optimizer.state
-        self.params = [list(group["params"]) for group in self.groups]
-
-    def fill(self, only: Collection[Tensor] | None = None) -> None:
-        """Put stand-ins into the parameter lists; `only`: these parameters, and no others."""
-        for group, params in zip(self.groups, self.params, strict=True):
-            chosen = params if only is None else [param for param in params if param in only]
-            group["params"][:] = [self._seat(param) for param in chosen]
-
-    def empty(self) -> None:
-        """Put the parameters back."""
-        for group, params in zip(self.groups, self.params, strict=True):
-            group["params"][:] = params
-
-    def fill_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Key the states of the optimizer by the tensors of `stand_ins`, and convert their values."""
-        _rename(self.states, {stand_in.param: stand_in.tensor for stand_in in stand_ins})
-        for stand_in in stand_ins:
-            if stand_in.tensor in self.states:
-                stand_in.enter_state(self.states[stand_in.tensor])
-
-    def empty_states(self, stand_ins: Collection[StandIn]) -> None:
-        """Key the states by the parameters again, and convert their values back.
-
-        Raises UnsupportedError, on all ranks, if a full state has the shape of a shard.
-        """
-        unclear = [
-            (key, stand_in)
-            for stand_in in stand_ins
-            if stand_in.tensor in self.states
-            for key in stand_in.leave_state(self.states[stand_in.tensor])
-        ]
-        _rename(self.states, {stand_in.tensor: stand_in.param for stand_in in stand_ins})
-        for key, stand_in in unclear:
-            raise UnsupportedError(
-                f"an optimizer's state {key} of a parameter of {tuple(stand_in.param.shape)} on this rank",
-                got="a full state of the same shape as a shard",
-                expected="another shape",
-                fix="Change the rank of the optimizer's projection, or the number of ranks.",
-            )
-
-    def _seat(self, param: Tensor) -> Tensor:
-        stand_in = self.stand_ins.get(param)
-        return param if stand_in is None else stand_in.tensor
-
-
-def _rename(states: MutableMapping[Any, Any], names: dict[Tensor, Tensor]) -> None:
-    """Replace keys of `states`, in place and in order."""
-    if any(key in states for key in names):
-        items = [(names.get(key, key) if isinstance(key, Tensor) else key, value) for key, value in states.items()]
-        states.clear()
-        states.update(items)

@@ -9,7 +9,7 @@ for `full_parameters`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -25,7 +25,7 @@ from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 from ..full_parameters import FULL, IS_OPEN
 from ..values import check_pickled
 from .scopes import check_optimizer, scope_of
-from .stand_ins import TENSORS, Seats, StandIn, gradients, shared_draws
+from .stand_ins import TENSORS, Exchange, StandIn, gradients, shared_draws
 
 Step = Callable[..., Any]
 
@@ -71,8 +71,7 @@ def _check_block(optimizer: Optimizer) -> None:
 def _step(step: Step, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
     if scope_of(type(optimizer)) == "parameter":
         return _one_by_one(step, optimizer, args, kwargs)
-    stand_ins = _stand_ins(optimizer, needs_full=False)
-    exchange = _Exchange(Seats(optimizer, stand_ins), stand_ins.values())
+    exchange = Exchange(optimizer, _stand_ins(optimizer, needs_full=False))
     args, kwargs = _with_closure(exchange.around, args, kwargs)
     with exchange:
         return step(optimizer, *args, **kwargs)
@@ -90,83 +89,26 @@ def _one_by_one(step: Step, optimizer: Optimizer, args: Any, kwargs: Any) -> Any
         return lambda: loss
 
     args, kwargs = _with_closure(called, args, kwargs)
-    stand_ins = _stand_ins(optimizer, needs_full=True)
-    seats, groups = Seats(optimizer, stand_ins), list(optimizer.param_groups)
-    has = dict(zip(stand_ins, gradients(list(stand_ins.values())), strict=True))
-    apart = [param for param, stand_in in stand_ins.items() if stand_in.is_gathered]
-    rest = {param for params in seats.params for param in params}.difference(apart)
+    stand_ins, groups = _stand_ins(optimizer, needs_full=True), list(optimizer.param_groups)
+    has = dict(zip(stand_ins, gradients(list(stand_ins)), strict=True))
+    apart = [param for param, stand_in in stand_ins.items() if stand_in.gathered is not None]
+    rest = set(_params(optimizer)).difference(apart)
     settings = {id(group): _settings(group) for group in groups}
     result = None
     try:
-        with shared_draws(list(stand_ins.values())):
+        with shared_draws(stand_ins):
             for turn in (rest, *({param} for param in apart if has[param])):
-                now = [group for group, params in zip(groups, seats.params, strict=True) if turn.intersection(params)]
+                now = [group for group in groups if turn.intersection(group["params"])]
                 for group in now:
                     _reset(group, settings[id(group)])
                 optimizer.param_groups[:] = now
                 # In the same order on all ranks.
-                chosen = [stand_in for param, stand_in in stand_ins.items() if param in turn]
-                with _Exchange(seats, chosen, only=turn):
+                chosen = {param: stand_in for param, stand_in in stand_ins.items() if param in turn}
+                with Exchange(optimizer, chosen, only=turn):
                     result = step(optimizer, *args, **kwargs) if now else result
     finally:
         optimizer.param_groups[:] = groups
     return result
-
-
-class _Exchange:
-    """Replaces parameters of an optimizer by stand-ins; `only` these parameters, if given."""
-
-    def __init__(self, seats: Seats, stand_ins: Collection[StandIn], only: Collection[Tensor] | None = None) -> None:
-        self.seats, self.stand_ins, self.only = seats, stand_ins, only
-        self._is_begun = False
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        try:
-            self.seats.fill_states(self.stand_ins)
-            self._begin()
-        except BaseException:
-            self._leave()
-            raise
-
-    @torch.no_grad()
-    def __exit__(self, *error: object) -> None:
-        self._end()
-        self._leave()
-
-    def _begin(self) -> None:
-        for stand_in in self.stand_ins:
-            stand_in.take()
-        self.seats.fill(self.only)
-        self._is_begun = True
-
-    def _end(self) -> None:
-        """Write new values to the parameters, also after a step that raised: as in one process."""
-        if self._is_begun:
-            self._is_begun = False
-            for stand_in in self.stand_ins:
-                stand_in.give()
-
-    def _leave(self) -> None:
-        self.seats.empty()
-        for stand_in in self.stand_ins:
-            stand_in.clear()
-        self.seats.empty_states(self.stand_ins)
-
-    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap `closure`: while it runs, the optimizer has its own parameters."""
-
-        @wraps(closure)
-        def call() -> Any:
-            with torch.no_grad():
-                self._end()
-                self.seats.empty()
-            result = closure()
-            with torch.no_grad():
-                self._begin()
-            return result
-
-        return call
 
 
 def _stand_ins(optimizer: Optimizer, *, needs_full: bool) -> dict[Tensor, StandIn]:
