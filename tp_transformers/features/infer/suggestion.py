@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...anatomy import base_prefix, fold_layers, inner
 from ...errors import PlanError, TensorParallelError
 from ...logs import get_logger
-from ...plans.attention import AttentionHeads
 from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
 from ..command_line.models import generating_class
@@ -240,20 +239,14 @@ def _replicate_rejected(suggestion: Suggestion, model: PreTrainedModel, size: in
             suggestion = suggestion.without(suspect, (named or lines)[0])
             continue
         by_name = {fold_lists(model, name): heads for name, heads in resolution.attention.items()}
-        misread = [block for block in suggestion.blocks if model is not suggestion.model and _misread(block, by_name)]
-        if not misread:
+        for block in suggestion.blocks if model is not suggestion.model else ():
+            heads = by_name.get(block.name)
+            if heads is not None and block.heads not in (None, (heads.query.length, heads.kv.length)):
+                read = f"{heads.query.length} query and {heads.kv.length} KV heads"
+                suggestion = suggestion.without(block, f"its config says {read}, it computes {block.heads}")
+                break
+        else:
             return suggestion
-        block = misread[0]
-        heads = by_name[block.name]
-        suggestion = suggestion.without(
-            block,
-            f"its config says {heads.query.length} query and {heads.kv.length} KV heads, it computes {block.heads}",
-        )
-
-
-def _misread(block: Block, by_name: Mapping[str, AttentionHeads]) -> bool:
-    heads = by_name.get(block.name)
-    return heads is not None and block.heads is not None and (heads.query.length, heads.kv.length) != block.heads
 
 
 def _observe(config: PretrainedConfig, cls: type[PreTrainedModel]) -> tuple[PreTrainedModel, Run, Flow]:
