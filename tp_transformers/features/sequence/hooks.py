@@ -210,20 +210,13 @@ def _forward_hook(hook: Hook, sides: _Sides) -> Hook:
     return hooked
 
 
-def _backward_pre_hook(hook: Hook, sides: _Sides) -> Hook:
-    def hooked(module: nn.Module, grad_output: Values) -> Any:
-        gathered = sides.outputs(grad_output)
-        result = hook(module, gathered.values)
-        return None if result is None else gathered.slice_first(_as_tuple(result))
-
-    return hooked
-
-
 def _backward_hook(hook: Hook, sides: _Sides) -> Hook:
-    def hooked(module: nn.Module, grad_input: Values, grad_output: Values) -> Any:
-        inputs = sides.inputs(grad_input)
-        result = hook(module, inputs.values, sides.outputs(grad_output).values)
-        return None if result is None else inputs.slice_first(_as_tuple(result))
+    """A pre-hook takes the gradients of the outputs, another hook those of the inputs before them."""
+
+    def hooked(module: nn.Module, *grads: Values) -> Any:
+        gathered = [*map(sides.inputs, grads[:-1]), sides.outputs(grads[-1])]
+        result = hook(module, *(each.values for each in gathered))
+        return None if result is None else gathered[0].slice_first(_as_tuple(result))
 
     return hooked
 
@@ -240,7 +233,7 @@ def _refuse(hook: Hook, sides: _Sides) -> Hook:
 _WRAPPERS: dict[str, Callable[[Hook, _Sides], Hook]] = {
     "register_forward_pre_hook": _pre_hook,
     "register_forward_hook": _forward_hook,
-    "register_full_backward_pre_hook": _backward_pre_hook,
+    "register_full_backward_pre_hook": _backward_hook,
     "register_full_backward_hook": _backward_hook,
     "register_backward_hook": _refuse,
 }

@@ -8,8 +8,9 @@ computed this rank's shard, the shard is not saved either: the norm is recompute
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...anatomy import is_norm
 from ...errors import PlanError
-from ...marks import untyped
+from ...marks import Mark
 from ...ranks.collectives import (
     Group,
     all_gather_number,
@@ -32,25 +33,14 @@ from ...ranks.collectives import (
 )
 from ...ranks.group import agreed
 from ...strategies.base import TensorParallelLayer
-from ...strategies.forward.attach import Forward, forward_of
+from ...strategies.forward.attach import Forward, forward_of, put_parameters
 from ...strategies.local import to_local
 from ...torch_api import current_backward, top_saved_tensors_hooks, version_of
 
 View = tuple[torch.Size, tuple[int, ...], int]
 """(shape, strides, offset) of a view of a gathered tensor."""
-
-
-class _Made(NamedTuple):
-    """Record for recomputing the output of a norm."""
-
-    module: nn.Module
-    x: Tensor
-    version: int
-    """Version of `x`."""
-    parameters: dict[str, Any]
-    """Parameters of the module in that forward; `torch.func.functional_call` replaces them for one forward."""
-    made: int
-    """Version of the output."""
+MADE: Mark[tuple[Callable[[], Tensor], int]] = Mark("_tp_made")
+"""On the output of a norm, a function that computes the output again, and the version of the output."""
 
 
 def in_backward() -> int:
@@ -61,8 +51,21 @@ def in_backward() -> int:
 def remember(output: Tensor, module: nn.Module, x: Tensor) -> None:
     """Record that `output` is `module(x)`, if `module` is a norm that can be recomputed with the same result."""
     is_repeatable = is_norm(module) and not torch.is_autocast_enabled(x.device.type)
-    if is_repeatable and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        untyped(output)._tp_made = _Made(module, x.detach(), x._version, dict(module._parameters), output._version)
+    if not is_repeatable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    x, version, parameters = x.detach(), x._version, dict(module._parameters)  # functional_call replaces parameters
+
+    @torch.no_grad()
+    def make() -> Tensor:
+        if x._version != version:
+            raise RuntimeError("the input of a norm was modified by an inplace operation, and is needed in a backward")
+        now = put_parameters(module, parameters)
+        try:
+            return module.forward(x)  # type: ignore[no-any-return]  # without hooks: `x` is the input after pre-hooks
+        finally:
+            put_parameters(module, now)
+
+    MADE.put(output, (make, output._version))
 
 
 def saving_shard(
@@ -90,9 +93,9 @@ class _Regathered:
 
     def __init__(self, shard: Tensor, full: Tensor, widths: tuple[int, ...], group: Group, dim: int) -> None:
         self._widths, self._group, self._dim = widths, group, dim
-        made: _Made | None = getattr(shard, "_tp_made", None)
-        self._made = made if made is not None and made.made == shard._version else None
-        self._shard = shard.detach() if self._made is None else None
+        make, version = MADE.find(shard) or (None, None)
+        kept = shard.detach()
+        self._make = make if make is not None and version == shard._version else lambda: kept
         self._address, self._version = full.untyped_storage().data_ptr(), version_of(full)
         self._full: Tensor | None = None
         self._uses, self._left = 0, 0
@@ -118,28 +121,13 @@ class _Regathered:
                 )
             return kept  # type: ignore[no-any-return]
         if self._full is None:
-            self._full = all_gather_uneven(self._own_shard(), self._widths, self._group, dim=self._dim)
+            self._full = all_gather_uneven(self._make(), self._widths, self._group, dim=self._dim)
             self._left = self._uses
         view = self._full.as_strided(*packed)
         self._left -= 1
         if not self._left:
             self._full = None
         return view
-
-    def _own_shard(self) -> Tensor:
-        if self._shard is not None:
-            return self._shard
-        assert self._made is not None
-        made, now = self._made, dict(self._made.module._parameters)
-        if made.x._version != made.version:
-            raise RuntimeError("the input of a norm was modified by an inplace operation, and is needed in a backward")
-        made.module._parameters.update(made.parameters)
-        try:
-            with torch.no_grad():
-                shard: Tensor = made.module.forward(made.x)  # without hooks: `x` is the input after pre-hooks
-        finally:
-            made.module._parameters.update(now)
-        return shard
 
 
 SEQUENCE_DIM = 1
