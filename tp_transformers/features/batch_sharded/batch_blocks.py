@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ...strategies.forward.communication import ShortForward
 from ...strategies.linear import LAST, ColwiseParallel, RowwiseParallel
 from ...strategies.local import to_local
 from ...strategies.signature import BATCH, FEATURES, LOCAL, PARTIAL, REPLICATED, Signature
+from ...torch_api import tree_map_only
 from ..expert_parallel.exchange import ExchangeExpertsParallel
 from ..sequence.region import GatherMixin, RegionBlock, Widths
 from .batch import BATCH_DIM, Batch, batch_of, exchange_samples, scale_gradient
@@ -86,20 +88,16 @@ class BatchBlock(RegionBlock):
                 if index < 0:
                     return None
             if index == len(entries):
-                mask_or_value = _full_mask(module, x) if value is None else value
-                entries.append(
-                    (
-                        value,
-                        _map_tensors(mask_or_value, lambda tensor: self._gather_argument(name, tensor, batch, mesh)),
-                    )
-                )
+                own = _full_mask(module, x) if value is None else value
+                join = partial(self._gather_argument, name, batch, mesh)
+                entries.append((value, tree_map_only(Tensor, join, own)))
             return entries[index][1]
 
         names = [*self.arguments, *[""] * len(args)]
         args = tuple(gather(name, value) for name, value in zip(names, args, strict=False))
         return args, {name: gather(name, value) for name, value in keywords.items()}
 
-    def _gather_argument(self, name: str, tensor: Tensor, batch: Batch, mesh: DeviceMesh) -> Tensor:
+    def _gather_argument(self, name: str, batch: Batch, mesh: DeviceMesh, tensor: Tensor) -> Tensor:
         if tensor.ndim < 2:
             return tensor
         self.check_fit(name, tensor.shape[0], batch.widths, mesh, broadcasts=True)
@@ -119,13 +117,6 @@ def _full_mask(module: nn.Module, x: Tensor) -> Tensor:
         return torch.ones(1, length, dtype=torch.bool, device=x.device)
     mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device)
     return mask.tril() if getattr(module, "is_causal", True) else mask
-
-
-def _map_tensors(value: Any, function: Any) -> Any:
-    """Apply `function` to a tensor, or to each tensor of nested tuples; return other values as they are."""
-    if isinstance(value, tuple):
-        return tuple(_map_tensors(entry, function) for entry in value)
-    return function(value) if isinstance(value, Tensor) else value
 
 
 class BatchGather(BatchBlock, GatherMixin):
