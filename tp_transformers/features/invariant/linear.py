@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ...ranks.collectives import apply_function
 from ...slices.layout import Layout, Ranks, Split
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
@@ -17,7 +18,7 @@ from ...strategies.linear import ColwiseParallel, RowwiseParallel, _WeightParall
 from ...strategies.local import to_local
 from ...strategies.shards.shard import local_tensor
 from ...strategies.signature import FEATURES, REPLICATED, Signature
-from .products import InBlocks, gather_features, in_blocks, with_input_gradient
+from .products import InBlocks, InputGradient, gather_features, in_blocks
 
 
 class _InvariantLinear(InBlocks, _WeightParallel):
@@ -74,7 +75,7 @@ class _InvariantLinear(InBlocks, _WeightParallel):
         if x is None:
             return y
         weight, group = local_tensor(module.weight).detach(), mesh.get_group()
-        return with_input_gradient(y, x, weight, split, self.input_blocks, group, is_transposed=self.is_transposed)
+        return apply_function(InputGradient, y, x, weight, split, self.input_blocks, group, self.is_transposed)
 
 
 class InvariantColwiseParallel(_InvariantLinear, ColwiseParallel):

@@ -100,22 +100,14 @@ class _StoreGradient(torch.autograd.Function):
         return stored
 
 
-def with_input_gradient(
-    y: Tensor, x: Tensor, weight: Tensor, split: Split, columns: Split, group: Group, *, is_transposed: bool
-) -> Tensor:
-    """Return `y`, which was computed from `x` without recording it; its backward computes the gradient of `x`.
+class InputGradient(torch.autograd.Function):
+    """`y`, which was computed from `x` without recording it; the backward computes the gradient of `x`, too.
 
-    Args:
-        y: (..., features of this rank).
-        x: (..., in), replicated.
-        weight: this rank's features, (out/size, in), or (in, out/size) if it is transposed.
-        split: of the output features.
-        columns: of the input features: each rank computes the gradient of some.
+    y: (..., features of this rank); x: (..., in), replicated. `weight`: this rank's features, (out/size, in), or
+    (in, out/size) if it is transposed. `split`: of the output features. `columns`: of the input features; each rank
+    computes the gradient of some.
     """
-    return apply_function(_InputGradient, y, x, weight, split, columns, group, is_transposed)
 
-
-class _InputGradient(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, x: Tensor, weight: Tensor, split: Split, columns: Split, group: Group, is_transposed: bool
