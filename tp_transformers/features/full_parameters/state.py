@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from ...anatomy import check_values
 from ...ranks.group import TensorParallelGroup
 from ...seams import Mixin, collective
-from ...strategies import ParamShard, local_tensor, shard_of, unsharded_like
-from ...strategies.shards.tensors import is_sharded, laid_out, local_values
-from .values import check_pickled
+from ...strategies import shard_of, unsharded_like
+from ...strategies.shards.tensors import laid_out
+from .values import check_pickled, own_shard
 
 
 class FullModel(Mixin):
@@ -59,7 +59,7 @@ def load_own_shards(
         if param is None or shard is None or not isinstance(value, Tensor):
             continue
         check_pickled(value, param, shard, prefix + name)
-        local = _own_shard(value, shard, param)
+        local = own_shard(value, shard, param)
         if local is None:
             kind = f"a DTensor of {value.placements}" if isinstance(value, DTensor) else "a tensor"
             errors.append(
@@ -68,29 +68,8 @@ def load_own_shards(
             )
             state[prefix + name] = param
             continue
-        if metadata.get("assign_to_params_buffers"):
-            local = local.contiguous() if local.shape == value.shape else local.clone()
+        local = local.contiguous()
         if shard.resharded_over is not None:
             state[prefix + name] = nn.Parameter(laid_out(local, param), requires_grad=param.requires_grad)
         else:
             state[prefix + name] = shard.wrap(local, requires_grad=param.requires_grad)
-
-
-def _own_shard(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
-    """This rank's shard of `value`: a slice of a full value, or a value that has the parameter's layout; else None."""
-    if (
-        isinstance(value, DTensor)
-        and shard.placement is None
-        and all(place.is_replicate() for place in value.placements)
-    ):
-        value = local_tensor(value)  # full on every rank
-    if isinstance(value, DTensor):
-        placements = param.placements if isinstance(param, DTensor) else (shard.placement,)
-        return local_tensor(value) if value.placements == placements else None
-    if is_sharded(value):
-        local = local_values(value)
-        value = local if value.tp_shard.layout == shard.layout else value.tp_shard.full(local)
-    value = value.detach()
-    if value.shape == shard.shape:
-        return shard.own(value)
-    return value if value.shape == local_tensor(param).shape else None

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import CheckpointError, UnsupportedError
 from ...patches import Patch, Undo, nothing, replace, replace_all
 from ...ranks.collectives import apply_pair
-from ...strategies.shards.shard import ParamShard
+from ...strategies.shards.shard import ParamShard, local_tensor
 from ...strategies.shards.tensors import HAS_LOCAL, PICKLED, gather, is_sharded, know, local_values, take_own
 from ...torch_api import as_torch, memory_of
 from .functions import SHAPES, name_of
@@ -65,6 +65,29 @@ def write(tensor: Any, full: Tensor) -> None:
             tensor.copy_(local)
 
 
+def own_shard(value: Tensor, shard: ParamShard, param: Tensor) -> Tensor | None:
+    """This rank's shard of `value`, detached: a slice of a full value, copied, or a value in the layout of `param`.
+
+    None for a value of another shape, and for a DTensor of other placements. Collective for a shard of another layout.
+    """
+    if is_sharded(value):
+        local = local_values(value).detach()
+        if value.tp_shard.layout == shard.layout:
+            return local
+        value = value.tp_shard.full(local)
+    elif isinstance(value, DTensor):
+        if value.placements == (param.placements if isinstance(param, DTensor) else (shard.placement,)):
+            return local_tensor(value)
+        if not all(place.is_replicate() for place in value.placements):
+            return None
+        value = local_tensor(value)
+    value = value.detach()
+    if value.shape == shard.shape:
+        own = shard.own(value)
+        return own if own.shape == value.shape else own.clone()
+    return value if value.shape == local_tensor(param).shape else None
+
+
 def assign(tensor: Any, value: Tensor) -> None:
     """Replace the data of a shard: `value` is a full tensor or this rank's shard; a full tensor is sliced to a copy.
 
@@ -72,32 +95,22 @@ def assign(tensor: Any, value: Tensor) -> None:
     """
     shard = tensor.tp_shard
     check_pickled(value, tensor, shard, "a parameter")
-    if is_sharded(value) and value.tp_shard.layout == shard.layout:
-        local = local_values(value).detach()
-    else:
-        full = full_values(value) if is_sharded(value) else value.detach()
-        full = full.full_tensor() if isinstance(full, DTensor) else full
-        shape, is_full = tuple(full.shape), tuple(full.shape) == tuple(shard.shape)
-        if not is_full and shape != shard.local_shape:
-            raise UnsupportedError(
-                "data of a tensor-parallel parameter",
-                got=f"shape {shape}",
-                expected=f"the full shape {tuple(shard.shape)}, or this rank's {shard.local_shape}",
-                fix="Assign a tensor of one of these shapes.",
-            )
-        local = shard.own(full).clone() if is_full else full
+    if isinstance(value, DTensor) and not is_sharded(value):
+        value = value.full_tensor()
+    local = own_shard(value, shard, tensor)
+    if local is None or (isinstance(tensor, DTensor) and local.dtype != tensor.dtype):
+        shapes = f"the full shape {tuple(shard.shape)}, or this rank's {shard.local_shape}"
+        raise UnsupportedError(
+            "data of a tensor-parallel parameter",
+            got=f"shape {tuple(value.shape)}" if local is None else str(local.dtype),
+            expected=shapes if local is None else str(tensor.dtype),
+            fix="Assign a tensor of one of these shapes." if local is None else "Cast the model with model.to(dtype).",
+        )
     with as_torch():
-        if not isinstance(tensor, DTensor):
-            tensor.data = local
-        elif local.dtype == tensor.dtype:
+        if isinstance(tensor, DTensor):
             tensor._local_tensor = local.as_subclass(Tensor)
         else:
-            raise UnsupportedError(
-                "data of a tensor-parallel parameter",
-                got=str(local.dtype),
-                expected=str(tensor.dtype),
-                fix="Cast the model with model.to(dtype).",
-            )
+            tensor.data = local
 
 
 def _shape(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,8 +128,8 @@ def _set_grad(func: Any, tensor: Any, grad: Any) -> None:
     shard = tensor.tp_shard
     if isinstance(grad, Tensor) and not isinstance(grad, DTensor) and not is_sharded(grad):
         check_pickled(grad, tensor, shard, "a gradient")
-        is_full = tuple(grad.shape) == tuple(shard.shape)
-        grad = know(shard.own(grad).clone() if is_full else grad, tensor)
+        own = own_shard(grad, shard, tensor)
+        grad = grad if own is None else know(own, tensor)
     with as_torch():
         func(tensor, grad)
 

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from ....errors import UnsupportedError
 from ....patches import Patch, Undo, replace, replace_all
-from ....strategies import SHARD, local_tensor
+from ....strategies import SHARD
 from ....strategies.shards.tensors import HAS_LOCAL, is_sharded, know, laid_out
 from ..full_parameters import FULL, IS_OPEN
-from ..values import check_pickled
+from ..values import check_pickled, own_shard
 from .scopes import check_optimizer, scope_of
 from .stand_ins import TENSORS, Exchange, StandIn, gradients, shared_draws
 
@@ -188,10 +188,9 @@ def _loaded(value: Any, param: Tensor, name: str) -> Any:
     """This rank's shard of a full state; any other state as it is."""
     shard = SHARD.of(param)
     check_pickled(value, param, shard, name)
-    is_full = isinstance(value, Tensor) and not isinstance(value, HAS_LOCAL) and value.shape == shard.shape
-    if not is_full or value.shape == local_tensor(param).shape:
+    own = None if not isinstance(value, Tensor) or isinstance(value, HAS_LOCAL) else own_shard(value, shard, param)
+    if own is None or own.shape == value.shape:
         return value
-    own = shard.own(value).clone()
     return know(own, param) if is_sharded(param) else laid_out(own, param)
 
 
