@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ def misfit(
     sharded = {name for name, layout in resolution.layouts.items() if layout is not None}
     modules = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in sharded}
     calls: dict[str, Calls] = {name: [] for name in modules}
-    with torch.no_grad(), _hooked(_record(module, calls[name]) for name, module in modules.items()):
+    with (
+        torch.no_grad(),
+        _hooked(module.register_forward_hook(partial(_record, calls[name])) for name, module in modules.items()),
+    ):
         run(model)
     for rank in _different(resolution, size):
         local = copy.deepcopy(model)
@@ -76,12 +80,9 @@ def _hooked(hooks: Iterator[Any]) -> Iterator[None]:
         yield
 
 
-def _record(module: nn.Module, calls: Calls) -> Any:
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            calls.append((args[0].clone(), output.clone()))
-
-    return module.register_forward_hook(after)
+def _record(calls: Calls, module: nn.Module, args: Any, output: Any) -> None:
+    if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+        calls.append((args[0].clone(), output.clone()))
 
 
 def _sharding_hooks(model: nn.Module, resolution: Resolution, calls: Mapping[str, Calls], rank: int) -> Iterator[Any]:
@@ -98,22 +99,20 @@ def _sharding_hooks(model: nn.Module, resolution: Resolution, calls: Mapping[str
             last = Layout(-1, layout.split)
             takes_sharded = features(module) is not None and (layout.dim % 2 == 0) == has_inputs_first(module)
             if takes_sharded or norms_all:
-                yield module.register_forward_pre_hook(_full_input_hook(iter(calls[owner]), last, rank))
+                yield module.register_forward_pre_hook(partial(_full_input, iter(calls[owner]), last, rank))
             if not takes_sharded:
                 yield module.register_forward_hook(lambda _, args, output, last=last: take(output, last, rank))
 
 
-def _full_input_hook(calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int) -> Callable[..., Any]:
-    """Hook that compares an input with the rank's shard of the recorded input, and returns the full recorded input."""
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        full, _ = next(calls)
-        shard = take(full, layout, rank)
-        if args[0].shape != shard.shape:
-            raise ValueError(f"its input is {list(args[0].shape)}, not {list(shard.shape)}")
-        error = float((args[0] - shard).norm() / shard.norm().clamp_min(torch.finfo(shard.dtype).tiny))
-        if not error < TOLERANCE:
-            raise ValueError(f"its input is another one (relative error {error:.1e})")
-        return (full, *args[1:])
-
-    return before
+def _full_input(
+    calls: Iterator[tuple[Tensor, Tensor]], layout: Layout, rank: int, module: nn.Module, args: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Pre-hook: compare an input with the rank's shard of the recorded input, and return the full recorded input."""
+    full, _ = next(calls)
+    shard = take(full, layout, rank)
+    if args[0].shape != shard.shape:
+        raise ValueError(f"its input is {list(args[0].shape)}, not {list(shard.shape)}")
+    error = float((args[0] - shard).norm() / shard.norm().clamp_min(torch.finfo(shard.dtype).tiny))
+    if not error < TOLERANCE:
+        raise ValueError(f"its input is another one (relative error {error:.1e})")
+    return (full, *args[1:])

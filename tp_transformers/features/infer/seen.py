@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,17 +54,17 @@ class Seen:
             if features(module) is not None:
                 weights += [param for _, param in params]
                 self.read += params if folded in outside else []
-                self._handles.append(module.register_forward_hook(self._linear(folded), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(partial(self._linear, folded), with_kwargs=True))
             elif holds_experts(module) or stacked_experts(module):
-                self._handles.append(module.register_forward_pre_hook(self._experts(folded), with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(partial(self._experts, folded), with_kwargs=True))
             elif is_norm_of_one_tensor(module):
-                self._handles.append(module.register_forward_hook(self._norm(folded)))
+                self._handles.append(module.register_forward_hook(partial(self._norm, folded)))
             elif is_norm(module):  # with a gate
                 means = _DetachedMeans()
                 self._handles.append(module.register_forward_pre_hook(means.enter))
                 self._handles.append(module.register_forward_hook(means.leave, always_call=True))
             elif name:
-                self._handles.append(module.register_forward_pre_hook(self._block(folded), with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(partial(self._block, folded), with_kwargs=True))
             if any(isinstance(child, CONVOLUTIONS) for child in module.children()):
                 floating = [named for named in module.named_buffers(recurse=False) if named[1].is_floating_point()]
                 self.read += [(f"{folded}.{key}", buffer.requires_grad_()) for key, buffer in floating]
@@ -83,52 +84,38 @@ class Seen:
         for buffer in self._buffers:
             buffer.requires_grad_(False)
 
-    def _linear(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            self.ran.add(name)
-            x = args[0] if args else next(iter(kwargs.values()))
-            if not isinstance(module, nn.Embedding):
-                self.inputs.append((name, x))
-            if not isinstance(output, Tensor):  # a router
-                return None
-            leaf = output.detach().requires_grad_()
-            copied = leaf.clone()  # the model may change it in place
-            self.leaves.append((name, leaf))
-            self._outputs[copied.untyped_storage().data_ptr()] = (name, copied)
-            return copied
+    def _linear(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self.ran.add(name)
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(module, nn.Embedding):
+            self.inputs.append((name, x))
+        if not isinstance(output, Tensor):  # a router
+            return None
+        leaf = output.detach().requires_grad_()
+        copied = leaf.clone()  # the model may change it in place
+        self.leaves.append((name, leaf))
+        self._outputs[copied.untyped_storage().data_ptr()] = (name, copied)
+        return copied
 
-        return hook
+    def _norm(self, name: str, module: nn.Module, args: Any, output: Any) -> Any:
+        source = self._outputs.get(args[0].untyped_storage().data_ptr()) if args else None
+        if source is None or not isinstance(output, Tensor):
+            return None
+        self.norms[name] = source[0]
+        # Detach the mean, through which every feature reaches all; keep the scale, so that attention is not
+        # concentrated on one token.
+        squares = args[0].detach().float().square().mean(-1, keepdim=True)
+        return args[0] * module.weight * torch.rsqrt(squares + TINY).to(args[0].dtype)
 
-    def _norm(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            source = self._outputs.get(args[0].untyped_storage().data_ptr()) if args else None
-            if source is None or not isinstance(output, Tensor):
-                return None
-            self.norms[name] = source[0]
-            # Detach the mean, through which every feature reaches all; keep the scale, so that attention is not
-            # concentrated on one token.
-            squares = args[0].detach().float().square().mean(-1, keepdim=True)
-            return args[0] * module.weight * torch.rsqrt(squares + TINY).to(args[0].dtype)
+    def _experts(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.ran.add(name)
+        if name not in self.experts:
+            copied = tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs))
+            self.experts[name] = (module, *copied)
 
-        return hook
-
-    def _experts(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self.ran.add(name)
-            if name not in self.experts:
-                self.experts[name] = (
-                    module,
-                    *tree_map_only(Tensor, lambda value: value.detach().clone(), (args, kwargs)),
-                )
-
-        return hook
-
-    def _block(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            shapes = {key: tuple(value.shape) for key, value in kwargs.items() if isinstance(value, Tensor)}
-            self.biased.setdefault(name, shapes)
-
-        return hook
+    def _block(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        shapes = {key: tuple(value.shape) for key, value in kwargs.items() if isinstance(value, Tensor)}
+        self.biased.setdefault(name, shapes)
 
 
 class _DetachedMeans(TorchFunctionMode):
