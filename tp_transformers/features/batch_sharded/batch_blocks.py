@@ -236,7 +236,7 @@ BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {
 
 
 class SharedRandomness:
-    """Lets ranks draw the same numbers in a module that computes on the samples of all; outside, each draws its own."""
+    """Guard of a block that computes on the samples of all: ranks draw the same numbers in it, outside their own."""
 
     def __init__(self, group: TensorParallelGroup) -> None:
         self.group = group
@@ -246,12 +246,7 @@ class SharedRandomness:
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandomness:
         return type(self)(self.group)
 
-    def attach(self, module: nn.Module) -> None:
-        """Draw from the shared state from the start of `module` to its end, also if it raises."""
-        module.register_forward_pre_hook(self.begin)
-        module.register_forward_hook(self.leave, always_call=True)
-
-    def begin(self, module: nn.Module, *_: Any) -> None:
+    def begin(self, module: nn.Module) -> None:
         """Before the module: if it drops anything, use the first rank's next number as the seed (one all-gather)."""
         self.leave()
         if module.training and any(drops(inner, settings_of(inner)) for inner in module.modules()):
@@ -261,7 +256,7 @@ class SharedRandomness:
             self.own = generator_of(device).get_state()
             generator_of(device).manual_seed(seeds[0])
 
-    def leave(self, *_: Any) -> None:
+    def leave(self) -> None:
         """Switch back to the state of this rank."""
         if self.own is not None:
             generator_of(self.group.device).set_state(self.own)

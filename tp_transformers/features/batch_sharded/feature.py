@@ -40,6 +40,7 @@ class BatchSharding(Feature):
     model_methods = (".batch.BatchModel",)
 
     def loaded(self, model: Any) -> None:
+        from ...strategies import block_of
         from ...strategies.signature import BATCH, REPLICATED
 
         for name, strategy in model.tp_resolution.module_strategies.items():
@@ -47,7 +48,7 @@ class BatchSharding(Feature):
             if takes is BATCH and inside == (REPLICATED, REPLICATED) and model.tp_group.device_mesh is not None:
                 from .batch_blocks import SharedRandomness
 
-                SharedRandomness(model.tp_group).attach(model.get_submodule(name))
+                block_of(model.get_submodule(name)).guards.append(SharedRandomness(model.tp_group))
 
 
 FEATURE = BatchSharding()
