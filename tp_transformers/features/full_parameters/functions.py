@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def _names(text: str) -> frozenset[str]:
@@ -50,25 +49,12 @@ DRAWS_LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
 OF_LISTS = ("_foreach_", "_fused_", "_amp_foreach_")
 """Name prefixes of functions of lists of tensors; `_fused_` and `_amp_foreach_` update elementwise."""
 
-SHAPES: dict[str, Callable[..., Any]] = {
-    "__len__": len,
-    "nbytes": lambda full: full.nbytes,
-    "nelement": Tensor.nelement,
-    "numel": Tensor.numel,
-    "shape": lambda full: full.shape,
-    "size": Tensor.size,
-    "stride": Tensor.stride,
-}
-"""{name: function of the full tensor's shape}."""
+SHAPES = frozenset(("__len__", "nbytes", "nelement", "numel", "shape", "size", "stride"))
+"""Functions and attributes of the full tensor's shape."""
 
-_OTHER_NAMES = {
-    "and": "bitwise_and",
-    "floordiv": "div",
-    "invert": "bitwise_not",
-    "mod": "remainder",
-    "or": "bitwise_or",
-}
-_OTHER_NAMES |= {"truediv": "div", "xor": "bitwise_xor", "divide": "div", "multiply": "mul", "subtract": "sub"}
+_OTHER_NAMES = {"divide": "div", "floordiv": "div", "truediv": "div", "multiply": "mul", "subtract": "sub"}
+_OTHER_NAMES |= {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "invert": "bitwise_not"}
+_OTHER_NAMES |= {"mod": "remainder"}
 _NOT_ELEMENTWISE = frozenset(("equal", "frexp", "max", "min", "rrelu"))
 """Operators with both pointwise and other overloads."""
 

@@ -16,7 +16,7 @@ from ...ranks.collectives import apply_pair
 from ...strategies.shards.shard import ParamShard, local_tensor
 from ...strategies.shards.tensors import HAS_LOCAL, PICKLED, gather, is_sharded, know, local_values, take_own
 from ...torch_api import as_torch, memory_of
-from .functions import SHAPES, name_of
+from .functions import SHAPES
 
 
 def check_pickled(value: Any, param: Any, shard: ParamShard, name: str) -> None:
@@ -114,7 +114,7 @@ def assign(tensor: Any, value: Tensor) -> None:
 
 
 def _shape(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    return SHAPES[name_of(func)](torch.empty(tensor.tp_shard.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
+    return func(torch.empty(tensor.tp_shard.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 
 def _get(func: Any, tensor: Any) -> Any:

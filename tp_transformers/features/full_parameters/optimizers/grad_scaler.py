@@ -58,11 +58,7 @@ SHARED_INFINITIES: Patch = Patch(
         (GradScaler, name, SHARED_INFINITIES.refusing(_has_shards)) for name in ("step", "unscale_")
     ),
 )
-"""Makes every GradScaler of torch reduce the infinities that it finds in shards over the ranks.
-
-One all-reduce of two numbers per sharded axis, each time gradients are unscaled. Without shards, an optimizer is
-unscaled as torch does it.
-"""
+"""Reduces infinities over the ranks: an all-reduce of two numbers per sharded axis when gradients are unscaled."""
 
 
 def _reduce(infinities: Infinities, groups: Mapping[dist.ProcessGroup, torch.device]) -> Infinities:
