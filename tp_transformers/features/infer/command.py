@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
 from ...errors import UsageError
 from ..verify.command import summary
-
-if TYPE_CHECKING:
-    from ..verify.verify import Verdict
 
 SUMMARY = "write a plan for an architecture that has none: inferred from a small model of it, and proven"
 EXAMPLE = "tp-transformers suggest Salesforce/codegen-350M-mono codegen.yaml"
@@ -53,10 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     suggestion, verdict = suggest(config, size=size, cls=own_class(config, **where)), None
     if not arguments.no_verify:
         suggestion, verdict = prove(suggestion, config, size, log=arguments.log, **where)
-    out.write_text(suggestion.text(_proven(size, verdict)), encoding="utf-8")
+    proof = summary(verdict) if verdict is not None else "not verified"
+    out.write_text(suggestion.text(proof), encoding="utf-8")
     Plan.from_yaml(out)
     print("\n".join(suggestion.report(size)))
-    print(summary(verdict) if verdict is not None else "not verified")
+    print(proof)
     print(f"wrote {out}")
     return 0 if suggestion.blocks and (verdict is None or verdict.ok) else 1
 
@@ -70,12 +67,3 @@ def _check_writable(out: Path) -> None:
         got = (error.strerror or str(error)).lower()
         fix = "See the path and its permissions, or name another file."
         raise UsageError(str(out), got=got, expected="a file that can be written", fix=fix) from None
-
-
-def _proven(size: int, verdict: Verdict | None) -> str:
-    """Result of the verification, for the plan's header."""
-    if verdict is None:
-        return "Not verified."
-    if not verdict.ok:
-        return f"verify says no on {size} ranks: {verdict.faults[0].splitlines()[0]}"
-    return f"On {size} ranks such a model computed what one process does, gradients too."
