@@ -59,9 +59,9 @@ def in_blocks(length: int, ranks: Ranks) -> Split:
     return ranks.split(length, unit=block_of(length, ranks), joins=True)
 
 
-def gather_features(x: Tensor, split: Split, group: Group, *, dim: int = LAST) -> Tensor:
-    """All-gather the shards of `dim`, in the order of the unsharded dim; backward keeps this rank's shard."""
-    gathered = in_order(gather_from_region(x, split.widths, group, dim=dim), split, dim)
+def gather_features(x: Tensor, split: Split, group: Group) -> Tensor:
+    """All-gather the shards of the features, in the unsharded order; backward keeps this rank's shard."""
+    gathered = in_order(gather_from_region(x, split.widths, group), split, LAST)
     if torch.compiler.is_dynamo_compiling() and gathered.requires_grad:
         return apply_function(_StoreGradient, gathered)
     return gathered
