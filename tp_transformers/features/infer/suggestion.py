@@ -294,7 +294,6 @@ def prove(
     config: PretrainedConfig,
     size: int,
     *,
-    check: Callable[..., list[Verdict]] = verify,
     log: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> tuple[Suggestion, Verdict]:
@@ -303,13 +302,12 @@ def prove(
     Blocks that a verdict names are replicated one by one; after TRIES blocks, everything is.
 
     Args:
-        check: a function with the signature of `verify`.
         log: called with a line about each step, and about every failed try.
-        options: other arguments of `check`.
+        options: other arguments of `verify`.
     """
     for tried in range(TRIES + 1):
         try:
-            verdict = check(config, plan=suggestion.plan, sizes=(size,), grads=True, log=log, **options)[0]
+            verdict = verify(config, plan=suggestion.plan, sizes=(size,), grads=True, log=log, **options)[0]
         except TensorParallelError as error:
             if not suggestion.blocks:
                 raise

@@ -16,7 +16,7 @@ from tp_transformers.plans.bind import resolve
 from tp_transformers.verify import Verdict
 
 
-def test_a_block_that_is_found_wrong_stays_whole() -> None:
+def test_a_block_that_is_found_wrong_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     config = unplanned("mpt")
     suggestion = suggest(config)
 
@@ -25,7 +25,8 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
         return [Verdict(2, tuple(f"transformer.{name}: its output differs" for name in cut))]
 
     logged: list[str] = []
-    proven, verdict = prove(suggestion, config, 2, check=check, log=logged.append)
+    monkeypatch.setattr(f"{prove.__module__}.verify", check)
+    proven, verdict = prove(suggestion, config, 2, log=logged.append)
     assert verdict.ok
     assert [block.kind for block in proven.blocks] == ["mlp", "vocabulary"]
     assert len(logged) == 1
@@ -34,7 +35,8 @@ def test_a_block_that_is_found_wrong_stays_whole() -> None:
     )
     assert "replicated: verify found it wrong when sharded" in proven.text("")
 
-    never = prove(suggestion, config, 2, check=lambda *_, **__: [Verdict(2, ("no",))])
+    monkeypatch.setattr(f"{prove.__module__}.verify", lambda *_, **__: [Verdict(2, ("no",))])
+    never = prove(suggestion, config, 2)
     assert never[0].blocks == []
     assert not never[1].ok
 
