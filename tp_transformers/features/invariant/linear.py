@@ -18,7 +18,7 @@ from ...strategies.linear import ColwiseParallel, RowwiseParallel, _WeightParall
 from ...strategies.local import to_local
 from ...strategies.shards.shard import local_tensor
 from ...strategies.signature import FEATURES, REPLICATED, Signature
-from .products import InBlocks, InputGradient, gather_features, in_blocks
+from .products import InBlocks, InputGradient, gather_features
 
 
 class _InvariantLinear(InBlocks, _WeightParallel):
@@ -31,8 +31,8 @@ class _InvariantLinear(InBlocks, _WeightParallel):
         """See `TensorParallelLayer.bind`; splits the features once."""
         bound = super().bind(module, size, **options)
         assert isinstance(bound, _InvariantLinear)
-        bound.input_blocks = in_blocks(bound.in_features, bound.ranks)
-        bound.output_blocks = in_blocks(bound.out_features, bound.ranks)
+        bound.input_blocks = bound.split_part(bound.in_features, bound.ranks)
+        bound.output_blocks = bound.split_part(bound.out_features, bound.ranks)
         return bound
 
     def check(self, module: nn.Module) -> None:

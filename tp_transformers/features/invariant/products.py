@@ -42,21 +42,11 @@ class InBlocks(TensorParallelLayer):
             split.gathered_ranges  # noqa: B018
 
     def split_part(self, length: int, ranks: Ranks, unit: int = 1) -> Split:
-        """See `TensorParallelLayer.split_part`: in blocks of columns; what remains belongs to the last block."""
-        return ranks.split(length, unit=max(unit, block_of(length, ranks)), joins=True)
-
-
-def block_of(length: int, ranks: Ranks) -> int:
-    """The largest block, a power of 2 of at most BLOCK, such that every rank gets one."""
-    block = BLOCK
-    while block > 1 and length < block * ranks.size:
-        block //= 2
-    return block
-
-
-def in_blocks(length: int, ranks: Ranks) -> Split:
-    """Split `length` features over the ranks in blocks of columns."""
-    return ranks.split(length, unit=block_of(length, ranks), joins=True)
+        """See `TensorParallelLayer.split_part`: in blocks of columns, of the largest size that gives every rank one."""
+        block = BLOCK
+        while block > 1 and length < block * ranks.size:
+            block //= 2
+        return ranks.split(length, unit=max(unit, block), joins=True)
 
 
 def gather_features(x: Tensor, split: Split, group: Group) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 
 from tp_transformers import UnsupportedError
 from tp_transformers.features.invariant.masks import FullDraws
-from tp_transformers.features.invariant.products import BLOCK, in_blocks
+from tp_transformers.features.invariant.products import BLOCK, InBlocks
 from tp_transformers.features.verify.small_models.model import on_threads
 from tp_transformers.slices.layout import Ranks
 
@@ -58,7 +58,7 @@ def test_blocks_have_the_bits_of_the_full_product(length: int, dtype: torch.dtyp
             x = torch.randn(rows, 96).to(dtype)
             full = linear(x, weight)
             for size in range(2, length // BLOCK + 1):
-                for ((start, stop),) in in_blocks(length, Ranks(size)).ranges:
+                for ((start, stop),) in InBlocks().split_part(length, Ranks(size)).ranges:
                     assert stop - start >= BLOCK
                     part = linear(x, weight[start:stop].clone())
                     assert torch.equal(part, full[:, start:stop]), (rows, size, start, stop)
