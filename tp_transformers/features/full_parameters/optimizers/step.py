@@ -166,13 +166,11 @@ def _add_param_group(original: Callable[..., Any], optimizer: Optimizer, *args: 
 
 def _load_state_dict(original: Callable[..., Any], optimizer: Optimizer, state_dict: Any, *args: Any) -> Any:
     """Shard full states, and reject those that another rank has pickled. Collective if parameters are shards."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = list(_params(optimizer))
     group = next((shard.group for param in params if (shard := SHARD.find(param)) is not None), None)
     if group is not None:
-        states, names = (
-            dict(state_dict["state"]),
-            [name for each in state_dict["param_groups"] for name in each["params"]],
-        )
+        states = dict(state_dict["state"])
+        names = [name for each in state_dict["param_groups"] for name in each["params"]]
         with group.agree():
             for param, name in zip(params, names, strict=False):  # torch compares their numbers
                 if name in states and SHARD.find(param) is not None:
