@@ -31,7 +31,7 @@ from ...strategies.signature import BATCH, FEATURES, LOCAL, PARTIAL, REPLICATED,
 from ...torch_api import tree_map_only
 from ..expert_parallel.exchange import ExchangeExpertsParallel
 from ..sequence.region import GatherMixin, RegionBlock, Widths
-from .batch import BATCH_DIM, Batch, batch_of, exchange_samples, scale_gradient
+from .batch import BATCH_DIM, SAME_INPUTS, Batch, batch_of, exchange_samples, scale_gradient
 
 
 class BatchBlock(RegionBlock):
@@ -207,7 +207,7 @@ class BatchExpertsParallel(ExchangeExpertsParallel):
         return exchange_samples(mesh.get_group())
 
     def before(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-        if exchange_samples(mesh.get_group()):
+        if not SAME_INPUTS.get():
             states, ids, weights, *others = inputs
             inputs = (scale_gradient(states, mesh.size()), ids, scale_gradient(weights, mesh.size()), *others)
         return super().before(module, inputs, mesh)
