@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .checkpoint.reading.header import Checkpoint
     from .checkpoint.reading.jobs import Request
     from .loading.options import Options
+    from .loading.request import LoadRequest
     from .plans.binding import Binding
     from .plans.rules import Plan
     from .ranks.direct import Transport
@@ -42,8 +43,6 @@ Meet = Callable[["Store", int, int], "Store"]
 """(store of a launch, rank, number of ranks) -> the part of the store that these ranks use. Collective."""
 Planned = Callable[[Callable[[dict[str, Any]], Any], Mapping[str, Any]], Any]
 """(`from_pretrained` of arguments with a `tp_plan`, the arguments given) -> what `from_pretrained` returns."""
-Measure = Callable[..., tuple[tuple[float, ...], str]]
-"""(plan, model on the meta device, group, request of the load) -> shares of the ranks, and what was measured."""
 
 
 class Planner(NamedTuple):
@@ -138,9 +137,14 @@ class Feature:
         """Values of `tp_plan`: name -> the way to make a plan."""
         return {}
 
-    def measures(self) -> Mapping[str, Measure]:
-        """Values of `tp_shares`: name -> the way to find the shares at the load. Collective over the group."""
-        return {}
+    def shares(
+        self, plan: Plan, model: PreTrainedModel, group: TensorParallelGroup, request: LoadRequest
+    ) -> tuple[tuple[float, ...] | None, str] | None:
+        """Shares of the ranks of a load in place of those of `plan`, None for even ones, and their reason; else None.
+
+        `model` is on the meta device. Collective over all ranks of all copies.
+        """
+        return None
 
     def check_plan(self, bound: Binding) -> Iterable[str]:
         """Faults of a plan that is bound to a model; notes for the user are added to `bound.notes`."""

@@ -25,7 +25,7 @@ from tests.support.architectures import (
     observe,
 )
 from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
-from tests.support.models import Case, excess_read, load
+from tests.support.models import Case, by_shares, excess_read, load
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.seams import features
@@ -59,7 +59,7 @@ def compare_and_save(
     name: str, folder: str, reference_file: str, saved: str, shares: Sequence[float] | None = None
 ) -> dict[str, Any]:
     """Run on every rank: load, compare with the reference, save."""
-    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_shares=shares)
+    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), **by_shares(shares))
     reference = torch.load(reference_file)
     seen = observe(model)
     found = compare_seen(model, seen, reference, noise=True)

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from tests.support.architectures import ARCHITECTURES, inputs_of
 from tests.support.comparisons import different_tensors, full_gradients, gradients
-from tests.support.models import load
+from tests.support.models import by_shares, load
+from tests.support.needs import uneven
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_inputs import seed
@@ -123,7 +124,8 @@ def compare(name: str, folder: str, shares: Sequence[int]) -> dict[str, Any]:
     with exact(name):
         options = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
         auto = transformers.AutoModelForCausalLM
-        model, plain = load(folder, tp_shares=shares, **options).eval(), auto.from_pretrained(folder, **options).eval()
+        model = load(folder, **by_shares(shares), **options).eval()
+        plain = auto.from_pretrained(folder, **options).eval()
         logits = observe(model)
         expected = observe(plain)
     grads = gradients(plain)
@@ -140,7 +142,7 @@ def compare(name: str, folder: str, shares: Sequence[int]) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param(name, shares, id=f"{name}-{'_'.join(map(str, shares))}")
+    pytest.param(name, shares, id=f"{name}-{'_'.join(map(str, shares))}", marks=uneven(shares))
     for shares in ([2, 5, 1], [3, 1], [1, 1, 1, 1, 1], [1, 4, 2, 2, 3], [1, 1], [1, 1, 1])
     for name in SETTINGS
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import gradients
-from tp_transformers.loading.choose_plan import SHARES
 
 HEAD_DIM = 8
 VOCAB = 199
@@ -139,13 +138,18 @@ def load(folder: str | Path | None, auto: Any = AutoModelForCausalLM, tp_plan: A
         return auto.from_pretrained(folder, tp_plan=tp_plan, **arguments)
 
 
+def by_shares(shares: Sequence[float] | None) -> dict[str, Any]:
+    """The argument of a load by `shares`; none for even ones, which need no feature."""
+    return {} if shares is None or len(set(shares)) == 1 else {"tp_shares": shares}
+
+
 def with_shares(shares: str, function: Callable[..., Any], *args: Any) -> Any:
     """Run on every rank: `function(*args)`, where tensor-parallel models are split by `shares`, "2,1"."""
-    os.environ[SHARES] = shares
+    os.environ["TP_TRANSFORMERS_SHARES"] = shares
     try:
         return function(*args)
     finally:
-        del os.environ[SHARES]
+        del os.environ["TP_TRANSFORMERS_SHARES"]
 
 
 def load_both(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> tuple[Any, Any]:

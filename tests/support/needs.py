@@ -40,6 +40,11 @@ STRATEGIES_OF: Mapping[str, tuple[str, ...]] = {
 """Feature -> strategies that the feature adds; without those of invariant plans, which have tests apart."""
 
 
+def uneven(shares: Iterable[float]) -> list[Any]:
+    """Marks of a case by `shares`, which need the feature unless they are even."""
+    return [needs("shares")] if len(set(shares)) > 1 else []
+
+
 def strategy_case(name: str, *values: object) -> Any:
     """A case of a parametrization that needs the feature of the strategy `name`."""
     return pytest.param(name, *values, marks=[needs(of) for of, names in STRATEGIES_OF.items() if name in names])

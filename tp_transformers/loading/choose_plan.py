@@ -1,27 +1,23 @@
-"""The plan of a load (the caller's, that of the architecture, or one that a feature makes), and the shares of ranks."""
+"""The plan of a load: the caller's, that of the architecture, or one that a feature makes."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..checkpoint.saving.folder import of_copies
 from ..errors import PlanError, nearest, shown
 from ..logs import get_logger
-from ..plans.parse import measures, shares_of
 from ..plans.rules import Plan
 from ..plans.yaml_file import available_plans, plan_names
 from ..ranks.group import TensorParallelGroup
 from ..seams import Planner, features
-from ..slices.layout import Ranks
-from .request import LoadRequest
 
 logger = get_logger(__name__)
 
@@ -106,37 +102,3 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ModelPlan | str, group: Ten
     # The first rank makes it: random numbers may decide, and all ranks have to shard identically.
     made = group.from_first(lambda: planners()[tp_plan].make(model, group.size))
     return Plan.parse(made, source=f'tp_plan="{tp_plan}" for {type(model).__name__}')
-
-
-SHARES = "TP_TRANSFORMERS_SHARES"
-"""Environment variable with shares for loads that ask for none: `2,1,1`, or the name of a measure."""
-
-
-def resolve_shares(
-    plan: Plan, model: PreTrainedModel, group: TensorParallelGroup, request: LoadRequest
-) -> tuple[Plan, str]:
-    """Resolve the shares of the plan: numbers, the same on all ranks, or None; returns also their reason.
-
-    The caller's come first, then the environment's, then those of a pre-sharded checkpoint on as many ranks. The name
-    of a measure becomes numbers; copies of a model take those of the first copy. Collective over the `tp` axis, and
-    over the axes of copies. `model` is on the meta device.
-
-    Raises MeshError if ranks ask for different shares, PlanError for a malformed TP_TRANSFORMERS_SHARES.
-    """
-    asked, reason = plan.shares, ""
-    with group.agree() as everyone:
-        if asked is None and os.environ.get(SHARES):
-            asked, reason = shares_of(os.environ[SHARES], subject=SHARES), f"by {SHARES}"
-        everyone.append(asked)
-    if len(set(everyone)) > 1:
-        group.check_same({"tp_shares": asked})  # raises
-    saved = request.storage.shares
-    if asked is None and saved is not None and len(saved) == group.size:
-        asked, reason = tuple(saved), "as saved"
-    if not isinstance(asked, str) or group.size == 1:
-        return replace(plan, shares=None if isinstance(asked, str) else asked), reason
-    found, measured = measures()[asked](plan, model, group, request)
-    found = of_copies(group, found)[0]
-    if group.rank == 0:
-        logger.info("tp_shares=%s, by %s: %s", list(found), asked, measured)
-    return replace(plan, shares=None if Ranks.of(found).shares is None else found), f"by {asked}: {measured}"

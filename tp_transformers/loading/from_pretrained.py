@@ -29,7 +29,7 @@ from ..ranks.mesh import check_size, join
 from ..seams import added, features, first
 from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo
-from .choose_plan import ModelPlan, plan_for, read_plan, resolve_shares
+from .choose_plan import ModelPlan, plan_for, read_plan
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
 from .load import load, partition_initialized
 from .options import INSTEAD, OPTIONS, check_arguments, refuse_without_tp_plan, take_options, with_options
@@ -230,8 +230,9 @@ def load_pretrained_model(
     if instead is not None:
         current.resolution, report, info = instead(model, plan, request)
     else:
-        plan, reason = resolve_shares(plan, model, group, request)
-        current.resolution = parallelize(model, plan, group)
+        asked = (feature.shares(plan, model, group, request) for feature in features().values())
+        shares, reason = first(asked, (plan.shares, ""))
+        current.resolution = parallelize(model, dataclasses.replace(plan, shares=shares), group)
         report, info = load(model, current.resolution, group, dataclasses.replace(request, shares_because=reason))
     untyped(model).tp_report = report
     untyped(model).tp_options = options

@@ -85,7 +85,7 @@ def load(
         mapped=memory.nbytes_mapped,
         **counts,
         fallbacks=tuple(targets.conversion.fallbacks),
-        tp_shares=resolution.plan.numbers,
+        tp_shares=resolution.plan.shares,
         shares_because=request.shares_because,
         products=dict(Counter(weight.product for weight in memory.holding.weights.values())),
     )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, PlanError, UnsupportedError, is_path, nearest
-from ..plans.parse import is_shares
 from ..plans.rules import Plan
 from ..seams import Option, options, plan_options
 
@@ -19,16 +17,6 @@ class _Map(Option):
     """Whether, on a CPU, shards that are one contiguous range of a local file are mapped; so unless False is given."""
 
     name = "map"
-
-
-class _Shares(Option):
-    """The share of each rank: positive numbers, "memory" or "speed". None: as TP_TRANSFORMERS_SHARES is set."""
-
-    name = "shares"
-    expected, example = 'a positive number for each rank, "memory" or "speed"', "[2, 1, 1] on three ranks"
-
-    def fits(self, value: Any) -> bool:
-        return value is None or is_shares(value)
 
 
 class _ReduceDtype(Option):
@@ -41,7 +29,7 @@ class _ReduceDtype(Option):
         return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
 
-OPTIONS: Mapping[str, Option] = {option.argument: option for option in (_Map(), _Shares(), _ReduceDtype(), *options())}
+OPTIONS: Mapping[str, Option] = {option.argument: option for option in (_Map(), _ReduceDtype(), *options())}
 """Options of the core and of all features, by their arguments."""
 
 
@@ -56,11 +44,9 @@ def take_options(kwargs: dict[str, Any]) -> Options:
 
 
 def with_options(plan: Plan, options: Options) -> Plan:
-    """The plan with the caller's options and shares."""
-    shares = options.get("tp_shares")
-    numbers = plan.shares if shares is None else shares if isinstance(shares, str) else tuple(shares)
+    """The plan with the caller's options that rewrite the rules."""
     of_plan = {option.name: options[option.argument] for option in plan_options() if option.argument in options}
-    return replace(plan.with_options(**of_plan), shares=numbers)
+    return plan.with_options(**of_plan)
 
 
 def check_arguments(name: Any, options: Options, arguments: Mapping[str, Any]) -> None:

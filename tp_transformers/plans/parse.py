@@ -10,15 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import PlanError, nearest, shorten, shown
-from ..seams import Measure, features, plan_options
+from ..seams import options as load_options
 from ..strategies import TensorParallelLayer, as_strategy
 from .rule import Rule
 
 DECLARED = "declared"
 """Value of `extends` for the plan that the model's class declares."""
 
-LARGEST = sys.float_info.max
-"""The largest share."""
 IN_BASE_MODEL = ("base_model", "optional")
 RULE_OPTIONS = ("strategy", "parts", "unit", "widths")
 RULES = (*IN_BASE_MODEL, "heads", "rules")
@@ -38,7 +36,7 @@ def check_sections(data: Any, source: str, entries: Iterable[str]) -> list[str]:
         got = "nothing" if data is None else f"a {type(data).__name__}"
         expected, fix = f"a mapping of {', '.join(sections)}", "See model_plans/llama.yaml for one."
         raise PlanError(f"plan {shorten(source, 200)}", got=got, expected=expected, fix=fix)
-    arguments = {"shares": "tp_shares", **{option.name: option.argument for option in plan_options()}}
+    arguments = {option.name: option.argument for option in load_options()}
     unknown = [key for key in data if not (isinstance(key, str) and key in (*sections, *arguments))]
     hint = nearest(unknown[0], sections) if unknown and is_name(unknown[0]) else ""
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
@@ -63,40 +61,6 @@ def entries(data: Mapping[str, Any], section: str, faults: list[str]) -> Iterato
         else:
             kind = "is no text; put it in quotes" if not isinstance(name, str) else "is no name of a module"
             faults.append(f"section {section}: the name {shown(name)} {kind}")
-
-
-def measures() -> Mapping[str, Measure]:
-    """Ways to find the shares at the load, by the value of `shares`."""
-    return {name: measure for feature in features().values() for name, measure in feature.measures().items()}
-
-
-def is_shares(value: Any) -> bool:
-    """True for a positive number for each rank, and for the name of a measure."""
-    if not isinstance(value, list | tuple):
-        return isinstance(value, str) and value in measures()
-    numbers = [
-        isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= LARGEST for share in value
-    ]
-    return bool(numbers) and all(numbers)
-
-
-def shares_of(text: str, *, subject: str) -> tuple[float, ...] | str:
-    """Parse shares from text: `2,1,1`, or the name of a measure. Raises PlanError about `subject` if it is neither."""
-    text = text.strip()
-    try:
-        shares = text if text in measures() else tuple(map(_number, text.split(",")))
-    except ValueError:
-        shares = ()
-    if not is_shares(shares):
-        expected = " or ".join(["a positive number for each rank", *measures()])
-        fix = "Give 2,1,1 for three ranks, the first with half of the model."
-        raise PlanError(subject, got=shown(text), expected=expected, fix=fix)
-    return shares
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    return int(value) if value.is_integer() else value
 
 
 def is_name(value: Any) -> bool:

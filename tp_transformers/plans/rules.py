@@ -42,8 +42,8 @@ class Plan:
     """Options of a load that rewrite the rules when the plan is bound: name without `tp_` -> value."""
     notes: tuple[str, ...] = ()
     """Notes for the user of options that rewrote the rules."""
-    shares: tuple[float, ...] | str | None = None
-    """The share of each rank in every split, "memory" or "speed" to find them at the load, or None for even splits."""
+    shares: tuple[float, ...] | None = None
+    """The share of each rank in every split; None: even splits."""
     inner_models: tuple[str, ...] = ()
     """Full names of the inner models that have plans."""
     declared: bool = field(default=False, compare=False)
@@ -201,19 +201,12 @@ class Plan:
         """Attention modules; if empty, they are recognised by the names of their projections."""
         return tuple(entry for entry in self.entries if isinstance(entry, Attention))
 
-    @property
-    def numbers(self) -> tuple[float, ...] | None:
-        """The shares, if they are numbers; else None."""
-        return self.shares if isinstance(self.shares, tuple) else None
-
     def ranks(self, size: int) -> Ranks:
         """`size` ranks with the plan's shares. Raises PlanError if these are not `size` numbers."""
         if self.shares is None:
             return Ranks(size)
-        if isinstance(self.shares, str) or len(self.shares) != size:
+        if len(self.shares) != size:
             got, fix = f"{len(self.shares)} shares", "Give as many numbers as there are ranks: tp_shares or --shares."
-            if isinstance(self.shares, str):
-                got, fix = repr(self.shares), "Give numbers: --shares, since no rank measures anything here."
             raise PlanError("tp_shares", got=got, expected=f"{size}, one for each of {size} ranks", fix=fix)
         return Ranks.of(self.shares)
 

@@ -22,7 +22,6 @@ from tp_transformers import PlanError
 from tp_transformers.anatomy import fold_layers
 from tp_transformers.plans import Plan, Rule
 from tp_transformers.plans.bind import Resolution, resolve
-from tp_transformers.plans.parse import shares_of
 from tp_transformers.plans.rule import Pattern
 from tp_transformers.plans.yaml_file import available_plans
 from tp_transformers.slices.layout import Ranks
@@ -313,16 +312,11 @@ def test_fused_parts_that_do_not_add_up() -> None:
         fused([64, 32], size=4)
 
 
-def test_shares_are_a_number_for_each_rank_or_a_name() -> None:
-    assert shares_of(" 2,1.5 ", subject="--shares") == (2, 1.5)
+def test_shares_are_a_number_for_each_rank() -> None:
     plan = Plan("mine", (), shares=(2, 1))
     assert plan.ranks(2) == Ranks(2, (2, 1))
-    for text in ("2,x", "0,1", ""):
-        with pytest.raises(PlanError, match=r"--shares: got .*, expected a positive number for each rank"):
-            shares_of(text, subject="--shares")
-    for shares, says in (((2, 1), "got 2 shares.* as many numbers"), ("speed", "got 'speed'.* Give numbers")):
-        with pytest.raises(PlanError, match=f"tp_shares: {says}"):
-            replace(plan, shares=shares).ranks(3)
+    with pytest.raises(PlanError, match=r"tp_shares: got 2 shares.* as many numbers"):
+        plan.ranks(3)
 
 
 def test_strategies_are_a_mapping_that_takes_classes_and_instances() -> None:

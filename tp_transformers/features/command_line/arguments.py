@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import UsageError
+from ...errors import PlanError, UsageError, shown
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 """Short names of dtypes."""
+SHARES = "TP_TRANSFORMERS_SHARES"
+"""Environment variable with shares for loads that ask for none: `2,1,1`, or the name of a measure."""
+MEASURES = ("memory", "speed")
+"""Ways to find the shares at the load, in place of numbers."""
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -56,13 +61,38 @@ def add_shares(parser: argparse.ArgumentParser, *, measured: bool = False) -> No
 
 def parse_shares(text: str | None) -> tuple[float, ...] | None:
     """The shares of `text`, numbers; None for None. Raises PlanError for other text, UsageError for a measured one."""
-    from ...plans.parse import shares_of  # imports torch
-
     shares = shares_of(text, subject="--shares") if text is not None else None
     if isinstance(shares, str):
         fix = "Give numbers; `tp-transformers plan MODEL --memory 48GB,24GB` finds some."
         raise UsageError("--shares", got=shares, expected="numbers, since no rank runs here", fix=fix)
     return shares
+
+
+def is_shares(value: Any) -> bool:
+    """True for a positive number for each rank, and for the name of a measure."""
+    if not isinstance(value, list | tuple):
+        return isinstance(value, str) and value in MEASURES
+    numbers = [share for share in value if isinstance(share, int | float) and not isinstance(share, bool)]
+    return 0 < len(numbers) == len(value) and all(0 < number <= sys.float_info.max for number in numbers)
+
+
+def shares_of(text: str, *, subject: str) -> tuple[float, ...] | str:
+    """Parse shares from text: `2,1,1`, or the name of a measure. Raises PlanError about `subject` if it is neither."""
+    text = text.strip()
+    try:
+        shares = text if text in MEASURES else tuple(map(_number, text.split(",")))
+    except ValueError:
+        shares = ()
+    if not is_shares(shares):
+        expected = " or ".join(["a positive number for each rank", *MEASURES])
+        fix = "Give 2,1,1 for three ranks, the first with half of the model."
+        raise PlanError(subject, got=shown(text), expected=expected, fix=fix)
+    return shares
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def count_ranks(given: Mapping[str, int | None]) -> int:

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from ...errors import UsageError
-from ..command_line.arguments import parse_shares, passed_on
+from ..command_line.arguments import SHARES, parse_shares, passed_on
 from ..serve import command
 from ..serve.command import EXAMPLE, SUMMARY
 from ..serve.ports import bound
@@ -40,7 +40,6 @@ def run(arguments: argparse.Namespace) -> int:
     command.check(arguments)
     for listener in bound(*command.address(arguments.options)):
         listener.close()
-    from ...loading.choose_plan import SHARES
     from .agent import Agent  # imports torch
 
     os.environ.pop(SHARES, None)  # those of all ranks

@@ -89,7 +89,7 @@ def refit(planned: MemoryPlan, memory: Sequence[int]) -> MemoryPlan:
 def _improved(planned: MemoryPlan, memory: Sequence[int], moved: int) -> MemoryPlan:
     """Move `moved` parts of the shares from the fullest rank to the emptiest while that helps."""
     while True:
-        shares = list(planned.survey.plan.numbers or ())
+        shares = list(planned.survey.plan.shares or ())
         filled = [held / room for held, room in zip(planned.total_bytes, memory, strict=True)]
         first, last = filled.index(max(filled)), filled.index(min(filled))
         if shares[first] <= moved or first == last:
@@ -183,7 +183,7 @@ def _remedies(
             return [f"--context {most}, the most that the model takes"]
     other = None if is_fitted else refit(planned, memory)
     if other is not None and fullest(other, memory) <= 1:
-        return [f"--shares {','.join(map(str, other.survey.plan.numbers or ()))}"]
+        return [f"--shares {','.join(map(str, other.survey.plan.shares or ()))}"]
     if context:
         found.append(f"--context {context}, with the same shares")
     if packed is not None and fullest(refit(replace(planned, survey=packed()), memory), memory) <= 1:

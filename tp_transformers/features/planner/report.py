@@ -188,7 +188,7 @@ def table(planned: MemoryPlan, room: Room | None = None) -> list[tuple[str, ...]
         "weights": [size(nbytes + planned.buffer_bytes) for nbytes in planned.parameter_bytes],
         "KV cache": list(map(size, planned.cache_bytes)),
     }
-    if shares is not None and not isinstance(shares, str):
+    if shares is not None:
         by_title = {"share": [f"{share / sum(shares):.1%}" for share in shares], **by_title}
     if planned.optimizer is not None:
         by_title["training"] = list(map(size, planned.training_bytes))

@@ -204,7 +204,7 @@ def speed_lines(speeds: Sequence[Speed], *, width: int) -> Iterator[str]:
     fitting = [speed for speed in speeds if speed.fits]
     if fitting:
         best = max(fitting, key=lambda speed: speed.decoded)
-        shares = best.planned.survey.plan.numbers
+        shares = best.planned.survey.plan.shares
         given = f" with tp_shares={list(shares)}" if shares else ""
         yield f"decode is fastest on {_counted(best)}{given}, bound by {best.decode.bound}"
     yield f"not counted: {NOT_COUNTED}"

@@ -41,7 +41,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.folder,
         size=count_ranks({"--tp-size": arguments.tp_size, "--shares": len(shares) if shares else None}),
-        tp_shares=shares,
         plan=arguments.plan,
         show_progress=sys.stderr.isatty(),
         log=arguments.log,
@@ -51,6 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         **where,
         **({"allow_replicated": True} if arguments.allow_replicated else {}),
         **({"tp_stream": True} if arguments.stream else {}),
+        **({"tp_shares": shares} if shares else {}),
     )
     for file in manifest.files:
         print(f"{size(file.size)}  {manifest.folder / file.name}")

@@ -12,7 +12,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -169,7 +169,8 @@ class _Work:
         """Shard and write all parameters; the model stays on the meta device."""
         began = perf_counter()
         absent = AbsentRanks(None, 0, self.size, self.single.device)
-        resolution = parallelize(model, plan, absent)
+        shares = request.options.get("tp_shares", plan.shares)
+        resolution = parallelize(model, replace(plan, shares=shares and tuple(shares)), absent)
         with open_together(request, self.single) as checkpoint:
             request = request.recognise(checkpoint, model)
             # 1. Every parameter: its lazy tensor, layout and dtype.

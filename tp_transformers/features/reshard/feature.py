@@ -10,7 +10,7 @@ from ...seams import Feature
 class Reshard(Feature):
     """A model that is loaded on n ranks becomes one on m ranks, in the same processes."""
 
-    requires = ("command_line", "planner")
+    requires = ("command_line", "planner", "shares")
     public = {"reshard": ".reshard", "training.reshard": ".training"}
     commands = {"reshard-plan": ".command"}
     storages = (".storage.HeldByRanks",)

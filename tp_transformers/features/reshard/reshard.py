@@ -201,7 +201,7 @@ class Reshard:
     def _load(self, moves: Moves, old: _Old) -> tuple[Any, torch.optim.Optimizer | None]:
         """Load the new model from the ranks."""
         described = old.described
-        plan = described.plan if isinstance(described.plan.shares, str) else replace(described.plan, shares=None)
+        plan = replace(described.plan, shares=None)
         shares = {"tp_shares": self.shares} if self.shares is not None else {}
         states = old.states.names if old.states is not None else ()
         token = MOVING.set(HeldByRanks(moves, described, states))

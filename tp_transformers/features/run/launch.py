@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...ranks.limits import visible_cores
+from ..command_line.arguments import SHARES, shares_of
 from .errors import FOLDER, error_lines
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -157,9 +158,6 @@ def set_shares(text: str | None) -> int | None:
 
     Raises PlanError if it is malformed.
     """
-    from ...loading.choose_plan import SHARES  # imports torch
-    from ...plans.parse import shares_of
-
     if text is None:
         return None
     shares = shares_of(text, subject="--shares")

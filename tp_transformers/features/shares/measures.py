@@ -65,7 +65,7 @@ def by_memory(
     def fit() -> tuple[tuple[float, ...], float]:
         survey = take_survey(str(model.config.name_or_path), copy.deepcopy(model), plan, request)
         planned = fit_shares(survey, memory, context=default_context(model))
-        return planned.survey.plan.numbers or (), fullest(planned, memory)
+        return planned.survey.plan.shares or (), fullest(planned, memory)
 
     shares, filled = group.from_first(fit)
     if filled > 1 and group.rank == 0:

@@ -12,6 +12,7 @@ import transformers
 
 from tests.support.comparisons import relative
 from tests.support.models import load, save_as_loaded
+from tests.support.needs import needs
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, model_class
@@ -62,6 +63,7 @@ NAMES = [*FIRST, *(name for name in MODELS if name not in (*FIRST, "llama4_visio
 """All types but one, which raises in one process, too."""
 
 
+@needs("shares")
 @pytest.mark.parametrize("name", wide(NAMES, len(FIRST)))
 def test_attentions_of_a_type_have_all_heads(pool: Pool, tmp_path: Path, name: str) -> None:
     if not MODELS[name].runs:

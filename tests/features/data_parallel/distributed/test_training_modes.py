@@ -237,7 +237,7 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
             yield name, (9, 3), 4, tuple(f"{mode}, {way}" for mode in MODES)
 
 
-@needs("full_parameters", "sequence")
+@needs("full_parameters", "sequence", "shares")
 @pytest.mark.parametrize(
     ("name", "variant", "size", "modes"),
     [

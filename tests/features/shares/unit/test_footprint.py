@@ -19,6 +19,7 @@ from tests.support.commands import main
 from tests.support.needs import needs
 from tests.support.pool import Pool
 from tp_transformers import PlanError
+from tp_transformers.features.command_line.arguments import shares_of
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.fit import fit_shares, fullest, longest_context, more_ranks
 from tp_transformers.features.planner.memory import plan_memory
@@ -50,7 +51,7 @@ def test_ranks_of_unlike_memory_are_filled_alike(wide: str, ratios: Sequence[int
     assert max(filled) < 1.12 * sum(planned.total_bytes) / sum(memory)
     assert fullest(planned, memory) <= fullest(plan_memory(found, len(memory), context=context), memory)
     # The shares that it names lead to the same bytes.
-    again = found.with_shares(planned.survey.plan.numbers)
+    again = found.with_shares(planned.survey.plan.shares)
     assert plan_memory(again, len(memory), context=context).total_bytes == planned.total_bytes
 
 
@@ -87,7 +88,7 @@ def test_what_would_fit(wide: str) -> None:
     assert context is not None
 
     def with_context(tokens: int) -> float:
-        again = found.with_shares(planned.survey.plan.numbers)
+        again = found.with_shares(planned.survey.plan.shares)
         return fullest(plan_memory(again, 2, context=tokens), memory)
 
     assert with_context(context) <= 1 < with_context(context + 1)
@@ -189,6 +190,14 @@ def test_contradictions_are_told(
 ) -> None:
     assert main(["plan", wide, *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_shares_of_a_command_are_a_number_for_each_rank_or_a_name() -> None:
+    assert shares_of(" 2,1.5 ", subject="--shares") == (2, 1.5)
+    assert shares_of("speed", subject="--shares") == "speed"
+    for text in ("2,x", "0,1", ""):
+        with pytest.raises(PlanError, match=r"--shares: got .*, expected a positive number for each rank"):
+            shares_of(text, subject="--shares")
 
 
 @pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], [10**400, 1], {"a": 1}])
