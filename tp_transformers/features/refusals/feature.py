@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 from ...seams import Feature, PlanOption
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from ...plans.binding import Binding
-    from ...plans.rules import Plan
 
 
 class AllowReplicated(PlanOption):
@@ -19,9 +16,6 @@ class AllowReplicated(PlanOption):
 
     name = argument = "allow_replicated"
     order = 3
-
-    def rewrite(self, plan: Plan, model: PreTrainedModel, size: int) -> Plan:
-        return plan
 
 
 class Refusals(Feature):
