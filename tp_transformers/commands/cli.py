@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown and not hasattr(arguments, "options"):
         main_parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     arguments.options = unknown  # for commands that pass them on
-    arguments.log = partial(_log_step, arguments.command)
+    arguments.log = partial(print, f"tp-transformers {arguments.command}:", file=sys.stderr, flush=True)
     try:
         import_files(getattr(arguments, "imports", ()))
         code = int(arguments.run(arguments))
@@ -81,10 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
-
-
-def _log_step(command: str, line: str) -> None:
-    print(f"tp-transformers {command}: {line}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
