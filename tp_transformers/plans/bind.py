@@ -117,14 +117,13 @@ class _Resolver(Binding):
         uncovered, rule_names = [], {}
         for name in self.parameters:
             owner = name.rpartition(".")[0]
-            if name in self.param_rules:
-                self.param_strategies[name] = self._bind(owner, self.param_rules[name], name)
-                rule_names[name] = self.param_rules[name].strategy_name
-            elif owner in self.module_strategies:
-                self.param_strategies[name] = self.module_strategies[owner]
-                rule_names[name] = self.module_rules[owner].strategy_name
-            else:
+            rule = self.param_rules.get(name) or self.module_rules.get(owner)
+            if rule is None:
                 uncovered.append(name)
+                continue
+            is_own = name in self.param_rules
+            self.param_strategies[name] = self._bind(owner, rule, name) if is_own else self.module_strategies[owner]
+            rule_names[name] = rule.strategy_name
         self._check_modules()
         self._lay_out()
         if self.plan.declared:
