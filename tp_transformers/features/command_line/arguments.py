@@ -98,11 +98,14 @@ def _number(text: str) -> float:
 def count_ranks(given: Mapping[str, int | None]) -> int:
     """The number of ranks from the arguments that say it, by name; None: not given.
 
-    Raises UsageError if they contradict one another, or none is given.
+    Raises UsageError if they contradict one another, none is given, or the number is not positive.
     """
     counts = {argument: count for argument, count in given.items() if count is not None}
     if len(set(counts.values())) != 1:
         got = " and ".join(f"{argument} for {count}" for argument, count in counts.items()) or "none"
         fix, subject = f"Give {next(iter(given))}, or --shares with one number for each rank.", "number of ranks"
         raise UsageError(subject, got=got, expected="one number", fix=fix)
-    return next(iter(counts.values()))
+    argument, ranks = next(iter(counts.items()))
+    if ranks < 1:
+        raise UsageError(argument, got=str(ranks), expected="1 or more", fix="Give a number of ranks.")
+    return ranks

@@ -37,8 +37,6 @@ def run(arguments: argparse.Namespace) -> int:
     shared = set_shares(arguments.shares)
     has_copies = bool(shared and arguments.ranks and arguments.ranks % shared == 0)
     ranks = count_ranks({"-n": arguments.ranks, "--shares": None if has_copies else shared})
-    if ranks < 1:
-        raise UsageError("-n", got=str(ranks), expected="1 or more", fix="Give a number of ranks.")
     if not os.path.isfile(arguments.script):
         raise UsageError(
             f"script {arguments.script}", got="no such file", expected="a Python script", fix="Correct the path."

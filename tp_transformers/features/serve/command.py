@@ -69,8 +69,6 @@ def check(arguments: argparse.Namespace) -> None:
         fix = "Correct the path, or name a model on the Hub (org/name)."
         raise UsageError(arguments.model, got="no such folder", expected="a folder with config.json", fix=fix)
     arguments.ranks = count_ranks({"-n": arguments.ranks, "--shares": set_shares(arguments.shares)})
-    if arguments.ranks < 1:
-        raise UsageError("-n", got=str(arguments.ranks), expected="1 or more", fix="Give a number of ranks.")
     missing = [name for name in ("fastapi", "uvicorn", "openai") if find_spec(name) is None]
     if missing:
         raise UsageError(

@@ -156,7 +156,7 @@ def test_wrong_requests_are_told(cases: Any, tmp_path: Path, capsys: pytest.Capt
         assert main(["shard", *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "number of ranks: got 0" in told(folder, str(tmp_path / "out"), "--tp-size", "0")
+    assert "--tp-size: got 0" in told(folder, str(tmp_path / "out"), "--tp-size", "0")
     assert "expected one with config.json" in told(str(tmp_path / "none"), str(tmp_path / "out"), "--tp-size", "2")
     assert "no.yaml" in told(folder, str(tmp_path / "out"), "--tp-size", "2", "--plan", "no.yaml")
     assert "other weights" in told(folder, folder, "--tp-size", "2")
