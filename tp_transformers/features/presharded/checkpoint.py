@@ -23,11 +23,11 @@ from ...errors import CheckpointError, list_faults
 from ...loading.storage import Asked, Storage
 from ...ranks.limits import visible_cores
 from ...slices.composed import concat
-from ...slices.layout import Layout, Range, ShardRange
+from ...slices.layout import Range, ShardRange
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Source, Stored
 from ...transformers_api import LoadStateDictConfig
-from .manifest import MANIFEST_NAME, VARIANT, Manifest, ManifestTensor, RankFile, refuse_without_plan
+from .manifest import MANIFEST_NAME, VARIANT, Manifest, ManifestTensor, RankFile, ordinary_weights
 
 _CHUNK = 16 << 20
 """Bytes per read while a checksum is computed."""
@@ -66,12 +66,14 @@ class ShardedCheckpoint(Checkpoint):
         self.sources: list[Source] = []
         self._files: list[LocalFile | None] = [None] * len(manifest.files)
         self._shards: dict[int, dict[str, Stored]] = {}
-        covers: dict[Layout | None, tuple[ShardRange, ...]] = {None: ()}
-        self.tensors = {}
-        for name, tensor in manifest.tensors.items():
-            if tensor.layout is not None and tensor.layout not in covers:
-                covers[tensor.layout] = tensor.layout.split.cover(rank)
-            self.tensors[name] = _FullTensor(self, name, tensor, covers[tensor.layout], home=rank % len(manifest.files))
+        self.home = rank % len(manifest.files)
+        """The rank from whose file replicated tensors are read."""
+        layouts = {tensor.layout for tensor in manifest.tensors.values() if tensor.layout is not None}
+        covers = {layout: layout.split.cover(rank) for layout in layouts}
+        self.tensors = {
+            name: _FullTensor(self, name, tensor, covers[tensor.layout] if tensor.layout is not None else ())
+            for name, tensor in manifest.tensors.items()
+        }
 
     def shards(self, rank: int) -> dict[str, Stored]:
         """Return the tensors in the file of `rank`.
@@ -100,16 +102,10 @@ class _FullTensor(LazyTensor):
     """A full tensor read from the rank files; a selection opens only the files that it needs."""
 
     def __init__(
-        self,
-        checkpoint: ShardedCheckpoint,
-        name: str,
-        tensor: ManifestTensor,
-        cover: tuple[ShardRange, ...],
-        *,
-        home: int,
+        self, checkpoint: ShardedCheckpoint, name: str, tensor: ManifestTensor, cover: tuple[ShardRange, ...]
     ) -> None:
-        """`cover` maps each range to a file; a replicated tensor is read from the file of rank `home`."""
-        self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, home
+        """`cover` maps each range to a file."""
+        self.checkpoint, self.name, self.cover, self.home = checkpoint, name, cover, checkpoint.home
         self.sharded_dim = None if tensor.layout is None else tensor.layout.dim
         self.shape, self.dtype = torch.Size(tensor.shape), tensor.dtype
 
@@ -211,8 +207,17 @@ class RankFiles(Storage):
 
     @classmethod
     def check_unplanned(cls, asked: Asked) -> None:
-        if asked.folder is not None and asked.arguments.get("variant") in (None, VARIANT):
-            refuse_without_plan(asked.folder)
+        folder = asked.folder
+        if folder is None or asked.arguments.get("variant") not in (None, VARIANT) or ordinary_weights(folder):
+            return
+        if (folder / MANIFEST_NAME).is_file():
+            raise CheckpointError(
+                f"checkpoint {folder}",
+                got="a pre-sharded checkpoint without tp_plan",
+                expected="tp_plan, on any number of ranks",
+                fix='Pass tp_plan="auto", or the plan of your own that it was sharded with; save_pretrained of that '
+                "model writes an ordinary checkpoint.",
+            )
 
     def open(self, files: Sequence[str], config: LoadStateDictConfig, *, rank: int) -> Checkpoint:
         return ShardedCheckpoint(self.manifest, rank=rank)

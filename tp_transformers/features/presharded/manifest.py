@@ -161,18 +161,6 @@ def check_ordinary_save(folder: Path, variant: str | None) -> None:
         )
 
 
-def refuse_without_plan(folder: Path) -> None:
-    """Raise CheckpointError if `from_pretrained(folder)` has no plan and the folder has only pre-sharded files."""
-    if (folder / MANIFEST_NAME).is_file() and not ordinary_weights(folder):
-        raise CheckpointError(
-            f"checkpoint {folder}",
-            got="a pre-sharded checkpoint without tp_plan",
-            expected="tp_plan, on any number of ranks",
-            fix='Pass tp_plan="auto", or the plan of your own that it was sharded with; save_pretrained of that model '
-            "writes an ordinary checkpoint.",
-        )
-
-
 class _Parser:
     """A parser of manifests that raises CheckpointError on the first invalid entry."""
 

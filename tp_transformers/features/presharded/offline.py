@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +29,7 @@ from ...checkpoint.reading.report import LoadReport
 from ...checkpoint.saving.folder import SaveFolder
 from ...checkpoint.saving.save import dense_state
 from ...checkpoint.saving.writer import named
-from ...errors import CheckpointError, TensorParallelError, UsageError, list_faults
+from ...errors import CheckpointError, TensorParallelError, list_faults
 from ...loading.from_pretrained import from_pretrained_with
 from ...loading.hook import enable
 from ...loading.load import loading_info, place, restore_full, same_bytes, tie
@@ -40,7 +41,7 @@ from ...ranks.group import TensorParallelGroup
 from ...slices.composed import reshaped
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor, Resident
-from ...strategies import layout_of, unsharded_like
+from ...strategies import layout_of, take, unsharded_like
 from ...transformers_api import LoadStateDictInfo
 from ..command_line.models import model_class, read_config
 from ..packed.holding import pack_weights
@@ -66,14 +67,6 @@ def pack(
     first.hold(model)
     state = place_stored(stored_layouts([StoredShards(rank.weights.values()).specs() for rank in ranks]), group)
     return state | first.kept.beside_of(state)
-
-
-def stored_as(
-    packed: Mapping[str, torch.Tensor], tensors: Mapping[str, LazyTensor]
-) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield the tensors of a checkpoint that are `packed`, in the full shapes that are sharded."""
-    for name, tensor in packed.items():
-        yield name, reshaped(tensors[name], unsharded_like(tensor).shape)
 
 
 _COMPANIONS = (
@@ -121,12 +114,10 @@ def shard_checkpoint(
         **arguments: other arguments of `from_pretrained`: dtype, revision, subfolder, token, tp_stream, ...
 
     Raises:
-        UsageError: if there is no model `name`, or `size` is not positive.
+        UsageError: if there is no model `name`.
         PlanError: if the plan does not fit.
         CheckpointError: if files are missing or damaged, or a load would initialise weights.
     """
-    if size < 1:
-        raise UsageError("number of ranks", got=str(size), expected="1 or more", fix="Give another.")
     folder = Path(folder)
     work = _Work(folder, size, show_progress)
     where = {key: arguments[key] for key in _WHERE if key in arguments}
@@ -143,7 +134,9 @@ def shard_checkpoint(
             manifest = check_save(model, folder, work.save, work.files, state, ranks=range(len(work.files)))
             _copy_companions(name, place.staging, where, model.tp_source.get("commit_hash"))
         except BaseException as error:
-            work.remove()
+            for path in work.paths:
+                with suppress(OSError):
+                    path.unlink()
             if isinstance(error, OSError) and not isinstance(error, TensorParallelError):
                 raise CheckpointError(str(error)) from error
             raise
@@ -155,7 +148,7 @@ class _Work:
     """Replacement of a load; afterwards `files` are complete, and the model is as rank 0 would have loaded it."""
 
     def __init__(self, folder: Path, size: int, show_progress: bool) -> None:
-        self.folder, self.size, self.show_progress = folder, size, show_progress
+        self.size, self.show_progress = size, show_progress
         self.save = secrets.token_hex(4)
         self.paths = [rank_path(folder, self.save, rank, size) for rank in range(size)]
         self.files: list[RankFile] = []
@@ -175,33 +168,30 @@ class _Work:
             request = request.recognise(checkpoint, model)
             # 1. Every parameter: its lazy tensor, layout and dtype.
             targets = describe(model, checkpoint, resolution.layouts, request)
+            value_of = partial(_Value, request=request, checkpoint=checkpoint, group=self.single)
             values = {
-                name: _Value(
-                    value, resolution.layouts.get(name), targets.dtypes[name], request, checkpoint, self.single
-                )
-                for name, value in targets.conversion.expressions.items()
+                name: value_of(expression, resolution.layouts.get(name), targets.dtypes[name])
+                for name, expression in targets.conversion.expressions.items()
             }
             _drop_tied(model, values)
             _check_missing(model, values, targets.full)
             self.packed = pack(model, targets, absent, request)
-            packed_values = {
-                name: _Value(tensor, layout_of(self.packed[name]), tensor.dtype, request, checkpoint, self.single)
-                for name, tensor in stored_as(self.packed, checkpoint.tensors)
-            }
             values = {name: value for name, value in values.items() if name not in packed_weights(model)}
             kept = {name: value for name, value in values.items() if name not in (model._keys_to_ignore_on_save or ())}
-            kept |= packed_values
+            for name, tensor in self.packed.items():  # a checkpoint may store it in another shape than is sharded
+                stored = reshaped(checkpoint.tensors[name], unsharded_like(tensor).shape)
+                kept[name] = value_of(stored, layout_of(tensor), stored.dtype)
             # 2. The headers of all files, then tensor by tensor, each to all files.
             with ExitStack() as stack:
                 writers = [
                     stack.enter_context(closing(open_writer(path, _shards(kept, rank), save=self.save, rank=rank)))
                     for rank, path in enumerate(self.paths)
                 ]
-                total = sum(writer.size for writer in writers)
-                hidden = not self.show_progress
-                with transformers_logging.tqdm(
-                    total=total, unit="B", unit_scale=True, desc="Sharding", disable=hidden
-                ) as bar:
+                total, is_hidden = sum(writer.size for writer in writers), not self.show_progress
+                bar = transformers_logging.tqdm(
+                    total=total, unit="B", unit_scale=True, desc="Sharding", disable=is_hidden
+                )
+                with bar:
                     for name in list(writers[0].pending):
                         for writer, shard in zip(writers, kept[name].shards(self.size), strict=True):
                             writer.write(name, shard)
@@ -209,8 +199,7 @@ class _Work:
                 checkpoint.check_unchanged()
                 for writer in writers:
                     writer.finish()
-        for path, writer in zip(self.paths, writers, strict=True):
-            self.files.append(RankFile(path.name, writer.size, f"{writer.crc32:08x}"))
+        self.files += [RankFile(writer.path.name, writer.size, f"{writer.crc32:08x}") for writer in writers]
         for name, tensor in _shards(values, 0).items():
             place(model, name, tensor)
         missing = targets.full.keys() - values.keys() - packed_weights(model).keys()  # tied: transformers ties them
@@ -220,11 +209,6 @@ class _Work:
         seconds = perf_counter() - began
         report = LoadReport(0, shares, seconds, seconds, checkpoint.bytes_read, checkpoint.reads)
         return resolution, report, loading_info(targets, missing)
-
-    def remove(self) -> None:
-        for path in self.paths:
-            with suppress(OSError):
-                path.unlink()
 
 
 @dataclass(frozen=True)
@@ -244,10 +228,7 @@ class _Value:
         is_read_once = self.layout is None or self.request.storage.is_remote
         source: LazyTensor = Resident(self.read(self.tensor)) if is_read_once else self.tensor
         for rank in range(size):
-            if self.layout is None:
-                yield self.read(source)
-            else:
-                yield self.read(source.select(self.layout.dim, self.layout.split.ranges[rank]))
+            yield self.read(take(source, self.layout, rank))
 
     def read(self, tensor: LazyTensor) -> torch.Tensor:
         """Read `tensor`, this tensor or a slice of it."""
@@ -269,14 +250,8 @@ class _Value:
 
 def _shards(values: Mapping[str, _Value], rank: int) -> dict[str, torch.Tensor]:
     """Shards of `rank`, on the meta device."""
-    return {
-        name: torch.empty(
-            value.tensor.shape if value.layout is None else value.layout.local_shape(value.tensor.shape, rank),
-            dtype=value.dtype,
-            device="meta",
-        )
-        for name, value in values.items()
-    }
+    shapes = {name: take(value.tensor, value.layout, rank).shape for name, value in values.items()}
+    return {name: torch.empty(shapes[name], dtype=value.dtype, device="meta") for name, value in values.items()}
 
 
 def _drop_tied(model: PreTrainedModel, values: dict[str, _Value]) -> None:
