@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import PreTrainedModel
 
 from ...anatomy import base_prefix
@@ -38,6 +39,12 @@ _SERVED = {
 }
 """Supported fields; all others have to be None, 1 or their default."""
 
+_POLICIES: Mapping[str, tuple[str, Any]] = {
+    "fsdp_cpu_offload": ("offload_policy", CPUOffloadPolicy()),
+    "fsdp_mixed_precision": ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)),
+}
+"""Fields that are true or false -> the same option of `fully_shard`, and its value."""
+
 _EP_STYLES = ("ep_dispatch_experts", "grouped_gemm")
 _DP_AXIS = "dp"
 
@@ -56,17 +63,12 @@ class Parallelism:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of `fully_shard`."""
 
-    @property
-    def is_data_parallel(self) -> bool:
-        """True if ranks train on different batches."""
-        return self.copies > 1 or "tp_batch_sharded" in self.arguments
-
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of the copies and of the ranks that share each; None unless the model is data-parallel.
+        """The mesh of the copies and of the ranks that share each; None unless ranks train on different batches.
 
         Raises MeshError if another number of ranks was started.
         """
-        if not self.is_data_parallel:
+        if self.copies == 1 and "tp_batch_sharded" not in self.arguments:
             return None
         group, expected = join(), self.copies * self.tp_size
         if group.size != expected:
@@ -135,7 +137,7 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
         logger.info("ep_size=%d above tp_size=%d: transformers shards the model itself", ep_size, tp_size)
         return None
     sharded, replicas = (getattr(config, name, None) or 1 for name in ("fsdp_size", "dp_replicate_size"))
-    requested = [name for name in ("fsdp_cpu_offload", "fsdp_mixed_precision") if getattr(config, name, False)]
+    requested = [name for name in _POLICIES if getattr(config, name, False)]
     faults = [
         f"{entry.name}={shown(getattr(config, entry.name))}"
         for entry in fields(config)
@@ -174,7 +176,7 @@ def read_distributed_config(kwargs: Mapping[str, Any]) -> Parallelism | None:
     elif copies == 1:
         # A config with a plan takes the number of ranks from the launcher: one without a launcher is warned of.
         arguments["tp_size"] = None if tp_plan is not None and tp_size == 1 else tp_size
-    return Parallelism(arguments, tp_size, copies, sharded, _options(requested))
+    return Parallelism(arguments, tp_size, copies, sharded, dict(_POLICIES[name] for name in requested))
 
 
 def _expert_faults(config: Any, tp_size: int, ep_size: int) -> Iterator[str]:
@@ -187,20 +189,6 @@ def _expert_faults(config: Any, tp_size: int, ep_size: int) -> Iterator[str]:
     unknown = styles - {shown(style) for style in _EP_STYLES}
     if unknown:
         yield f"ep_plan with {', '.join(sorted(unknown))}"
-
-
-def _options(requested: Collection[str]) -> dict[str, Any]:
-    """Options of `fully_shard` that are equivalent to fields of a `DistributedConfig`."""
-    if not requested:
-        return {}
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # rarely needed
-
-    options: dict[str, Any] = {}
-    if "fsdp_cpu_offload" in requested:
-        options["offload_policy"] = CPUOffloadPolicy()
-    if "fsdp_mixed_precision" in requested:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return options
 
 
 def _changed_plan(rules: Mapping[str, Any], model: PreTrainedModel) -> Plan:
