@@ -29,16 +29,14 @@ class _Saved(PushToHubMixin):
             os.symlink(file.absolute(), Path(folder, file.name))
 
 
-def push(
-    group: TensorParallelGroup, save: Callable[[str], object], repo_id: str, *, tags: Iterable[str] = (), **options: Any
-) -> Any:
-    """Upload from rank 0 the files that `save` writes into a folder. Collective: call on all ranks.
+_HUB = ("commit_message", "commit_description", "create_pr", "private", "revision", "token")
+"""Options of transformers' `push_to_hub`; all others are of the save."""
 
-    `tags` go to the model card, other `options` to transformers' `push_to_hub`; rank 0 returns its result.
-    """
+
+def push(group: TensorParallelGroup, save: Callable[..., object], repo_id: str, **options: Any) -> Any:
+    """Upload what `save` writes into a new folder. Collective; see `save_and_push`."""
     with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        return _upload(group, Path(folder).iterdir(), repo_id, tags=tags, **options)
+        return save_and_push(group, save, folder, repo_id=repo_id, **options)
 
 
 class PushedModel(Mixin):
@@ -70,31 +68,24 @@ def save_and_push(
     save: Callable[..., object],
     save_directory: str | os.PathLike[str],
     *,
+    repo_id: str | None = None,
     tags: Iterable[str] = (),
     **options: Any,
-) -> None:
-    """Implement `save_pretrained(..., push_to_hub=True)`: save, then upload to `repo_id` or the folder's name."""
-    folder = Path(save_directory)
-    hub = {
-        name: options.pop(name)
-        for name in ("commit_message", "commit_description", "create_pr", "private", "revision", "token")
-        if name in options
-    }
-    repo_id = options.pop("repo_id", None) or folder.absolute().name
+) -> Any:
+    """Save, then upload from rank 0 the files that were written. Collective: call on all ranks.
+
+    `repo_id`: by default, the name of the folder. `tags` go to the model card, `options` to `save` and to transformers'
+    `push_to_hub`; rank 0 returns its result.
+    """
+    folder, hub = Path(save_directory), {name: options.pop(name) for name in _HUB if name in options}
     with group.agree():
         before = _times(folder) if group.writes else {}
-    save(folder, **options)
+    save(save_directory, **options)
     with group.agree():  # other ranks may get here before the writing rank has removed its hidden folder
         after = _times(folder) if group.writes else {}
-    written = [file for file, time in after.items() if before.get(file) != time]
-    _upload(group, written, repo_id, tags=tags, **hub)
-
-
-def _upload(
-    group: TensorParallelGroup, files: Iterable[Path], repo_id: str, *, tags: Iterable[str], **options: Any
-) -> Any:
-    card = {"tags": sorted(set(tags)) or None}
-    return group.together(lambda: _Saved(files).push_to_hub(repo_id, **card, **options) if group.writes else None)
+    saved = _Saved(file for file, time in after.items() if before.get(file) != time)
+    hub |= {"repo_id": repo_id or folder.absolute().name, "tags": sorted(set(tags)) or None}
+    return group.together(lambda: saved.push_to_hub(**hub) if group.writes else None)
 
 
 def _times(folder: Path) -> dict[Path, int]:

@@ -21,7 +21,7 @@ def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
     (folder / "config.json").symlink_to(tmp_path / "none")
     uploaded: list[str] = []
     monkeypatch.setattr(
-        push._Saved, "push_to_hub", lambda self, *names, **options: uploaded.extend(path.name for path in self.files)
+        push._Saved, "push_to_hub", lambda self, **options: uploaded.extend(path.name for path in self.files)
     )
     push.save_and_push(GROUP.of(saved.model), saved.model.save_pretrained, folder)
     assert sorted(uploaded) == ["config.json", "generation_config.json", "model.safetensors"]
