@@ -77,33 +77,6 @@ class Weights:
         return RemoteFile(self.url(file), name=name, token=self.token, **remote)
 
 
-def is_on_hub(name: str | os.PathLike[str] | None, *, local_files_only: bool = False) -> bool:
-    """Return True if `name` is not a local path and the Hub may be queried."""
-    return name is not None and not os.path.exists(name) and not local_files_only and not is_offline_mode()
-
-
-def pin(
-    group: TensorParallelGroup, repository: str, revision: str | None, *, token: str | bool | None, subfolder: str = ""
-) -> str:
-    """Resolve `revision` to a commit, the same on all ranks.
-
-    Raises CheckpointError on all ranks if the repository or revision does not exist, or access is denied.
-    """
-
-    def commit() -> str:
-        url = hf_hub_url(repository, "config.json", revision=revision, subfolder=subfolder or None)
-        try:
-            commit_hash = resolve(url, token).commit_hash
-        except EntryNotFoundError as error:
-            answer = error.response if isinstance(error, HfHubHTTPError) else None
-            commit_hash = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
-            if commit_hash is None:
-                raise hub_error(url, error) from error
-        return str(commit_hash)
-
-    return group.from_first(commit)
-
-
 def open_weights(group: TensorParallelGroup, weights: Weights) -> tuple[list[str | RemoteFile], dict[str, Any]]:
     """Open the files of a checkpoint on the Hub; also return transformers' "sharded metadata", with its `dtype`.
 
@@ -221,18 +194,31 @@ class HubFiles(Storage):
 
     @classmethod
     def find(cls, asked: Asked) -> Storage | None:
-        arguments = asked.arguments
-        is_local = bool(arguments.get("local_files_only")) or arguments.get("gguf_file") is not None
-        asked_for = asked.options.get("tp_stream")
+        arguments, asked_for = asked.arguments, asked.options.get("tp_stream")
         streams = os.environ.get("TP_TRANSFORMERS_STREAM", "0") not in ("", "0") if asked_for is None else asked_for
-        if not streams or not is_on_hub(asked.name, local_files_only=is_local):
+        is_local = is_offline_mode() or any(arguments.get(name) for name in ("local_files_only", "gguf_file"))
+        if not streams or is_local or asked.name is None or os.path.exists(asked.name):
             return None
         return cls(str(asked.name), arguments.get("revision"), arguments.get("subfolder") or "")
 
     def prepare(self, asked: Asked, group: TensorParallelGroup) -> None:
-        token = asked.arguments.get("token")
-        self.commit = pin(group, self.repository, self.revision, token=token, subfolder=self.subfolder)
+        self.commit = group.from_first(lambda: self._pinned(asked.arguments.get("token")))
         asked.arguments["revision"] = self.commit
+
+    def _pinned(self, token: str | bool | None) -> str:
+        """The commit of the revision.
+
+        Raises CheckpointError if the repository or revision does not exist, or access is denied.
+        """
+        url = hf_hub_url(self.repository, "config.json", revision=self.revision, subfolder=self.subfolder or None)
+        try:
+            commit_hash = resolve(url, token).commit_hash
+        except EntryNotFoundError as error:
+            answer = error.response if isinstance(error, HfHubHTTPError) else None
+            commit_hash = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT) if answer is not None else None
+            if commit_hash is None:
+                raise hub_error(url, error) from error
+        return str(commit_hash)
 
     def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
         files, metadata = open_weights(group, Weights(arguments, arguments.get("download_kwargs") or {}))
