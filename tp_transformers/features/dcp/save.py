@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import PreTrainedModel
 
 from ...anatomy import check_values
 from ...checkpoint.saving.folder import on_all_copies
 from ...checkpoint.saving.save import write_configs
 from ...checkpoint.saving.writer import make_folder, named
 from ...errors import UnsupportedError
-from ...ranks.group import GROUP, TensorParallelGroup
+from ...ranks.group import TensorParallelGroup
 from ...seams import Mixin, collective
 from .chunks import chunk_files
 from .local_shard import LocalShard
@@ -45,45 +43,40 @@ class DistributedSaves(Mixin):
 
     @collective
     def _save_chunks(self, folder: Path, **given: Any) -> None:
-        with self.tp_group.agree():
+        """Write each rank's shards to a file of the rank. Collective over all ranks of all copies.
+
+        A file has one chunk of a tensor: a tensor of which a rank holds several ranges (fused projections, heads that
+        ranks share) is gathered, and written by one rank.
+
+        Raises CheckpointError if the folder is not writable.
+        """
+        group: TensorParallelGroup = self.tp_group
+        with group.agree():
             check_values(self, "distributed_checkpoint")
             for name in ("push_to_hub", "state_dict", "variant"):  # transformers ignores the last two
                 if given.get(name) not in (None, False):
                     got, fix = f"distributed_checkpoint with {name}", "Leave out one of them."
                     raise UnsupportedError("save_pretrained", got=got, expected="full tensors", fix=fix)
-        save_chunks(self, folder)
 
+        def prepare() -> None:
+            with group.agree():
+                if group.writes:
+                    make_folder(folder)
+                    with named(folder, "folder"):
+                        for file in chunk_files(folder):  # of an earlier save, on more ranks
+                            Path(file).unlink()
 
-def save_chunks(model: PreTrainedModel, folder: Path) -> None:
-    """Write each rank's shards to a file of the rank. Collective over all ranks of all copies.
+        def complete() -> None:
+            with group.agree():
+                if group.writes:
+                    write_configs(self, folder)
 
-    A file has one chunk of a tensor: a tensor of which a rank holds several ranges (fused projections, heads that ranks
-    share) is gathered, and written by one rank.
-
-    Raises CheckpointError if the folder is not writable.
-    """
-    group: TensorParallelGroup = GROUP.of(model)
-    state: dict[str, Tensor] = model.state_dict()
-
-    def prepare() -> None:
-        with group.agree():
-            if group.writes:
-                make_folder(folder)
-                with named(folder, "folder"):
-                    for file in chunk_files(folder):  # of an earlier save, on more ranks
-                        Path(file).unlink()
-
-    def complete() -> None:
-        with group.agree():
-            if group.writes:
-                write_configs(model, folder)
-
-    on_all_copies(group, folder, prepare, writes=group.writes)
-    chunks = {name: _in_one_chunk(value) for name, value in state.items()}
-    ranks = None if group.mesh is None or group.mesh.size() == dist.get_world_size() else group.process_group
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    save(chunks, storage_writer=writer, process_group=ranks, no_dist=group.process_group is None)
-    on_all_copies(group, folder / "config.json", complete, writes=group.writes)
+        on_all_copies(group, folder, prepare, writes=group.writes)
+        chunks = {name: _in_one_chunk(value) for name, value in self.state_dict().items()}
+        ranks = None if group.mesh is None or group.mesh.size() == dist.get_world_size() else group.process_group
+        writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
+        save(chunks, storage_writer=writer, process_group=ranks, no_dist=group.process_group is None)
+        on_all_copies(group, folder / "config.json", complete, writes=group.writes)
 
 
 def _in_one_chunk(value: Any) -> Any:
