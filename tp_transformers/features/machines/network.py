@@ -180,7 +180,8 @@ def _choose(seats: list[Seat], rank: int) -> list[str]:
     names = os.environ.get(INTERFACE)
     if not names:
         address, other_end = seats[rank].address, seats[rank].store
-        if address == other_end or any(map(_is_loopback, (address, other_end))):  # the store's own machine
+        is_loopback = any(end and ipaddress.ip_address(end).is_loopback for end in (address, other_end))
+        if address == other_end or is_loopback:  # the store's own machine
             address = next((seat.store for seat in seats if seat.machine != seats[rank].machine), "")
         names = next((name for _, name in socket.if_nameindex() if address in _addresses(name)), None)
         if names is None:  # for instance the address of a service that forwards to this machine
@@ -190,10 +191,6 @@ def _choose(seats: list[Seat], rank: int) -> list[str]:
         os.environ[INTERFACE] = names
         logger.info("rank %d reaches the other machines through %s (%s)", rank, names, address)
     return [next(iter(_addresses(name)), "") for name in names.split(",")]
-
-
-def _is_loopback(address: str) -> bool:
-    return bool(address) and ipaddress.ip_address(address).is_loopback
 
 
 def _addresses(interface: str) -> list[str]:

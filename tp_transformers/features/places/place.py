@@ -73,12 +73,6 @@ def here(*, for_copies: bool = False) -> Place:
     return Place(_call(thread), _waits(thread, modules), _line(thread))
 
 
-def of_this_thread() -> Place:
-    """The position of the thread that calls this."""
-    stack = [_read(frame) for frame in _outwards(sys._getframe(1))]
-    return Place(_call(stack), True, _line(stack))
-
-
 def inputs_of_this_thread() -> list[str]:
     """The tensors that the outermost module is called with: ["ids int64 (2, 6)", ...]; none outside of modules."""
     inputs: dict[str, Any] = {}
@@ -169,8 +163,9 @@ def this_collective(kind: str, x: object) -> str:
 
 def this_call() -> str:
     """The call of this package that this thread makes: "forward (train.py:12: model(ids)) with ids int64 (2, 6)"."""
-    place, inputs = of_this_thread(), inputs_of_this_thread()
-    where = f"{place.call} ({place.line})" if place.call else place.line
+    stack, inputs = [_read(frame) for frame in _outwards(sys._getframe(1))], inputs_of_this_thread()
+    call, line = _call(stack), _line(stack)
+    where = f"{call} ({line})" if call else line
     return where + f" with {', '.join(inputs)}" * bool(inputs)
 
 

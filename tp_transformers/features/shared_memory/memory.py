@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import accumulate
 from math import prod
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -35,7 +36,7 @@ from ...ranks.limits import visible_cores
 from ...torch_api import current_backward, is_watched
 from ..places.place import out_of_step, this_collective
 from . import operators
-from .segment import KIND, LENGTH, SLOT, WORDS, Segment, check_dtype, chunks, combine, starts_of
+from .segment import KIND, LENGTH, SLOT, WORDS, Segment, check_dtype, chunks, combine
 
 ONE_STEP = 1 << 18
 """Most bytes of an all-reduce in one step, on more than two ranks."""
@@ -205,7 +206,8 @@ class SharedMemory(Transport):
         width = prod(sent.shape[1:]) * sent.itemsize
         sent_bytes, received_bytes = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         room, segment = SLOT // self.size // 16 * 16, self._segment
-        starts, ends = starts_of(counts, width), starts_of(rows, width)
+        starts = [width * row for row in accumulate(counts, initial=0)]
+        ends = [width * row for row in accumulate(rows, initial=0)]
         longest, offset, word = 1, 0, _word(_ALL_TO_ALL, sent, rows=False)
         while offset < longest:
             if not self._begin(word, length=max(counts, default=0) * width):

@@ -63,7 +63,7 @@ class Segment:
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference mode
             self.tensor: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=head)
         # The kernel releases the lock when the process ends in any way. The lock belongs to this file description.
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(fcntl.F_WRLCK, rank))
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _lock(rank))
 
     @classmethod
     def create(cls, size: int) -> tuple[Segment, Path]:
@@ -118,7 +118,7 @@ class Segment:
 
     def has_ended(self, rank: int) -> bool:
         """True if the process of another `rank` has ended, or no longer holds the segment."""
-        lock = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(fcntl.F_WRLCK, rank))
+        lock = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, _lock(rank))
         return int(struct.unpack(_FLOCK, lock)[0]) == fcntl.F_UNLCK
 
 
@@ -134,9 +134,9 @@ def _futex(address: int, operation: int, value: int, limit: bytes | None) -> Non
     )
 
 
-def _lock(kind: int, rank: int) -> bytes:
+def _lock(rank: int) -> bytes:
     """struct flock for the byte of a rank."""
-    return struct.pack(_FLOCK, kind, os.SEEK_SET, rank, 1, 0)
+    return struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
 
 
 def nbytes(size: int) -> int:
@@ -183,11 +183,3 @@ def chunks(nbytes: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
     else:
         yield from zip(*(tensor.view(-1).split(nbytes // tensor.itemsize) for tensor in tensors), strict=True)
-
-
-def starts_of(counts: Sequence[int], width: int) -> list[int]:
-    """Byte offsets of consecutive chunks with `counts` rows of `width` bytes, and the end of the last."""
-    starts = [0]
-    for count in counts:
-        starts.append(starts[-1] + count * width)
-    return starts
