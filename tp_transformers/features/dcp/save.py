@@ -26,8 +26,6 @@ from .local_shard import LocalShard
 
 
 class DistributedSaves(Mixin):
-    """Methods of a loaded model."""
-
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, distributed_checkpoint: bool = False, **kwargs: Any
     ) -> None:

@@ -47,8 +47,6 @@ RENEWALS = 3
 
 @dataclass(eq=False)
 class Process:
-    """A process of a rank."""
-
     number: int
     slot: int
     """The device, and the rank in what is printed."""

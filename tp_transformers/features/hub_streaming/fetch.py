@@ -227,7 +227,6 @@ def _swap(channel: dist.ProcessGroup | None, sent: Bytes, receiver: int, got: By
 
 @contextmanager
 def _catch(errors: list[Exception]) -> Iterator[None]:
-    """Catch an error of the block and append it to `errors`."""
     try:
         yield
     except Exception as error:

@@ -40,8 +40,6 @@ def push(group: TensorParallelGroup, save: Callable[..., object], repo_id: str, 
 
 
 class PushedModel(Mixin):
-    """Methods of a loaded model."""
-
     @collective
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any

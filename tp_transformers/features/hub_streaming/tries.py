@@ -174,7 +174,6 @@ class Pace:
         self.restart()
 
     def restart(self) -> None:
-        """Start a new measurement."""
         self._began, self._nbytes = monotonic(), 0
 
     def count(self, nbytes: int) -> None:

@@ -26,7 +26,6 @@ class Sight(NamedTuple):
 
 
 def sight(file: Path, *, writes: bool) -> Sight:
-    """Look for a file on this machine."""
     try:
         status = file.stat()
     except OSError:

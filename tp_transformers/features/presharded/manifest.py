@@ -51,8 +51,6 @@ _ORDINARY = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_I
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file of one rank."""
-
     name: str
     size: int
     """In bytes."""

@@ -91,7 +91,6 @@ class Moves:
             pass
 
     def done(self) -> None:
-        """End the rounds."""
         self._say("done", [])
 
     def failed(self, error: Exception) -> None:

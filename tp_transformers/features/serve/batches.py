@@ -47,7 +47,6 @@ class TopK(processors.ContinuousBatchingTopKLogitsWarper):
     """transformers' processor, which on a CPU sorts the vocabulary only if a request has a `top_k`."""
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """`scores`: (requests, vocabulary)."""
         is_idle = scores.is_cpu and bool((tensor_arg[: len(scores)] >= scores.shape[-1]).all())
         return scores if is_idle else super().__call__(scores, tensor_arg)
 
@@ -56,7 +55,6 @@ class TopP(processors.ContinuousBatchingTopPLogitsWarper):
     """transformers' processor, which on a CPU sorts the vocabulary only if a request has a `top_p`."""
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
-        """`scores`: (requests, vocabulary)."""
         is_idle = scores.is_cpu and bool((tensor_arg[: len(scores)].view(torch.float32) >= 1).all())
         return scores if is_idle else super().__call__(scores, tensor_arg)
 

@@ -17,8 +17,6 @@ GRACE = 3.0
 
 @dataclass(frozen=True)
 class Report:
-    """The report of a rank that failed."""
-
     order: int
     """Position of the rank in the order of reports."""
     collectives: int

@@ -29,7 +29,6 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """The process that calls."""
     namespace = "/proc/self/ns/pid"
     name = os.readlink(namespace) if os.path.exists(namespace) else ""
     return Process(machine_name(), name, os.getpid(), "".join(status_of(os.getpid())[_BEGAN:][:1]))

@@ -327,7 +327,6 @@ def watches(process_group: Any) -> list[Watch]:
 
 
 def watched(all_watches: Iterable[Watch]) -> ExitStack:
-    """Enter the watches."""
     with ExitStack() as stack:  # if one raises, it exits the earlier ones
         for watch in all_watches:
             stack.enter_context(watch)
