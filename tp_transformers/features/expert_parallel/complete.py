@@ -124,6 +124,6 @@ def is_captured(states: Tensor) -> bool:
     return states.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def never_empty(rows: Tensor) -> Tensor:
-    """`rows` (rows, features), or one of zeros in place of none: it keeps the products, and their gradients."""
-    return rows if len(rows) else torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+def never_empty(rows: Tensor, least: int = 1) -> Tensor:
+    """`rows` (rows, features), with rows of zeros up to `least`: they keep the products, and their gradients."""
+    return rows if len(rows) >= least else torch.cat([rows, rows.new_zeros(least - len(rows), rows.shape[1])])

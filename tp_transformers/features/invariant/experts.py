@@ -75,7 +75,9 @@ class InvariantExpertsParallel(IsolatedParallel):
         rows = apply_function(_Rows, states, taken, others, ids, kind, mesh.get_group())
         own_ids = own_ids[taken].unsqueeze(1)
         if selects:
-            rows, own_ids = never_empty(rows), never_empty(own_ids)
+            # A batch of a single matrix is multiplied as a matrix, whose sums have another order.
+            least = min(2, ids.numel()) if kind == BATCHED else 1
+            rows, own_ids = never_empty(rows, least), never_empty(own_ids, least)
         return (rows, own_ids, rows.new_ones(len(own_ids), 1), *rest)
 
     def _check_kind(self, kind: str, states: Tensor, weights: Tensor) -> None:
