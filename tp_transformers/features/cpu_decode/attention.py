@@ -11,11 +11,17 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 
 from ...patches import Patch, Undo, nothing, replace
+
+
+def attend_to_rows(model: nn.Module) -> None:
+    """Let the modules of `model` attend as this module describes."""
+    for module in model.modules():
+        vars(module)["tp_attends_to_rows"] = True
 
 
 def _install() -> Undo:
@@ -27,7 +33,7 @@ def _install() -> Undo:
         nonlocal packs
         if torch.compiler.is_compiling():
             return original(module, query, key, *args, **kwargs)
-        packs = query.shape[2] == 1 and query.is_cpu
+        packs = query.shape[2] == 1 and query.is_cpu and "tp_attends_to_rows" in vars(module)
         if packs and query.dtype == torch.bfloat16 and query.shape[1] == key.shape[1] and not query.requires_grad:
             twice = query.expand(-1, -1, 2, -1)
             output, weights = original(module, twice, key, *args, **kwargs | {"is_causal": False})
@@ -35,7 +41,7 @@ def _install() -> Undo:
         return original(module, query, key, *args, **kwargs)
 
     def uses_gqa(original: Any, *args: Any) -> bool:
-        return not packs and original(*args)
+        return (torch.compiler.is_compiling() or not packs) and original(*args)
 
     AttentionInterface.register("sdpa", attend)
     has_pack = hasattr(sdpa_attention, "pack_gqa")  # since 5.24

@@ -14,9 +14,12 @@ class CpuDecode(Feature):
     model_patches = (".attention.GROUPED_QUERIES",)
 
     def loaded(self, model: Any) -> None:
-        from .products import choose_kernels
+        if not model.tp_resolution.keeps_order:  # such a model has the bits of one process
+            from .attention import attend_to_rows
+            from .products import choose_kernels
 
-        choose_kernels(model)
+            attend_to_rows(model)
+            choose_kernels(model)
 
 
 FEATURE = CpuDecode()
