@@ -22,7 +22,7 @@ from ...checkpoint.saving.save import gather, given_state
 from ...checkpoint.saving.writer import Writer, named
 from ...errors import CheckpointError, UnsupportedError
 from ...marks import untyped
-from ...patches import Change, Patch, Undo, replace_all
+from ...patches import Patch, Undo, replace_all
 from ...ranks.group import GROUP
 from ...seams import Mixin, collective
 from ...strategies import full_tensor
@@ -244,10 +244,7 @@ def _on_full_adapters(model: Any, names: Collection[str] | None = None) -> Itera
 
 def _install() -> Undo:
     module = sys.modules[_MODULE]
-    changes: list[Change] = [(module, "hotswap_adapter_from_state_dict", _swap)]
-    if hasattr(module, "prepare_model_for_compiled_hotswap"):
-        changes.append((module, "_pad_lora_weights", _pad))
-    return replace_all(changes)
+    return replace_all([(module, "hotswap_adapter_from_state_dict", _swap), (module, "_pad_lora_weights", _pad)])
 
 
 def _reject_swaps() -> Undo:

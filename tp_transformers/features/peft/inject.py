@@ -41,11 +41,11 @@ from .shard import (
     full_adapters,
     layout_of_vector,
     split_adapter,
+    split_tokens,
     strategies_of,
     take_indices,
     unsupported,
 )
-from .tokens import split_tokens
 
 INITS = (True, False, "gaussian", "orthogonal")
 """Values of a LoraConfig's init_lora_weights that do not read the base layer's weight, which is sharded."""

@@ -14,6 +14,7 @@ from ...slices.layout import Layout
 from ...strategies import local_tensor, take
 from .layers import AdaptedFactors, AdaptedLayer, communicating, parameters_as, split_of
 from .lora import AdaptedAdalora, AdaptedDora, AdaptedLora, AdaptedParam
+from .tokens import AdaptedTokens
 
 
 class AdaptedLoha(AdaptedLayer):
@@ -91,14 +92,15 @@ _MIXINS: dict[str, type] = {
     "hada_w1_a": AdaptedLoha,
     "lokr_w1": AdaptedLokr,
     "vera_lambda_d": AdaptedVera,
+    "trainable_tokens_delta": AdaptedTokens,
 }
 """Parameters of a layer of PEFT -> its mixin, the first that fits; others have AdaptedLayer."""
 
 
 @cache
 def adapted_class(cls: type) -> type:
-    """The subclass of the class of PEFT's layer that is also an AdaptedLayer; for DoRA's magnitudes, AdaptedDora."""
-    if issubclass(cls, AdaptedLayer | AdaptedDora):
+    """The subclass of the class of PEFT's layer with the mixin for it; for DoRA's magnitudes, AdaptedDora."""
+    if issubclass(cls, AdaptedLayer | AdaptedDora | AdaptedTokens):
         return cls
     names = {"__module__": cls.__module__, "__doc__": cls.__doc__, "peft_class": cls}
     parameters = getattr(cls, "adapter_layer_names", None)

@@ -71,6 +71,22 @@ def split_adapter(name: str, layer: Any, adapter: str, group: TensorParallelGrou
         _slice_dropout(getattr(layer, layer.dropouts), adapter, inputs_split(layer.get_base_layer()), group.rank)
 
 
+def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
+    """Keep the rows of a TrainableTokensLayer replicated, with partial gradients if the base layer is sharded."""
+    layer.__class__ = adapted_class(untyped(type(layer)))
+    keep_shards_of(layer.base_layer)
+    if adapter in layer.trainable_tokens_delta:
+        shard: ParamShard = layer.base_layer.tp_shards["weight"]
+        is_partial = shard.layout is not None
+        own = torch.arange(shard.shape[0])
+        if shard.layout is not None and shard.layout.dim == 0:
+            own = take(own, shard.layout, group.rank)
+        found = (own[:, None] == torch.tensor(layer.token_indices[adapter])).nonzero(as_tuple=True)
+        rows = layer.__dict__.setdefault("tp_rows", {})
+        rows[adapter] = tuple(index.to(group.device) for index in found)
+        split_parameter(layer.trainable_tokens_delta, adapter, None, group, is_partial)
+
+
 def keep_shards_of(base: nn.Module) -> None:
     """Store the shards of the parameters of `base` on it, too: parameters of FSDP lose theirs."""
     shards = {name: SHARD.find(param) for name, param in base._parameters.items()}

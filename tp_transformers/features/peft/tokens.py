@@ -5,22 +5,16 @@ LoraConfig(..., trainable_token_indices=[7, 9])      rows 7 and 9, replicated; t
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...marks import untyped
-from ...ranks.group import TensorParallelGroup
 from ...strategies import ParamShard, local_tensor, take
-from .layers import parameters_as
-from .shard import keep_shards_of, split_parameter
-
-_Layer: Any = object
+from .layers import PeftLayer, parameters_as
 
 
-class AdaptedTokens(_Layer):
+class AdaptedTokens(PeftLayer):
     """A TrainableTokensLayer of PEFT on a sharded base layer."""
 
     tp_rows: dict[str, tuple[Tensor, Tensor]]
@@ -75,26 +69,3 @@ class AdaptedTokens(_Layer):
             rows = take(rows, shard.layout, shard.group.rank)
         positions, numbers = self.tp_rows[adapter]
         return weight.index_copy(0, positions, rows.to(weight)[numbers])
-
-
-def split_tokens(layer: Any, adapter: str, group: TensorParallelGroup) -> None:
-    """Keep the rows of a TrainableTokensLayer replicated, with partial gradients if the base layer is sharded."""
-    layer.__class__ = _adapted_class(untyped(type(layer)))
-    keep_shards_of(layer.base_layer)
-    if adapter in layer.trainable_tokens_delta:
-        shard: ParamShard = layer.base_layer.tp_shards["weight"]
-        is_partial = shard.layout is not None
-        own = torch.arange(shard.shape[0])
-        if shard.layout is not None and shard.layout.dim == 0:
-            own = take(own, shard.layout, group.rank)
-        found = (own[:, None] == torch.tensor(layer.token_indices[adapter])).nonzero(as_tuple=True)
-        rows = layer.__dict__.setdefault("tp_rows", {})
-        rows[adapter] = tuple(index.to(group.device) for index in found)
-        split_parameter(layer.trainable_tokens_delta, adapter, None, group, is_partial)
-
-
-@cache
-def _adapted_class(cls: type) -> type:
-    if issubclass(cls, AdaptedTokens):
-        return cls
-    return type(cls.__name__, (AdaptedTokens, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
