@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -139,18 +139,17 @@ def _create_and_replace(
 ) -> None:
     """`_create_and_replace` of a tuner, which reads the adapter's widths from the base layer's weight."""
     base: nn.Module = untyped(target).get_base_layer() if hasattr(target, "get_base_layer") else target
+    init, shapes = str(getattr(config, "init_lora_weights", "")), _full_shapes(base)
     if config.peft_type == "LN_TUNING":
-        type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
-        return
-    if kwargs.get("parameter_name") is not None:
+        shapes = nullcontext()
+    elif kwargs.get("parameter_name") is not None:
         check_values(base, "adapters on its parameters")
     else:
         strategies_of(base)
-    init = str(getattr(config, "init_lora_weights", ""))
-    reads_weight = OF_WEIGHTS.fullmatch(init) is not None or getattr(config, "use_dora", False)
-    if reads_weight:
+    if OF_WEIGHTS.fullmatch(init) or getattr(config, "use_dora", False):
         check_values(base, f"use_dora or init_lora_weights={init!r}")
-    with full_parameters(base, parameters=[untyped(base).weight]) if reads_weight else _full_shapes(base):
+        shapes = full_parameters(base, parameters=[untyped(base).weight])
+    with shapes:
         type(tuner)._create_and_replace(tuner, config, adapter_name, target, *args, **kwargs)
 
 

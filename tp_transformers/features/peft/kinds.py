@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ...marks import untyped
 from ...slices.layout import Layout
@@ -50,33 +49,22 @@ class AdaptedVera(AdaptedFactors):
 
     factor, dropouts = "vera_lambda_d", "vera_dropout"
 
-    def update(self, adapter: str, x: Tensor) -> Tensor:
-        """The adapter's update of this rank's outputs."""
-        base, (a, b) = self.get_base_layer(), self._projections(adapter)
-        if split_of(base)[1]:
-            reduced = communicating(base, x, lambda own: linear(own, a))  # summed while it is as wide as r
-            update: Tensor = self.vera_lambda_b[adapter] * linear(self.vera_lambda_d[adapter] * reduced, b)
-            return update
-        scale, out_scale = self.vera_lambda_d[adapter], self.vera_lambda_b[adapter]
-        return communicating(base, x, lambda own: out_scale * linear(scale * linear(own, a), b))
-
-    def get_delta_weight(self, adapter: str) -> Tensor:
-        """The adapter's update of this rank's weight."""
-        a, b = self._projections(adapter)
-        update: Tensor = (self.vera_lambda_b[adapter][:, None] * b) @ (self.vera_lambda_d[adapter][:, None] * a)
-        return update.T if self.fan_in_fan_out else update
-
-    def _projections(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """This rank's columns of A or rows of B; PEFT's are as large as the largest layer needs."""
+    def matrices(self, adapter: str) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """See `AdaptedFactors.matrices`; PEFT's are as large as the largest layer needs."""
         base = self.get_base_layer()
         a, b = self.vera_A[adapter][:, : self.in_features], self.vera_B[adapter][: self.out_features]
         split, is_input = split_of(base)
-        if split is None:
-            return a, b
-        rank = base.tp_shards["weight"].group.rank
-        if is_input:
-            return take(a, Layout(1, split), rank), b
-        return a, take(b, Layout(0, split), rank)
+        if split is not None and is_input:
+            a = take(a, Layout(1, split), base.tp_shards["weight"].group.rank)
+        elif split is not None:
+            b = take(b, Layout(0, split), base.tp_shards["weight"].group.rank)
+        return a, self.vera_lambda_d[adapter], b, self.vera_lambda_b[adapter]
+
+    def get_delta_weight(self, adapter: str) -> Tensor:
+        """The adapter's update of this rank's weight."""
+        a, inner, b, outer = self.matrices(adapter)
+        update: Tensor = (outer[:, None] * b) @ (inner[:, None] * a)
+        return update.T if self.fan_in_fan_out else update
 
 
 class AdaptedOft(AdaptedLayer):

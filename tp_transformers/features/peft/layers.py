@@ -94,7 +94,16 @@ class AdaptedFactors(AdaptedLayer):
         return result
 
     def update(self, adapter: str, x: Tensor) -> Tensor:
-        """The adapter's update of this rank's outputs."""
+        """The adapter's update of this rank's outputs; if the inputs are sharded, summed while it is as wide as r."""
+        base, (a, inner, b, outer) = self.get_base_layer(), self.matrices(adapter)
+        if split_of(base)[1]:
+            reduced = communicating(base, x, lambda own: linear(own, a))
+            summed: Tensor = outer * linear(inner * reduced, b)
+            return summed
+        return communicating(base, x, lambda own: outer * linear(inner * linear(own, a), b))
+
+    def matrices(self, adapter: str) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """This rank's columns of A or rows of B, with their factors: A, of r values, B, of this rank's outputs."""
         raise NotImplementedError
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ...marks import untyped
 from ...ranks import direct
@@ -17,12 +16,10 @@ from .layers import (
     AdaptedFactors,
     AdaptedLayer,
     PeftLayer,
-    communicating,
     local_weights,
     open_forward,
     parameters_as,
     product,
-    split_of,
 )
 
 
@@ -144,12 +141,6 @@ class AdaptedAdalora(AdaptedFactors):
 
     factor, dropouts = "lora_A", "lora_dropout"
 
-    def update(self, adapter: str, x: Tensor) -> Tensor:
-        """The adapter's update of this rank's outputs; if the inputs are sharded, summed while it is as wide as r."""
-        base, a, b, e = self.get_base_layer(), self.lora_A[adapter], self.lora_B[adapter], self.lora_E[adapter]
-        if split_of(base)[1]:
-            updates = linear(communicating(base, x, lambda own: linear(own, a)), b * e.T)
-        else:
-            updates = communicating(base, x, lambda own: linear(linear(own, a * e), b))
-        scaled: Tensor = updates * self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
-        return scaled
+    def matrices(self, adapter: str) -> tuple[Tensor, Tensor, Tensor, Any]:
+        a, b, e = self.lora_A[adapter], self.lora_B[adapter], self.lora_E[adapter]
+        return a, e.T, b, self.scaling[adapter] / (self.ranknum[adapter] + 1e-5)  # as PEFT has it
