@@ -126,18 +126,16 @@ def _split_magnitudes(name: str, magnitudes: Any, base: nn.Module, group: Tensor
 def _split_rotations(name: str, layer: Any, rotations: Any, group: TensorParallelGroup) -> None:
     """Shard the blocks of OFT, of (blocks, elements), where the inputs of the base layer are sharded."""
     base, size = layer.get_base_layer(), rotations.block_size
-    split = inputs_split(base)
-    if split is None:  # the gradients of rotated inputs are summed over the ranks
-        split_parameter(rotations, "weight", None, group, _has_partial_gradients(base))
-        return
-    rotations.in_features = split.widths[group.rank]
-    if rotations.block_share:
-        split_parameter(rotations, "weight", None, group, is_partial=True)
-        return
-    ranges = tuple(tuple((start // size, stop // size) for start, stop in of_rank) for of_rank in split.ranges)
-    blocks = Split(split.length // size, ranges)
-    rotations.r = blocks.widths[group.rank]
-    split_parameter(rotations, "weight", Layout(0, blocks), group)
+    split, layout = inputs_split(base), None
+    if split is not None:
+        rotations.in_features = split.widths[group.rank]
+        if not rotations.block_share:
+            ranges = tuple(tuple((start // size, stop // size) for start, stop in of_rank) for of_rank in split.ranges)
+            layout = Layout(0, Split(split.length // size, ranges))
+            rotations.r = layout.split.widths[group.rank]
+    # The gradients of all rotated inputs are summed over the ranks.
+    is_partial = layout is None and (split is not None or _has_partial_gradients(base))
+    split_parameter(rotations, "weight", layout, group, is_partial)
 
 
 def check_rotations(name: str, base: nn.Module, config: Any) -> None:
