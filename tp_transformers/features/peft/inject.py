@@ -35,8 +35,7 @@ from .files import push_peft_model, save_peft_model
 from .layers import parameters_as
 from .prompts import get_prompt, set_up_prompts
 from .shard import (
-    check_no_copies,
-    check_no_order,
+    check_model,
     check_rotations,
     full_adapters,
     layout_of_vector,
@@ -93,8 +92,7 @@ def _inject_full(tuner: Any, model: PreTrainedModel, adapter_name: str, *args: A
     group, config = _group(model), tuner.peft_config[adapter_name]
     assert group is not None
     with group.agree():
-        check_no_order(model)
-        check_no_copies(model)
+        check_model(model)
         if getattr(type(tuner), "tuner_layer_cls", None) is None:
             raise unsupported("PeftMixedModel", "adapters of several types in one model")
         _check_config(tuner._prepare_adapter_config(copy.deepcopy(config), tuner.get_model_config(model)), model)

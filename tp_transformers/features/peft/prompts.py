@@ -20,7 +20,7 @@ from ...ranks.collectives import copy_to_region
 from ...ranks.group import GROUP, TensorParallelGroup
 from ...slices.layout import Layout
 from ...strategies import take
-from .shard import check_no_copies, check_no_order, unsupported
+from .shard import check_model, unsupported
 
 KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 """Types of prompts that enter a model in place of embeddings, or as its cache."""
@@ -30,8 +30,7 @@ def set_up_prompts(peft_model: Any, adapter_name: str) -> None:
     """`_setup_prompt_encoder` of a PeftModel, on all ranks or on none. Raises UnsupportedError for another type."""
     group, config = GROUP.of(peft_model.base_model), peft_model.peft_config[adapter_name]
     with group.agree():
-        check_no_order(peft_model.base_model)
-        check_no_copies(peft_model.base_model)
+        check_model(peft_model.base_model)
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind not in KINDS:
             raise unsupported("peft", f"adapters of the type {kind}")

@@ -270,8 +270,9 @@ def unsupported(subject: str, got: str) -> UnsupportedError:
     )
 
 
-def check_no_order(model: Any) -> None:
-    """Raise UnsupportedError for a model with the bits of one process: adapters sum over the ranks."""
+def check_model(model: Any) -> None:
+    """Raise UnsupportedError for a model with the bits of one process, as adapters sum over the ranks, and for a
+    data-parallel model, as its copies would not have the same adapters."""
     if model.tp_resolution.keeps_order:
         raise UnsupportedError(
             "peft on a tensor-parallel model",
@@ -279,10 +280,6 @@ def check_no_order(model: Any) -> None:
             expected="an adapter without tp_invariant",
             fix="Load the model without tp_invariant.",
         )
-
-
-def check_no_copies(model: Any) -> None:
-    """Raise UnsupportedError for a data-parallel model: its copies would not have the same adapters."""
     if hasattr(model, "set_requires_gradient_sync"):
         raise UnsupportedError(
             "peft on a model with data-parallel copies",
