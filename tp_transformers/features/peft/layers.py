@@ -135,26 +135,19 @@ def parameters_as(*replaced: tuple[Any, Mapping[str, Any]]) -> Iterator[None]:
             module._parameters.update(params)
 
 
-@contextmanager
-def open_forward(module: Any) -> Iterator[None]:
-    """Allow calls of a strategy's `before` and `after` for `module` without its forward."""
-    forwards: list[Forward] = module.tp_forwards
-    forwards.append(Forward({}))
-    try:
-        yield
-    finally:
-        forwards.pop()
-
-
 def communicating(base: Any, x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """`product` of this rank's inputs, with the communication of the linear `base`, and without its bias."""
+    """`product` of this rank's inputs, with the communication of the layer `base`, and without its bias."""
     if split_of(base)[0] is None:
         return product(x)
     strategy, mesh = STRATEGY.of(base), untyped(base.tp_shards["weight"].group.device_mesh)
-    with open_forward(base), parameters_as((base, {"bias": None} if "bias" in base._parameters else {})):
-        (x,) = strategy.before(base, (x,), mesh)
-        output: Tensor = strategy.after(base, product(x), mesh)
-        return output
+    base.tp_forwards.append(Forward({}))  # for `before` and `after`, without the forward of `base`
+    try:
+        with parameters_as((base, {"bias": None} if "bias" in base._parameters else {})):
+            (x,) = strategy.before(base, (x,), mesh)
+            output: Tensor = strategy.after(base, product(x), mesh)
+            return output
+    finally:
+        base.tp_forwards.pop()
 
 
 def product(base: Any, x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from .layers import (
     AdaptedFactors,
     AdaptedLayer,
     PeftLayer,
+    communicating,
     local_weights,
-    open_forward,
     parameters_as,
     product,
 )
@@ -41,18 +41,17 @@ class AdaptedLora(AdaptedLayer):
         if strategy is None or strategy.split_dim("weight", 2) != 0:  # the rows are not sharded
             plain: Tensor = super()._embed(ids, weight, *functions, **named)
             return plain
-        mesh = next(iter(self.lora_embedding_A.tp_shards.values())).group.device_mesh
-        with open_forward(base):
-            (ids,) = strategy.before(base, (ids,), mesh)
-            local = strategy.local_attributes(base, mesh.get_local_rank())
+        local, embed = strategy.local_attributes(base, strategy.rank), super()._embed
+
+        def look_up(own: Tensor) -> Tensor:
             saved = {name: getattr(base, name) for name in local}
             base.__dict__.update(local)
             try:
-                embedded = super()._embed(ids, weight)
+                return embed(own, weight)  # type: ignore[no-any-return]
             finally:
                 base.__dict__.update(saved)
-            output: Tensor = strategy.after(base, embedded, mesh)
-            return output
+
+        return communicating(base, ids, look_up)
 
 
 class AdaptedParam(AdaptedLora):
