@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -221,25 +221,14 @@ _MODULE = "peft.utils.hotswap"
 def _swap(original: Callable[..., None], model: Any, state_dict: Any, adapter_name: str, *args: Any, **kw: Any) -> None:
     """`hotswap_adapter_from_state_dict`, which `hotswap_adapter` calls. Collective."""
     full = {name: full_tensor(value) for name, value in state_dict.items()}
-    with _on_full_adapters(model, [adapter_name]):
+    with full_adapters(model, [adapter_name]):
         original(model, full, adapter_name, *args, **kw)
 
 
 def _pad(original: Callable[..., bool], model: Any, *args: Any, **kw: Any) -> bool:
     """`_pad_lora_weights`; its caller, `prepare_model_for_compiled_hotswap`, may be imported before a load."""
-    with _on_full_adapters(model):
+    with full_adapters(model):
         return original(model, *args, **kw)
-
-
-@contextmanager
-def _on_full_adapters(model: Any, names: Collection[str] | None = None) -> Iterator[None]:
-    """Run the block on full adapters of a tensor-parallel model, on all ranks or none; leave other models unchanged."""
-    group = GROUP.find(model)
-    if group is None or group.device_mesh is None:
-        yield
-        return
-    with full_adapters(model, group, names):
-        yield
 
 
 def _install() -> Undo:

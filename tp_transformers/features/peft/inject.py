@@ -119,7 +119,7 @@ def _add_weighted_adapter(tuner: Any, adapters: Any, weights: Any, adapter_name:
     group = GROUP.of(tuner.model)
     if adapter_name in tuner.peft_config:  # peft leaves it as it is
         return
-    with full_adapters(tuner.model, group, adapters):
+    with full_adapters(tuner.model, adapters):
         tuner.inject_adapter = partial(_inject_full, tuner)
         try:
             with group.agree():

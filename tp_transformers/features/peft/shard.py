@@ -17,7 +17,7 @@ from ...features.full_parameters.full_parameters import full_parameters
 from ...marks import untyped
 from ...model.tensor_parallel_model import keep_state
 from ...ranks import direct
-from ...ranks.group import TensorParallelGroup
+from ...ranks.group import GROUP, TensorParallelGroup
 from ...slices.layout import Layout, Split
 from ...strategies import (
     SHARD,
@@ -290,12 +290,18 @@ def check_model(model: Any) -> None:
 
 
 @contextmanager
-def full_adapters(model: nn.Module, group: TensorParallelGroup, names: Collection[str] | None = None) -> Iterator[None]:
+def full_adapters(model: nn.Module, names: Collection[str] | None = None) -> Iterator[None]:
     """Give LoRA layers PEFT's own class and full adapters in the block; see `full_parameters`. Collective.
+
+    A model that is not tensor-parallel stays as it is.
 
     Args:
         names: the adapters to gather; None for all.
     """
+    group = GROUP.find(model)
+    if group is None or group.device_mesh is None:
+        yield
+        return
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptedLora)]
     try:
         with full_parameters(model, parameters=[param for layer in layers for param in _parameters(layer, names)]):
