@@ -220,16 +220,13 @@ def _check_config(config: Any, model: PreTrainedModel) -> None:
         _check_targets(config, model)
     if kind != "LORA":
         return
-    converted = copy.deepcopy(config)
-    try:  # transformers may have merged modules into parameters, such as the experts of Mixtral
-        from peft.utils.transformers_weight_conversion import (
-            convert_peft_config_for_transformers,
-            get_model_conversion_mapping,
-        )
-    except ImportError:
-        pass
-    else:
-        convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_config_for_transformers,
+        get_model_conversion_mapping,
+    )
+
+    converted = copy.deepcopy(config)  # transformers may have merged modules into parameters, as Mixtral's experts
+    convert_peft_config_for_transformers(converted, model=model, conversions=get_model_conversion_mapping(model))
     options = [field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")]
     options = [option for option in options if option != "use_dora"]
     options += ["layer_replication", "ensure_weight_tying"]
