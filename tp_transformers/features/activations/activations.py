@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 from ...anatomy import HEADS, is_cross_attention
 from ...errors import UnsupportedError
 from ...marks import untyped
+from ...model.dropout import layer_strategy
 from ...plans.attention import AttentionHeads
 from ...ranks.collectives import Group, copy_to_region, gather_from_region
 from ...ranks.group import TensorParallelGroup
@@ -41,7 +42,7 @@ def full_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Tens
     Raises UnsupportedError if ranks have other shards than of features: of the sequence, of heads, of the batch, or
     partial sums. Raises ValueError if `x` has another width than this rank's shard.
     """
-    split, strategy = features_split(module, side), strategy_of(module)
+    split, strategy = features_split(module, side), layer_strategy(module)
     return x if split is None or strategy is None else gather_features(x, split, strategy)
 
 
@@ -50,7 +51,7 @@ def local_activation(module: nn.Module, x: Tensor, side: Side = "output") -> Ten
 
     Raises UnsupportedError as `full_activation` does, and ValueError if `x` has not all features.
     """
-    split, strategy = features_split(module, side), strategy_of(module)
+    split, strategy = features_split(module, side), layer_strategy(module)
     return x if split is None or strategy is None else own_features(x, split, strategy)
 
 
@@ -73,7 +74,7 @@ def features_split(module: nn.Module, side: Side) -> Split | None:
 
     Raises UnsupportedError if ranks have other shards than of features.
     """
-    strategy = strategy_of(module)
+    strategy = layer_strategy(module)
     if strategy is None:
         return None
     state = strategy.signature.takes if side == "input" else strategy.signature.leaves
@@ -86,13 +87,6 @@ def features_split(module: nn.Module, side: Side) -> Split | None:
         expected="shards of the last dim, or equal tensors",
         fix="Read the output of the linear before it, or the input of the one after it.",
     )
-
-
-def strategy_of(module: nn.Module) -> Communication | None:
-    """The strategy of a module, or of the linear in a layer of PEFT; None without one."""
-    base = untyped(module).get_base_layer() if hasattr(module, "get_base_layer") else module
-    strategy: Communication | None = vars(base).get("tp_strategy")
-    return strategy
 
 
 def _check_width(x: Tensor, width: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import UnsupportedError
+from ...model.dropout import layer_strategy
 from ...slices.layout import Split
 from ...strategies.signature import BATCH, SEQUENCE
 from .activations import (
@@ -23,7 +24,6 @@ from .activations import (
     gather_features,
     local_activation,
     own_features,
-    strategy_of,
 )
 
 
@@ -49,9 +49,9 @@ class FullActivations:
         module = envoy._module
         children = [child for child in module.children() if _splits(child)]
         for name, child in module.named_children():
-            if children and strategy_of(child) is None and next(child.parameters(), None) is None:
+            if children and layer_strategy(child) is None and next(child.parameters(), None) is None:
                 self.between[f"{envoy.path}.{name}"] = children
-        if (strategy := strategy_of(module)) is not None:
+        if (strategy := layer_strategy(module)) is not None:
             if {strategy.signature.takes, strategy.signature.leaves} & {SEQUENCE, BATCH}:
                 raise UnsupportedError(
                     f"nnsight at {envoy.path}",
@@ -81,7 +81,7 @@ class FullActivations:
 
     def _between(self, path: str, value: Any) -> tuple[Any, Callable[[Any], Any] | None]:
         linears = self.between[path]
-        splits, strategy = {split for linear in linears for split in _splits(linear)}, strategy_of(linears[0])
+        splits, strategy = {split for linear in linears for split in _splits(linear)}, layer_strategy(linears[0])
         assert strategy is not None
         split = next(iter(splits))
         widths = {x.shape[-1] for x in _tensors(value)}
@@ -121,7 +121,7 @@ class FullActivations:
 
 def _splits(module: nn.Module) -> list[Split]:
     """Splits of the features that a linear takes or returns."""
-    strategy = strategy_of(module)
+    strategy = layer_strategy(module)
     splits = () if strategy is None else (strategy.sharded_input, strategy.sharded_output)
     return [split for split in splits if split is not None]
 
@@ -146,7 +146,7 @@ def _place(location: str) -> tuple[str, Side]:
 
 def instrument(original: Callable[..., Any], interleaver: Any, envoy: Any) -> Any:
     """`Interleaver.instrument`, for a model before its modules; trees of other models keep their own fragments."""
-    if not isinstance(interleaver.fragments, FullActivations) and any(map(strategy_of, envoy._module.modules())):
+    if not isinstance(interleaver.fragments, FullActivations) and any(map(layer_strategy, envoy._module.modules())):
         interleaver.fragments = FullActivations()
     return original(interleaver, envoy)
 
