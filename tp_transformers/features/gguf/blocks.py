@@ -136,7 +136,7 @@ def _rotary_rows(name: str, tensor: LazyTensor, head: int) -> Bundle:
     else:
         key, component, decode = "values", Component(tensor, (DimMap(0), DimMap(1)), name), _values
     order = partial(_by_halves, head)
-    components = {key: Component(component.tensor, (DimMap(0, head, head), component.dim_maps[1]), name)}
+    components = {key: Component(component.tensor, (DimMap(0, head, head), component.dims[1]), name)}
     in_order = (
         decode.with_rows(order) if isinstance(decode, Affine) else lambda stored, shape: order(decode(stored, shape))
     )
@@ -183,12 +183,7 @@ class Gguf(Format):
     title = "GGUF"
     is_written = False
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Gguf:
-        """See `Format.of`; there are no settings, since each tensor has its type in the file."""
-        return cls()
-
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         return {
             name: _bundle(name, tensor) if isinstance(tensor, Blocks) else tensor for name, tensor in tensors.items()
         }
@@ -203,13 +198,13 @@ def _bundle(name: str, blocks: Blocks) -> Bundle:
     kind = GGMLQuantizationType(blocks.kind)
     length, nbytes = GGML_QUANT_SIZES[kind]
     *leading, width = blocks.shape
-    dim_maps = (*(DimMap(dim) for dim in range(len(leading))), DimMap(len(leading), length, nbytes))
+    dims = (*map(DimMap, range(len(leading))), DimMap(len(leading), length, nbytes))
     shape = (*leading, width // nbytes * length)
     decode: Decode = partial(_decode, kind)
     if kind.name in _FOUR_BITS:
         integers, scales = partial(_integers, nbytes), partial(_by_group, _FOUR_BITS[kind.name], nbytes)
         decode = Affine(decode, 4, 32, BLOCKS, integers, scales, adds=kind.name != "Q4_0")
-    return Bundle({BLOCKS: Component(blocks, dim_maps, name)}, shape, torch.float32, decode)
+    return Bundle({BLOCKS: Component(blocks, dims, name)}, shape, torch.float32, decode)
 
 
 def _decode(kind: Any, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

@@ -32,7 +32,7 @@ class BitNet(Format):
     """Weights of linears; activations stay in floating point."""
 
     title = "BitNet"
-    is_written = False
+    is_packable = is_written = False
 
     is_online: bool
     divides: bool
@@ -52,9 +52,7 @@ class BitNet(Format):
     def located(self, model: PreTrainedModel, locate: Locate) -> BitNet:
         return replace(self, locate=locate, kept=get_keys_to_not_convert(model) if self.kept is None else self.kept)
 
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
-        if stays_packed:
-            raise unsupported("BitNet, to stay packed", "weights to dequantise", "Load it with tp_dequantize=True.")
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
             module, _, kind = name.rpartition(".")

@@ -21,8 +21,10 @@ from .affine import Affine
 from .bundle import Bundle, Component, DimMap, StoredValues
 from .format import (
     Format,
+    Part,
     Tensors,
     bundle,
+    described,
     inconsistent,
     multiply_blocks,
     pair_table,
@@ -64,8 +66,7 @@ class BitsAndBytes(Format):
             return {}
         rows, columns = shape
         if self.bits == 8:
-            scales = without_values(torch.float32, rows)
-            return {name: without_values(torch.int8, *shape), f"{name.removesuffix('weight')}SCB": scales}
+            return described(_parts_of_rows(name).values(), shape, dtype)
         count, floats = rows * columns // _BLOCK, partial(without_values, torch.float32)
         state = {"blocksize": _BLOCK, "shape": [rows, columns], "dtype": str(dtype).removeprefix("torch.")}
         result = {
@@ -83,7 +84,7 @@ class BitsAndBytes(Format):
     def read_first(self, tensors: Tensors) -> list[str]:
         return [name for name in tensors if _STATE in name]
 
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         states = {name.partition(_STATE)[0]: name for name in tensors if _STATE in name}
         result: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
@@ -91,23 +92,13 @@ class BitsAndBytes(Format):
             if name in states:
                 result[name] = self._of_blocks(tensors, name, tensors[states[name]])
             elif kind == "weight" and f"{module}.SCB" in tensors:
-                result[name] = self._of_rows(tensors, module)
+                decode = Affine(_decode_rows, 8, None, "values", _integers, _scales)
+                result[name] = bundle(name, tensors, _parts_of_rows(name), tensor.shape, decode, torch.float32)
             elif not (module in states or name.partition(_STATE)[0] in states or kind in ("SCB", "weight_format")):
                 result[name] = tensor
             elif kind == "SCB" and f"{module}.weight" not in tensors:
                 raise inconsistent(f"{module}.weight", "no such tensor", f"one for {name}")
         return result
-
-    def _of_rows(self, tensors: Tensors, module: str) -> Bundle:
-        name = f"{module}.weight"
-        components = {
-            "values": Component(stored_tensor(tensors, name, 2, torch.int8), (DimMap(0), DimMap(1)), name),
-            "scales": Component(
-                stored_tensor(tensors, f"{module}.SCB", 1, torch.float32), (DimMap(0),), f"{module}.SCB"
-            ),
-        }
-        decode = Affine(_decode_rows, 8, None, "values", _integers, _scales)
-        return bundle(name, components, components["values"].tensor.shape, torch.float32, decode)
 
     def _of_blocks(self, tensors: Tensors, name: str, state: LazyTensor) -> Bundle:
         try:
@@ -128,30 +119,32 @@ class BitsAndBytes(Format):
             raise inconsistent(
                 name, f"{values.numel()} pairs and {scales.numel()} scales", f"those of {rows} x {columns}"
             )
-        by_block = (DimMap(0), DimMap(1, block))
-        components = {
+        by_block, floats = (DimMap(0), DimMap(1, block)), [torch.float32]
+        parts: dict[str, Part | Component] = {
             "values": Component(reshaped(values, (rows, columns // 2)), (DimMap(0), DimMap(1, 2)), name),
             "scales": Component(reshaped(scales, (rows, per_row)), by_block, f"{name}.absmax"),
-            "map": Component(
-                stored_tensor(tensors, f"{name}.quant_map", 1, torch.float32), (None,), f"{name}.quant_map"
-            ),
+            "map": Part(f"{name}.quant_map", (16,), floats),
         }
         if nested:
-            outer = (
-                torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
-            )
-            outer_dtype = torch.int16 if rows * per_row <= nested << 15 else torch.int32  # for each block, in memory
-            components["of"] = Component(Resident(outer.to(outer_dtype)), by_block)
-            for kind in ("nested_absmax", "nested_quant_map"):
-                stored = stored_tensor(tensors, f"{name}.{kind}", 1, torch.float32)
-                components[kind] = Component(stored, (None,), f"{name}.{kind}")
+            of = torch.arange(rows * per_row, dtype=torch.int32).div(nested, rounding_mode="floor").view(rows, per_row)
+            of_dtype = torch.int16 if rows * per_row <= nested << 15 else torch.int32  # for each block, in memory
+            parts["of"] = Component(Resident(of.to(of_dtype)), by_block)
+            parts["nested_absmax"] = Part(f"{name}.nested_absmax", (-(-rows * per_row // nested),), floats)
+            parts["nested_quant_map"] = Part(f"{name}.nested_quant_map", (_OUTER_BLOCK,), floats)
         decode = Blocks(block, float(settings.get("nested_offset") or 0), dtype)
-        return bundle(name, components, (rows, columns), dtype, decode)
+        return bundle(name, tensors, parts, (rows, columns), decode, dtype)
 
     def as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name.endswith(".absmax"):
             return tensor.flatten()
         return tensor.reshape(-1, 1) if name.endswith(".weight") and tensor.dtype == torch.uint8 else tensor
+
+
+def _parts_of_rows(name: str) -> dict[str, Part]:
+    return {
+        "values": Part(name, (DimMap(0), DimMap(1)), [torch.int8]),
+        "scales": Part(f"{name.removesuffix('weight')}SCB", (DimMap(0),), [torch.float32]),
+    }
 
 
 def _decode_rows(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from itertools import product
 
 import torch
 
+from ...checkpoint.reading.memory import copy
 from ...slices.layout import Range, union
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Selection, compose, lengths
@@ -46,12 +47,21 @@ class DimMap:
         return -(-length * self.width // self.unit)
 
 
+Dims = Sequence[DimMap | int]
+"""Dims of a stored tensor; one with a length is read in full, whatever the slice."""
+
+
+def stored_shape(dims: Dims, shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of a stored tensor for a tensor of `shape`."""
+    return tuple(dim if isinstance(dim, int) else dim.stored_length(shape[dim.dim]) for dim in dims)
+
+
 @dataclass(frozen=True)
 class Component:
-    """One of the stored tensors. A dim with None is read in full, whatever the slice."""
+    """One of the stored tensors."""
 
     tensor: LazyTensor
-    dim_maps: tuple[DimMap | None, ...]
+    dims: Dims
     name: str = ""
     """Name in the checkpoint."""
 
@@ -74,12 +84,9 @@ class Bundle(LazyTensor):
         decode: Decode,
         selection: Selection | None = None,
     ) -> None:
-        """Raises ValueError if the shape of a stored tensor does not match its `dim_maps`."""
+        """Raises ValueError if the shape of a stored tensor does not match its `dims`."""
         for name, component in components.items():
-            expected = tuple(
-                length if dim_map is None else dim_map.stored_length(shape[dim_map.dim])
-                for length, dim_map in zip(component.tensor.shape, component.dim_maps, strict=True)
-            )
+            expected = stored_shape(component.dims, shape)
             if tuple(component.tensor.shape) != expected:
                 raise ValueError(f"{name} of shape {tuple(component.tensor.shape)}, not {expected}")
         self.components, self.full_shape, self.decode = components, tuple(shape), decode
@@ -93,44 +100,32 @@ class Bundle(LazyTensor):
 
     def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
         """Read the stored tensors into buffers, then decode them into `destination`."""
-        units = [
-            math.lcm(
-                *(
-                    dim_map.unit
-                    for component in self.components.values()
-                    for dim_map in component.dim_maps
-                    if dim_map and dim_map.dim == dim
-                )
-            )
-            for dim in range(len(self.full_shape))
-        ]
-        aligned = [
-            Aligned(ranges, unit, length)
-            for ranges, unit, length in zip(self.selection, units, self.full_shape, strict=True)
-        ]
+        units = [1] * len(self.full_shape)
+        for component in self.components.values():
+            for dim_map in component.dims:
+                if isinstance(dim_map, DimMap):
+                    units[dim_map.dim] = math.lcm(units[dim_map.dim], dim_map.unit)
+        aligned = tuple(map(Aligned, self.selection, units, self.full_shape))
         buffers: dict[str, torch.Tensor] = {}
         origins: dict[str, Origin] = {}
         for name, component in self.components.items():
+            tensor, dims = component.tensor, component.dims
             places = [
-                [(0, 0, length)] if dim_map is None else aligned[dim_map.dim].places(dim_map, length)
-                for length, dim_map in zip(component.tensor.shape, component.dim_maps, strict=True)
+                [(0, 0, dim)] if isinstance(dim, int) else aligned[dim.dim].places(dim, length)
+                for length, dim in zip(tensor.shape, dims, strict=True)
             ]
-            shape = [
-                length if dim_map is None else dim_map.stored_length(aligned[dim_map.dim].length)
-                for length, dim_map in zip(component.tensor.shape, component.dim_maps, strict=True)
-            ]
+            shape = stored_shape(dims, [each.length for each in aligned])
             # Elements that are not read are decoded too, and not copied.
-            buffers[name] = torch.zeros(shape, dtype=component.tensor.dtype, device=destination.device)
+            buffers[name] = torch.zeros(shape, dtype=tensor.dtype, device=destination.device)
             for block in product(*places):
-                source, view = component.tensor, buffers[name]
+                source, view = tensor, buffers[name]
                 for dim, (start, position, length) in enumerate(block):
                     if length != source.shape[dim]:
                         source = source.select(dim, [(start, start + length)])
                     view = view.narrow(dim, position, length)
                 yield from source.read_steps(view)
-            origins[name] = Origin(component.name, tuple(component.tensor.shape), component.tensor.dtype, places)
-        dim_maps = {name: component.dim_maps for name, component in self.components.items()}
-        yield Decoded(buffers, dim_maps, tuple(aligned), self.decode, origins), destination
+            origins[name] = Origin(component.name, tuple(tensor.shape), tensor.dtype, dims, places)
+        yield Decoded(buffers, aligned, self.decode, origins), destination
 
 
 class Aligned:
@@ -205,6 +200,7 @@ class Origin:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    dims: Dims
     places: Sequence[Sequence[Place]]
     """The ranges read, for each dim."""
 
@@ -214,7 +210,6 @@ class Decoded:
     """The stored tensors of a slice in memory, in complete groups, with their decoder."""
 
     stored: StoredValues
-    dim_maps: Mapping[str, Sequence[DimMap | None]]
     dims: Sequence[Aligned]
     decode: Decode
     origins: Mapping[str, Origin]
@@ -231,7 +226,7 @@ class Decoded:
                 one = one.at(dim, position)
                 into = into.narrow(dim, index, 1)
             for row, values in one.tiles(at_a_time(into.device)):
-                _copy(values, into.narrow(-2, row, values.shape[-2]))
+                copy(values, into.narrow(-2, row, values.shape[-2]))
 
     def at(self, dim: int, position: int) -> Decoded:
         """The slice at one position of a leading dim's buffer, as a dim of length 1."""
@@ -261,9 +256,9 @@ class Decoded:
     def _narrow(self, stored: StoredValues, dim: int, tile: Range) -> StoredValues:
         """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""
         narrowed = dict(stored)
-        for name, dim_maps in self.dim_maps.items():
-            for at, dim_map in enumerate(dim_maps):
-                if dim_map is not None and dim_map.dim == dim:
+        for name, origin in self.origins.items():
+            for at, dim_map in enumerate(origin.dims):
+                if isinstance(dim_map, DimMap) and dim_map.dim == dim:
                     start, stop = dim_map.stored_length(tile[0]), dim_map.stored_length(tile[1])
                     narrowed[name] = narrowed[name].narrow(at, start, stop - start)
         return narrowed
@@ -277,11 +272,3 @@ def _within(ranges: Sequence[Range], tile: Range) -> Iterator[tuple[int, int, in
         if low < high:
             yield index + low - start, low, high
         index += stop - start
-
-
-def _copy(values: torch.Tensor, destination: torch.Tensor) -> None:
-    """Copy to a destination of any strides. torch transposes element by element unless both sides are contiguous."""
-    if destination.stride(-2) == 1 != destination.stride(-1):
-        destination.mT.copy_(values.to(destination.dtype).mT.contiguous())
-    else:
-        destination.copy_(values)

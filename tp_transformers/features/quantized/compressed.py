@@ -11,10 +11,11 @@ zero points, unless symmetric                     X.weight_zero_point, which pac
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,39 +24,40 @@ from transformers import PreTrainedModel
 
 from ...slices.lazy import LazyTensor
 from .affine import Affine, pack_words
-from .bundle import Bundle, Component, Decode, DimMap, StoredValues
+from .bundle import Bundle, Decode, DimMap, Dims, StoredValues
 from .casts import from_float8
 from .float8 import Float8Values
 from .format import (
-    FP4,
+    FP4_PAIRS,
     Format,
     Locate,
+    Part,
     Tensors,
     bundle,
     constant,
+    described,
     inconsistent,
     multiply_blocks,
     packed,
-    pair_table,
     stored_names,
     stored_tensor,
     subtract_blocks,
     unpack,
     unpack_pairs,
     unsupported,
-    without_values,
 )
 
 _PACKED = "pack-quantized"
+_NVFP4 = "nvfp4-pack-quantized"
 _MICRO = {
-    "nvfp4-pack-quantized": (4, "tensor_group", torch.float8_e4m3fn),
+    _NVFP4: (4, "tensor_group", torch.float8_e4m3fn),
     "mxfp4-pack-quantized": (4, "group", torch.uint8),
     "mxfp8-quantized": (8, "group", torch.uint8),
 }
 """Micro-scaling formats (small groups): bits, strategy and dtype of the scales."""
 _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MICRO)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_PAIRS = pair_table(FP4)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -66,15 +68,14 @@ _LINEAR = nn.Linear(1, 1, device="meta")
 class Scheme:
     """The quantisation of a `config_groups` entry."""
 
-    is_packed: bool
+    form: str
+    """One of `_FORMATS`."""
     bits: int
     symmetric: bool
     group: int | None
     """Columns that share a scale; None for all."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None for one scale per row or per tensor."""
-    micro: str | None = None
-    """Name of a micro-scaling format; None for other formats."""
     activations: int | None = None
     """See `Float8Values.activations`."""
     is_float: bool = False
@@ -82,11 +83,14 @@ class Scheme:
     """True if all rows and columns share a scale."""
 
     @property
-    def along(self) -> DimMap:
-        """The `DimMap` of the last dim of the values, with `dim` 0 as a placeholder."""
-        if self.micro is not None:
-            return DimMap(0, 8 // self.bits)
-        return packed(0, self.bits) if self.is_packed else DimMap(0)
+    def is_micro(self) -> bool:
+        """True for a micro-scaling format."""
+        return self.form in _MICRO
+
+    @property
+    def is_packed(self) -> bool:
+        """True if several values share a word or a byte."""
+        return self.form == _PACKED or (self.is_micro and self.bits == 4)
 
     @classmethod
     def of(cls, group: Mapping[str, Any], default: str) -> Scheme:
@@ -108,15 +112,14 @@ class Scheme:
             raise unsupported(f"compressed-tensors in {kind} of {bits} bits in the format {form}", expected)
         rows, columns = block.split("x") if isinstance(block, str) else block or (0, 0)
         return cls(
-            form == _PACKED or (form in _MICRO and bits == 4),
+            form,
             bits,
             bool(weights.get("symmetric", True)),
             int(size) if strategy in ("group", "tensor_group") else None,
             (int(rows), int(columns)) if strategy == "block" else None,
-            form if micro is not None else None,
             _activations(group.get("input_activations") or {}),
             kind == "float",
-            strategy == "tensor",
+            strategy == "tensor" and micro is None,
         )
 
     @property
@@ -124,113 +127,73 @@ class Scheme:
         """Rows and columns of a block with one scale; None for all columns."""
         return self.block or (1, self.group)
 
-    def weight(self, tensors: Tensors, module: str, stored: str | None = None) -> Bundle:
-        """Build the weight of `module`, whose values are the tensor `stored`.
+    def parts(self, name: str, ndim: int, by_block: Dims, zeros: torch.dtype | None) -> dict[str, Part]:
+        """The stored tensors of a weight; `by_block`: dims of scales; `zeros`: dtype of zero points; None without."""
+        last = ndim - 1
+        along, words = DimMap(last), [*_FLOAT8] if self.is_float else [torch.int8, *_FLOAT8]
+        if self.form == _PACKED:
+            along, words = packed(last, self.bits), [torch.int32]
+        elif self.is_packed:
+            along, words = DimMap(last, 2), [torch.uint8]
+        parts = {
+            "values": Part(f"{name}_packed" if self.is_packed else name, (*map(DimMap, range(last)), along), words),
+            "scales": Part(f"{name}_scale", by_block, [_MICRO[self.form][2]] if self.is_micro else _FLOATS),
+        }
+        if zeros is not None:
+            is_packed = zeros == torch.int32
+            dims = (*by_block[:-2], packed(last - 1, self.bits), by_block[-1]) if is_packed else by_block
+            parts["zeros"] = Part(f"{name}_zero_point", dims, [torch.int32 if is_packed else torch.int8])
+        if self.form == _NVFP4:
+            parts["divisor"] = Part(f"{name}_global_scale", (1,), [torch.float32])
+        return parts
 
-        Raises CheckpointError if its stored tensors are inconsistent.
-        """
+    def weight(self, tensors: Tensors, module: str) -> Bundle:
+        """Build the weight of `module`. Raises CheckpointError if its stored tensors are inconsistent."""
         name = f"{module}.weight"
-        stored = stored or (f"{name}_packed" if self.is_packed else name)
+        stored = f"{name}_packed" if self.is_packed else name
         if stored not in tensors:
             raise inconsistent(stored, "no such tensor", "one for the group of the config for this module")
-        values = tensors[stored]
-        *lead, rows, _ = values.shape
-        ndim = values.ndim
-        scales = self._scales(tensors, f"{name}_scale", ndim)
-        columns = self._columns(tensors, name, values, scales)
-        shape = (*lead, rows, columns)
-        own = tuple(map(DimMap, range(ndim - 1)))
-        along = replace(self.along, dim=ndim - 1)
-        by_block = self._by_block(ndim, scales)
-        components = {
-            "values": Component(values, (*own, along), stored),
-            "scales": Component(scales, by_block, f"{name}_scale"),
-        }
-        if f"{name}_zero_point" in tensors or (self.is_packed and not self.symmetric):  # zeros are not stored
-            zeros = stored_tensor(tensors, f"{name}_zero_point", ndim, torch.int32, torch.int8)
-            is_packed = zeros.dtype == torch.int32
-            dim_maps = (*by_block[:-2], packed(ndim - 2, self.bits), by_block[-1]) if is_packed else by_block
-            components["zeros"] = Component(zeros, dim_maps, f"{name}_zero_point")
-        if f"{name}_scale_2" in tensors:  # of ModelOpt
-            factor = stored_tensor(tensors, f"{name}_scale_2", 0, torch.float32)
-            components["factor"] = Component(factor, (), f"{name}_scale_2")
-        elif self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
-            divisor = stored_tensor(tensors, f"{name}_global_scale", 1, torch.float32)
-            components["divisor"] = Component(divisor, (None,), f"{name}_global_scale")
+        values, zeros = tensors[stored], tensors.get(f"{name}_zero_point")
+        needs_zeros = self.is_packed and not self.symmetric  # others are not stored where they are 0
+        of_zeros = zeros.dtype if zeros is not None else torch.int32 if needs_zeros else None
+        parts = self.parts(name, values.ndim, self._by_block(values.ndim, tensors[f"{name}_scale"].shape), of_zeros)
+        scales, shape = parts["scales"].find(tensors).tensor, list(values.shape)
+        if self.group is not None:
+            shape[-1] = scales.shape[-1] * self.group
+        elif self.is_packed:  # the last word of a row may be padded
+            shape = stored_tensor(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
         # Transformers multiplies float8 weights of experts, which it merges, in float32.
         is_wide = values.dtype.is_floating_point and _EXPERT.search(module)
-        dtype = torch.bfloat16 if self.micro is not None else torch.float32 if is_wide else scales.dtype
-        decoder = self._decoder(values, scales, dtype, has_zeros="zeros" in components)
-        return bundle(name, components, shape, dtype, decoder)
+        dtype = torch.bfloat16 if self.is_micro else torch.float32 if is_wide else scales.dtype
+        return bundle(name, tensors, parts, shape, self._decoder(values, scales, dtype, "zeros" in parts), dtype)
 
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        *lead, rows, columns = shape
-        if columns % (self.group or columns):
+        if shape[-1] % (self.group or shape[-1]):
             return {}
-        per_byte = self.micro is not None and self.is_packed
-        words = torch.uint8 if per_byte else torch.int32 if self.is_packed else torch.int8
-        words = torch.float8_e4m3fn if self.is_float and not self.is_packed else words
-        width = -(-columns * self.bits // (8 * words.itemsize)) if self.is_packed else columns
-        high, wide = self.scaled_block
-        counts = (-(-rows // high), -(-columns // (wide or columns)))
-        scales = dtype if self.micro is None else _MICRO[self.micro][2]
-        by_tensor = self.by_tensor and self.micro is None
-        result = {
-            f"{name}_packed" if self.is_packed else name: without_values(words, *lead, rows, width),
-            f"{name}_scale": without_values(scales, *((1,) if by_tensor else (*lead, *counts))),
-        }
-        if self.is_packed and self.micro is None:
-            result[f"{name}_shape"] = torch.tensor(shape)
-        if not self.symmetric:
-            zeros = without_values(torch.int8, *lead, *counts)
-            if self.is_packed:
-                zeros = without_values(torch.int32, *lead, -(-rows * self.bits // 32), counts[1])
-            result[f"{name}_zero_point"] = zeros
-        if self.micro is not None and _MICRO[self.micro][1] == "tensor_group":
-            result[f"{name}_global_scale"] = without_values(torch.float32, 1)
-        return result
+        by_block = self._by_block(len(shape), (1,) if self.by_tensor else shape)
+        zeros = None if self.symmetric else torch.int32 if self.is_packed else torch.int8
+        result = described(self.parts(name, len(shape), by_block, zeros).values(), shape, dtype)
+        return result | ({f"{name}_shape": torch.tensor(shape)} if self.form == _PACKED else {})
 
-    def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype, *, has_zeros: bool) -> Decode:
-        decode, is_integer = partial(_decode, self, dtype), self.micro is None and not values.dtype.is_floating_point
-        if self.micro is None and values.dtype.is_floating_point and not has_zeros:
+    def _by_block(self, ndim: int, scales: Sequence[int]) -> Dims:
+        """Dims of `scales` of that shape, and of zero points."""
+        rows, columns = self.scaled_block
+        if len(scales) == 1 or (math.prod(scales) == 1 and (rows, columns) == (1, None)):
+            return (1,) * len(scales)
+        return (*map(DimMap, range(ndim - 2)), DimMap(ndim - 2, rows), DimMap(ndim - 1, columns) if columns else 1)
+
+    def _decoder(self, values: LazyTensor, scales: LazyTensor, dtype: torch.dtype, has_zeros: bool) -> Decode:
+        decode, is_float = partial(_decode, self, dtype), values.dtype.is_floating_point
+        if self.is_micro or (is_float and has_zeros):
+            return decode
+        if is_float:
             block = (None, None) if scales.numel() == 1 else self.scaled_block
             return Float8Values(decode, block, self.activations)
-        if not is_integer or self.block is not None or scales.ndim == 1 or (self.is_packed and self.bits not in (4, 8)):
+        if self.block is not None or scales.ndim == 1 or (self.is_packed and self.bits not in (4, 8)):
             return decode
         integers, of_groups = partial(_integers, self), partial(_scales_and_zeros, self)
         stored = partial(pack_words, bits=self.bits) if self.is_packed else None
         return Affine(decode, self.bits, self.group, "values", integers, of_groups, stored)
-
-    def _scales(self, tensors: Tensors, name: str, ndim: int) -> LazyTensor:
-        scales = tensors.get(name)
-        dtypes = _FLOATS if self.micro is None else (_MICRO[self.micro][2],)
-        return stored_tensor(tensors, name, 1 if scales is not None and scales.ndim == 1 else ndim, *dtypes)
-
-    def _columns(self, tensors: Tensors, name: str, values: LazyTensor, scales: LazyTensor) -> int:
-        """Count the columns of the weight; the last word of a row may be padded."""
-        stored = values.shape[-1]
-        if self.group is not None:
-            columns = scales.shape[-1] * self.group
-        elif not self.is_packed:
-            return stored
-        else:
-            full_shape = stored_tensor(tensors, f"{name}_shape", 1, torch.int64, torch.int32).materialize().tolist()
-            columns = int(full_shape[-1]) if full_shape[:-1] == list(values.shape[:-1]) else -1
-        if self.along.stored_length(columns) != stored:
-            got = f"{scales.shape[-1]} groups of {self.group} columns" if self.group else f"the shape {full_shape}"
-            raise inconsistent(name, f"{got}, and values of shape {tuple(values.shape)}", "those of one weight")
-        return columns
-
-    def _by_block(self, ndim: int, scales: LazyTensor) -> tuple[DimMap | None, ...]:
-        """Build the `DimMap`s of scales and zero points."""
-        if scales.ndim == 1:
-            return (None,)
-        lead = tuple(map(DimMap, range(ndim - 2)))
-        if self.block is not None:
-            return (*lead, DimMap(ndim - 2, self.block[0]), DimMap(ndim - 1, self.block[1]))
-        if scales.numel() == 1:
-            return (None,) * ndim
-        return (*lead, DimMap(ndim - 2), None if self.group is None else DimMap(ndim - 1, self.group))
 
 
 def _activations(settings: Mapping[str, Any]) -> int | None:
@@ -279,7 +242,7 @@ class Compressed(Format):
         needs_shapes = any(scheme and scheme.is_packed and scheme.group is None for scheme in self.schemes.values())
         return [name for name in tensors if needs_shapes and name.endswith(".weight_shape")]
 
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         result: dict[str, LazyTensor] = {}
         scales = {name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")}
         for name, tensor in tensors.items():
@@ -306,8 +269,7 @@ class Compressed(Format):
         names = dict.fromkeys((name, module))
         if any(match_targets(each, owner, self.ignored) for each in names):
             return None
-        match = library_matches() if len(self.schemes) > 1 else match_targets
-        found = [target for each in names for target in match(each, owner, self.schemes)[:1]]
+        found = [target for each in names for target in match_targets(each, owner, self.schemes)[:1]]
         by_name = [target for target in found if target.startswith("re:") or target in names]
         return self.schemes[(by_name or found)[0]] if found else None
 
@@ -320,24 +282,14 @@ def match_targets(name: str, module: nn.Module, targets: Collection[str]) -> lis
     return [*named, *(each for each in ordered if each in classes and each not in named)]
 
 
-@cache
-def library_matches() -> Callable[[str, nn.Module, Collection[str]], list[str]]:
-    """`match_targets` of compressed-tensors if it is installed, else ours."""
-    try:
-        from compressed_tensors.utils.match import match_targets as match  # type: ignore[import-not-found]
-    except ImportError:
-        return match_targets
-    return match  # type: ignore[no-any-return]
-
-
 def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
     """Decode in float32, rounded to `dtype`: the bits of the library, which computes in `dtype`."""
     values = stored["values"]
-    if scheme.micro is not None and scheme.bits == 4:
-        values = unpack_pairs(values, constant(_PAIRS, values.device))
+    if values.dtype == torch.uint8:
+        values = unpack_pairs(values, constant(FP4_PAIRS, values.device))
     else:
         values = from_float8(values) if values.is_floating_point() else _integers(scheme, stored, shape).float()
-    scales, zeros = (_micro_scales(stored), 0) if scheme.micro else _scales_and_zeros(scheme, stored, shape)
+    scales, zeros = (_micro_scales(stored), 0) if scheme.is_micro else _scales_and_zeros(scheme, stored, shape)
     if isinstance(zeros, torch.Tensor):
         subtract_blocks(values, zeros, scheme.scaled_block)
     elif zeros:
@@ -346,10 +298,10 @@ def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Seq
 
 
 def _micro_scales(stored: StoredValues) -> torch.Tensor:
-    """Scales of a micro-scaling format: exponents, or float8 with a divisor or a factor of all."""
+    """Scales of a micro-scaling format: exponents, or float8 with a divisor of all."""
     scales = stored["scales"]
     scales = 2.0 ** (scales.int() - 127) if scales.dtype == torch.uint8 else scales.float()
-    return scales / stored["divisor"] if "divisor" in stored else scales * stored.get("factor", 1)
+    return scales / stored["divisor"] if "divisor" in stored else scales
 
 
 def _integers(scheme: Scheme, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

@@ -44,11 +44,9 @@ FORMATS: Mapping[str, type[Format]] = {
 }
 """Quantisation method in a config -> format."""
 
-REMEDIES: Mapping[str, str] = {
-    "torchao": "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without "
-    "tp_plan.",
-}
-"""Unsupported method -> the fix in its error, if there is a better one than another checkpoint."""
+_TORCHAO = (
+    "Load the checkpoint in floating point with quantization_config=TorchAoConfig(...), or this one without tp_plan."
+)
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,40 @@ class Quantization(Encoding):
 
     @classmethod
     def find(
-        cls, config: Any, requested: Any, *, folder: Path | None, known: Encoding | None, device: torch.device
+        cls,
+        config: Any,
+        requested: Any,
+        *,
+        folder: Path | None = None,
+        known: Encoding | None = None,
+        device: torch.device | None = None,
     ) -> Encoding | None:
-        """See `Encoding.find`; raises as `take_quantization`."""
-        return take_quantization(config, requested, folder=folder, known=known if isinstance(known, cls) else None)
+        """See `Encoding.find`.
+
+        Raises UnsupportedError on a format that is not in FORMATS, and if `requested` asks for anything but
+        dequantisation of this format or quantisation with torchao.
+        """
+        settings: dict[str, Any] = dict(known.settings) if isinstance(known, cls) else {}
+        sub_config = None
+        for key in (None, *getattr(config, "sub_configs", ())):
+            candidate: Any = config if key is None else getattr(config, key, None)
+            if not settings:
+                settings, sub_config = _settings(getattr(candidate, "quantization_config", None)), key
+            if "quantization_config" in vars(candidate or object):
+                del candidate.quantization_config
+        settings = settings or (settings_beside(folder) if folder is not None else {})
+        method, wanted = _method(settings), _method(_settings(requested))
+        if wanted != "nothing" and not (settings and method == wanted and _dequantises(requested)):
+            if not settings and wanted == "torchao":
+                return None
+            raise refuse_other(wanted)
+        if not settings or known is not None:
+            return known
+        if method not in FORMATS:
+            titles = dict.fromkeys(kind.title for kind in FORMATS.values())
+            fix = _TORCHAO if method == "torchao" else None
+            raise unsupported(method, f"one in floating point, or in {', '.join(titles)}", fix)
+        return cls(FORMATS[method].of(settings), settings, sub_config)
 
     @classmethod
     def find_in(cls, tensors: Tensors, names: Collection[str]) -> Encoding | None:
@@ -89,7 +117,10 @@ class Quantization(Encoding):
         entries = request.config.weight_mapping
         form = self.format.located(model, locator(model, shapes, entries))
         stays_packed = request.options.get("tp_dequantize") is False
-        decoded: Tensors = form.dequantized(of_weights(tensors, shapes), stays_packed=stays_packed)
+        if stays_packed and not form.is_packable:
+            fix = "Load it with tp_dequantize=True."
+            raise unsupported(f"{form.title}, to stay packed", "weights to dequantise", fix)
+        decoded: Tensors = form.dequantized(of_weights(tensors, shapes))
         named = form.named(model, decoded, shapes)
         decoded, entries = (decoded, entries) if named is None else named
         conversion = convert(model, decoded, shapes, entries)
@@ -139,48 +170,8 @@ def locator(model: PreTrainedModel, shapes: Mapping[str, torch.Size], entries: S
     return locate
 
 
-def take_quantization(
-    config: Any, requested: Any, *, folder: Path | None = None, known: Quantization | None = None
-) -> Quantization | None:
-    """Remove the quantisation settings from a model's `config` and return them; None if there are none.
-
-    `requested` is the caller's `quantization_config` argument of `from_pretrained`; `folder`: of a local checkpoint;
-    `known`: the quantisation of all files of a kind.
-
-    Raises UnsupportedError on a format that is not in FORMATS, and if `requested` asks for anything but
-    dequantisation of this format or quantisation with torchao.
-    """
-    settings: dict[str, Any] = dict(known.settings) if known is not None else {}
-    sub_config = None
-    for key in (None, *getattr(config, "sub_configs", ())):
-        candidate: Any = config if key is None else getattr(config, key, None)
-        if not settings:
-            settings, sub_config = _settings(getattr(candidate, "quantization_config", None)), key
-        if "quantization_config" in vars(candidate or object):
-            del candidate.quantization_config
-    settings = settings or (settings_beside(folder) if folder is not None else {})
-    method, requested_settings = _method(settings), _settings(requested)
-    if not settings and method_of(requested) == "torchao":
-        return None
-    if requested_settings and not (settings and method == _method(requested_settings) and _dequantises(requested)):
-        raise refuse_other(_method(requested_settings))
-    if not settings:
-        return None
-    if known is not None:
-        return known
-    if method not in FORMATS:
-        titles = dict.fromkeys(kind.title for kind in FORMATS.values())
-        raise unsupported(method, f"one in floating point, or in {', '.join(titles)}", REMEDIES.get(method))
-    return Quantization(FORMATS[method].of(settings), settings, sub_config)
-
-
-def method_of(quantization: Any) -> str:
-    """Return the method's name in a quantization_config."""
-    return _method(_settings(quantization))
-
-
 def _dequantises(requested: Any) -> bool:
-    """Return True for a quantization_config that requests dequantisation."""
+    """Return True for a quantization_config that requests dequantisation; not all of them convert that to a dict."""
     return bool(requested.get("dequantize") if isinstance(requested, dict) else getattr(requested, "dequantize", False))
 
 
@@ -191,7 +182,7 @@ def _settings(quantization: Any) -> dict[str, Any]:
     return dict(quantization.to_dict())
 
 
-def _method(settings: Mapping[str, Any] | None) -> str:
+def _method(settings: Mapping[str, Any]) -> str:
     """Return the method's name in a config: gptq, awq, ..."""
     if not settings:
         return "nothing"

@@ -13,7 +13,7 @@ from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
 from .bundle import Bundle, Component, Decode, DimMap, StoredValues
 from .casts import from_float8
-from .format import Format, Tensors, inconsistent, multiply_blocks, unsupported, without_values
+from .format import Format, Tensors, bundle, inconsistent, multiply_blocks, unsupported, without_values
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -56,7 +56,7 @@ class Float8(Format):
         is_dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
         return cls(None if block is None else (int(block[0]), int(block[1])), is_dynamic)
 
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         """See `Format.dequantized`; tensors without a scale are unchanged.
 
         Raises CheckpointError if a float8 weight has no scale, or the scales do not match their weight.
@@ -92,19 +92,15 @@ class Float8(Format):
         while scales.ndim < len(shape) and not is_whole:
             scales = Stack([scales], 0)
         sizes = shape if is_whole else (*(1 for _ in shape[:-2]), *(block or self.block or shape[-2:]))
-        counts = tuple(-(-length // size) for length, size in zip(shape, sizes, strict=True))
-        if not is_whole and tuple(scales.shape) != counts:
-            got = f"scales of shape {tuple(scales.shape)} for values of shape {shape}"
-            raise inconsistent(name, got, f"one for each block of {' x '.join(map(str, sizes))}")
         shared = [size if size < length else None for size, length in zip(sizes, shape, strict=True)]
-        by_block = tuple(None if size is None else DimMap(dim, size) for dim, size in enumerate(shared))
+        by_block = tuple(1 if size is None else DimMap(dim, size) for dim, size in enumerate(shared))
         components = {
             "values": Component(values, tuple(map(DimMap, range(len(shape)))), name),
-            "scales": Component(scales, (None,) * scales.ndim if is_whole else by_block, name + self.suffix),
+            "scales": Component(scales, tuple(scales.shape) if is_whole else by_block, name + self.suffix),
         }
         activations = (self.block[1] if self.block else 0) if self.is_dynamic else None
         decode = Float8Values(partial(_decode, shared), (shared[-2], shared[-1]), activations)
-        return Bundle(components, shape, torch.float32, decode)
+        return bundle(name, {}, components, shape, decode, torch.float32)
 
 
 def _decode(block: Sequence[int | None], stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:

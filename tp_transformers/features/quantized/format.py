@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from ...errors import CheckpointError, UnsupportedError
 from ...slices.composed import Transpose
 from ...slices.lazy import LazyTensor
-from .bundle import Bundle, Component, Decode, DimMap
+from .bundle import Bundle, Component, Decode, DimMap, Dims, stored_shape
 
 Tensors = Mapping[str, LazyTensor]
 """Tensors of a checkpoint, by name."""
@@ -32,19 +33,20 @@ class Format(ABC):
 
     title: ClassVar[str]
     """Name in error messages."""
+    is_packable: ClassVar[bool] = True
+    """True if each quantised tensor is a `Bundle`, whose stored tensors can stay in memory."""
     is_written: ClassVar[bool] = True
     """True if packed weights can be saved."""
 
     @classmethod
-    @abstractmethod
     def of(cls, settings: Mapping[str, Any]) -> Format:
         """Parse a config's `settings`. Raises UnsupportedError on unknown settings."""
+        return cls()
 
     @abstractmethod
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         """Map the checkpoint's tensors to lazy tensors in floating point; tensors that are not quantised are unchanged.
 
-        With `stays_packed`, each quantised tensor must be a `Bundle`, since its stored tensors stay in memory.
         Raises CheckpointError if a stored tensor of a quantised weight is missing or inconsistent with the others.
         """
 
@@ -92,12 +94,42 @@ def stored_names(tensor: LazyTensor) -> list[str]:
     return [component.name for component in tensor.components.values()] if isinstance(tensor, Bundle) else []
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of the stored tensors of a weight: its name in a checkpoint, its dims, and the dtypes that it may have."""
+
+    name: str
+    dims: Dims
+    dtypes: Sequence[torch.dtype]
+
+    def find(self, tensors: Tensors) -> Component:
+        """The tensor of a checkpoint. Raises CheckpointError if it is missing or has other dims or dtypes."""
+        return Component(stored_tensor(tensors, self.name, len(self.dims), *self.dtypes), self.dims, self.name)
+
+
+def described(parts: Iterable[Part], shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The stored tensors of a weight of `shape`, on the meta device; of `dtype`, that of the model, if they may be."""
+    return {
+        part.name: without_values(dtype if dtype in part.dtypes else part.dtypes[0], *stored_shape(part.dims, shape))
+        for part in parts
+    }
+
+
 def bundle(
-    name: str, components: Mapping[str, Component], shape: Sequence[int], dtype: torch.dtype, decode: Decode
+    name: str,
+    tensors: Tensors,
+    parts: Mapping[str, Part | Component],
+    shape: Sequence[int],
+    decode: Decode,
+    dtype: torch.dtype | None = None,
 ) -> Bundle:
-    """Build the tensor `name` from its stored tensors. Raises CheckpointError if their shapes are inconsistent."""
+    """Build the tensor `name` from its stored tensors; `dtype`: that of its `scales` unless given.
+
+    Raises CheckpointError if a stored tensor is missing, or has another shape or dtype.
+    """
+    components = {key: part.find(tensors) if isinstance(part, Part) else part for key, part in parts.items()}
     try:
-        return Bundle(components, shape, dtype, decode)
+        return Bundle(components, shape, dtype or components["scales"].tensor.dtype, decode)
     except ValueError as error:
         raise inconsistent(name, str(error), f"components of a tensor of shape {tuple(shape)}") from None
 
@@ -208,6 +240,9 @@ def pair_table(values: torch.Tensor, *, high_first: bool = False) -> torch.Tenso
     """Byte -> the float32 `values` (16) of its halves, low half first, as one int64: one lookup gives both."""
     low, high = values.repeat(16), values.repeat_interleave(16)
     return torch.stack((high, low) if high_first else (low, high), -1).view(torch.int64).flatten()
+
+
+FP4_PAIRS = pair_table(FP4)
 
 
 @cache

@@ -20,14 +20,26 @@ import torch
 from ...errors import CheckpointError
 from ...slices.composed import Stack
 from ...slices.lazy import LazyTensor
-from .bundle import Bundle
-from .compressed import Scheme
+from .bundle import Bundle, DimMap, StoredValues
 from .float8 import Float8
-from .format import Tensors, inconsistent, unsupported, without_values
+from .format import (
+    FP4_PAIRS,
+    Part,
+    Tensors,
+    bundle,
+    constant,
+    described,
+    inconsistent,
+    multiply_blocks,
+    unpack_pairs,
+    unsupported,
+    without_values,
+)
 
 FILE = "hf_quant_config.json"
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "MIXED_PRECISION")
-_NVFP4 = Scheme(is_packed=True, bits=4, symmetric=True, group=16, block=None, micro="nvfp4-pack-quantized")
+_GROUP = 16
+"""Columns of NVFP4 that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +69,7 @@ class ModelOpt(Float8):
         if any(fnmatchcase(module, pattern) for pattern in self.excluded):
             return {}
         if "NVFP4" in algorithm:
-            named = _NVFP4.stored(name, shape, dtype)
-            return {
-                name: named[f"{name}_packed"],
-                f"{name}_scale": named[f"{name}_scale"],
-                f"{name}_scale_2": without_values(torch.float32),
-            }
+            return {} if shape[-1] % _GROUP else described(_parts(name, len(shape)).values(), shape, dtype)
         if "FP8" not in algorithm:
             return {}
         scales = without_values(torch.float32, *(shape[:1] if "PER_CHANNEL" in algorithm else ()))
@@ -79,13 +86,14 @@ class ModelOpt(Float8):
             if name.endswith(".weight")
         )
 
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         pairs = [name for name in tensors if name.endswith(".weight") and _is_nvfp4(tensors, name)]
         parts = {f"{name}{suffix}" for name in pairs for suffix in ("", "_scale", "_scale_2")}
-        rest = {name: tensor for name, tensor in tensors.items() if name not in parts}
-        result = super().dequantized(rest, stays_packed=stays_packed)
+        result = super().dequantized({name: tensor for name, tensor in tensors.items() if name not in parts})
         for name in pairs:
-            result[name] = _NVFP4.weight(tensors, name.removesuffix(".weight"), stored=name)
+            *rows, width = tensors[name].shape
+            named = _parts(name, len(rows) + 1)
+            result[name] = bundle(name, tensors, named, (*rows, width * 2), _decode, torch.bfloat16)
         return result
 
     def weight(self, name: str, values: LazyTensor, scales: LazyTensor, block: tuple[int, int] | None = None) -> Bundle:
@@ -94,6 +102,21 @@ class ModelOpt(Float8):
             raise inconsistent(name, got, "float8 with one scale, or one a row")
         by_row = Stack([scales], 1) if scales.ndim == 1 and len(scales) > 1 else scales
         return super().weight(name, values, by_row, (1, values.shape[1]))
+
+
+def _parts(name: str, ndim: int) -> dict[str, Part]:
+    """The stored tensors of a weight in NVFP4."""
+    lead = tuple(map(DimMap, range(ndim - 1)))
+    return {
+        "values": Part(name, (*lead, DimMap(ndim - 1, 2)), [torch.uint8]),
+        "scales": Part(f"{name}_scale", (*lead, DimMap(ndim - 1, _GROUP)), [torch.float8_e4m3fn]),
+        "factor": Part(f"{name}_scale_2", (), [torch.float32]),
+    }
+
+
+def _decode(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
+    values = unpack_pairs(stored["values"], constant(FP4_PAIRS, stored["values"].device))
+    return multiply_blocks(values, stored["scales"].float() * stored["factor"], (_GROUP,)).to(torch.bfloat16)
 
 
 def _is_nvfp4(tensors: Tensors, name: str) -> bool:

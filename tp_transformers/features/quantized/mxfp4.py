@@ -9,9 +9,8 @@ The parameter NAME is (experts, in, out).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from .bundle import Component, DimMap, StoredValues
 from .format import (
     FP4,
     Format,
+    Part,
     Tensors,
     bundle,
     constant,
@@ -44,11 +44,7 @@ class Mxfp4(Format):
 
     title = "MXFP4"
 
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Mxfp4:
-        return cls()
-
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         result = dict(tensors)
         for name in sorted(tensors):
             if name.endswith("_scales") and name.removesuffix("_scales") + "_blocks" not in tensors:
@@ -57,16 +53,15 @@ class Mxfp4(Format):
                 continue
             param = name.removesuffix("_blocks")
             blocks = stored_tensor(tensors, name, 3 if tensors[name].ndim == 3 else 4, torch.uint8)
-            scales = stored_tensor(tensors, f"{param}_scales", 3, torch.uint8)
             experts, rows, *width = blocks.shape
             if width[-1] * 2 % _BLOCK or (len(width) == 2 and width[-1] * 2 != _BLOCK):
                 raise inconsistent(name, f"blocks of {width[-1]} bytes", f"{_BLOCK // 2}")
-            lead = (DimMap(0), DimMap(1))
-            components = {
-                "pairs": Component(reshaped(blocks, (experts, rows, math.prod(width))), (*lead, DimMap(2, 2)), name),
-                "scales": Component(scales, (*lead, DimMap(2, _BLOCK)), f"{param}_scales"),
+            pairs, lead = reshaped(blocks, (experts, rows, math.prod(width))), (DimMap(0), DimMap(1))
+            parts: dict[str, Part | Component] = {
+                "pairs": Component(pairs, (*lead, DimMap(2, 2)), name),
+                "scales": Part(f"{param}_scales", (*lead, DimMap(2, _BLOCK)), [torch.uint8]),
             }
-            values = bundle(param, components, (experts, rows, math.prod(width) * 2), torch.float32, _decode)
+            values = bundle(param, tensors, parts, (experts, rows, pairs.shape[2] * 2), _decode, torch.float32)
             del result[name], result[f"{param}_scales"]
             result[param] = Transpose(values, 1, 2)
         return result

@@ -22,8 +22,8 @@ import torch
 
 from ...slices.lazy import LazyTensor, Resident
 from .affine import Affine, by_groups, pack_words
-from .bundle import Bundle, Component, Decode, DimMap, StoredValues
-from .format import Format, Tensors, bundle, inconsistent, packed, stored_tensor, unpack, unsupported, without_values
+from .bundle import Bundle, Decode, DimMap, StoredValues
+from .format import Format, Part, Tensors, bundle, described, inconsistent, packed, stored_tensor, unpack, unsupported
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -41,7 +41,7 @@ class Words(Format):
     group: int | None
     """Input features that share a scale; None for all."""
 
-    def dequantized(self, tensors: Tensors, *, stays_packed: bool = False) -> dict[str, LazyTensor]:
+    def dequantized(self, tensors: Tensors) -> dict[str, LazyTensor]:
         modules = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
         result: dict[str, LazyTensor] = {}
         for name, tensor in tensors.items():
@@ -49,7 +49,8 @@ class Words(Format):
             if module not in modules:
                 self.check_alone(name)
             if kind == "qweight":
-                result[f"{module}.weight"] = self.weight(tensors, module, stays_packed=stays_packed)
+                words = stored_tensor(tensors, name, 2, torch.int32)
+                result[f"{module}.weight"] = self.weight(tensors, module, words.shape)
             elif module not in modules or kind not in self.kinds:
                 result[name] = tensor
         return result
@@ -57,45 +58,29 @@ class Words(Format):
     def stored(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         if len(shape) != 2 or any(length * self.bits % 32 for length in shape):
             return {}
-        (rows, columns), module = shape, name.removesuffix(".weight")
-        words = [columns, rows]
-        words[self.packed_dim] = words[self.packed_dim] * self.bits // 32
-        groups = -(-columns // (self.group or columns))
-        return {
-            f"{module}.qweight": without_values(torch.int32, *words),
-            f"{module}.qzeros": without_values(torch.int32, groups, rows * self.bits // 32),
-            f"{module}.scales": without_values(dtype, groups, rows),
-        }
+        return described(self.parts(name.removesuffix(".weight"), shape[1]).values(), shape, dtype)
 
     @abstractmethod
     def check_alone(self, name: str) -> None:
         """Raise CheckpointError if the tensor `name`, whose module has no `qweight`, is one of a weight in words."""
 
     @abstractmethod
-    def weight(self, tensors: Tensors, module: str, *, stays_packed: bool) -> Bundle:
-        """Build the weight of a module. Raises CheckpointError if its stored tensors are inconsistent."""
+    def weight(self, tensors: Tensors, module: str, words: Sequence[int]) -> Bundle:
+        """Build the weight of a module; `words`: the shape of its `qweight`.
 
-    def components(
-        self, tensors: Tensors, module: str, columns: int, *, is_ordered: bool = False
-    ) -> dict[str, Component]:
-        """The words, scales and zero points of a module; those of all groups if `is_ordered`.
-
-        Raises CheckpointError if scales or zero points are not as many as the groups of `columns`.
+        Raises CheckpointError if its stored tensors are inconsistent.
         """
-        words = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32)
-        scales = stored_tensor(tensors, f"{module}.scales", 2, *_FLOATS)
-        zeros = stored_tensor(tensors, f"{module}.qzeros", 2, torch.int32)
-        count = -(-columns // (self.group or columns))
-        if not len(scales) == len(zeros) == count:
-            got = f"{len(scales)} groups of scales and {len(zeros)} of zero points"
-            raise inconsistent(f"{module}.scales", got, f"{count}, of {self.group} of {columns} features each")
+
+    def parts(self, module: str, columns: int, *, is_ordered: bool = False) -> dict[str, Part]:
+        """The words, scales and zero points of a module; every slice reads those of all groups if `is_ordered`."""
         dims = [DimMap(1), DimMap(0)]
         dims[self.packed_dim] = packed(dims[self.packed_dim].dim, self.bits)
-        groups = None if self.group is None or is_ordered else DimMap(1, self.group)
+        size = self.group or columns
+        groups = -(-columns // size) if is_ordered or self.group is None else DimMap(1, size)
         return {
-            "words": Component(words, tuple(dims), f"{module}.qweight"),
-            "scales": Component(scales, (groups, DimMap(0)), f"{module}.scales"),
-            "zeros": Component(zeros, (groups, packed(0, self.bits)), f"{module}.qzeros"),
+            "words": Part(f"{module}.qweight", dims, [torch.int32]),
+            "scales": Part(f"{module}.scales", (groups, DimMap(0)), _FLOATS),
+            "zeros": Part(f"{module}.qzeros", (groups, packed(0, self.bits)), [torch.int32]),
         }
 
 
@@ -125,12 +110,11 @@ class Awq(Words):
             got = "scales of activations" if name.endswith(".scales") else "zero points of no weight"
             raise inconsistent(name, got, "weights alone in AWQ")
 
-    def weight(self, tensors: Tensors, module: str, *, stays_packed: bool) -> Bundle:
-        columns, width = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32).shape
-        components = self.components(tensors, module, columns)
+    def weight(self, tensors: Tensors, module: str, words: Sequence[int]) -> Bundle:
+        columns, width = words
         decode = Affine(self.decode, self.bits, self.group, "words", self.integers, self.scales, self.words, 0)
-        dtype = components["scales"].tensor.dtype
-        return bundle(f"{module}.weight", components, (width * 32 // self.bits, columns), dtype, decode)
+        shape = (width * 32 // self.bits, columns)
+        return bundle(f"{module}.weight", tensors, self.parts(module, columns), shape, decode)
 
     def decode(self, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
         return by_groups(self.integers(stored, shape), *self.scales(stored, shape), self.group)
@@ -205,28 +189,24 @@ class Gptq(Words):
         if kind in ("qzeros", "g_idx"):
             raise inconsistent(f"{module}.qweight", "no such tensor", f"one for {name}")
 
-    def weight(self, tensors: Tensors, module: str, *, stays_packed: bool) -> Bundle:
-        form = self.of_module(module)
-        words = stored_tensor(tensors, f"{module}.qweight", 2, torch.int32)
-        columns, is_ordered = words.shape[0] * 32 // form.bits, form.ordered
-        if f"{module}.g_idx" in tensors or form.ordered:
-            order = stored_tensor(tensors, f"{module}.g_idx", 1, torch.int32, torch.int64)
-            columns = len(order)
-        if f"{module}.g_idx" in tensors and isinstance(order, Resident):  # not if only headers are read
-            is_ordered = not torch.equal(order.tensor, torch.arange(columns).to(order.dtype) // (form.group or columns))
-        components = form.components(tensors, module, columns, is_ordered=is_ordered)
-        count = len(components["scales"].tensor)
-        if is_ordered and isinstance(order, Resident) and not 0 <= order.tensor.min() <= order.tensor.max() < count:
-            got = f"groups from {int(order.tensor.min())} to {int(order.tensor.max())}"
-            raise inconsistent(f"{module}.g_idx", got, f"those from 0 to {count - 1}")
-        if is_ordered or (stays_packed and f"{module}.g_idx" in tensors):  # for a save
-            components["order"] = Component(order, (DimMap(1),), f"{module}.g_idx")
+    def weight(self, tensors: Tensors, module: str, words: Sequence[int]) -> Bundle:
+        form, order = self.of_module(module), Part(f"{module}.g_idx", (DimMap(1),), (torch.int32, torch.int64))
+        columns, is_ordered = words[0] * 32 // form.bits, form.ordered
+        if order.name in tensors or is_ordered:
+            group_of = order.find(tensors).tensor
+            columns = len(group_of)
+            if isinstance(group_of, Resident):  # not if only headers are read
+                size, indices = form.group or columns, group_of.tensor
+                is_ordered = not torch.equal(indices, torch.arange(columns).to(indices.dtype) // size)
+                if is_ordered and not 0 <= indices.min() <= indices.max() < -(-columns // size):
+                    got = f"groups from {int(indices.min())} to {int(indices.max())}"
+                    raise inconsistent(order.name, got, f"those from 0 to {-(-columns // size) - 1}")
         form = replace(form, ordered=is_ordered)
+        parts = form.parts(module, columns, is_ordered=is_ordered) | ({"order": order} if is_ordered else {})
         decode: Decode = form.decode
         if form.bits == 4 and not is_ordered:
             decode = Affine(decode, form.bits, form.group, "words", form.integers, form.scales, form.words)
-        shape, dtype = (words.shape[1], columns), components["scales"].tensor.dtype
-        return bundle(f"{module}.weight", components, shape, dtype, decode)
+        return bundle(f"{module}.weight", tensors, parts, (words[1], columns), decode)
 
     def decode(self, stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
         scales, offsets = self.scales(stored, shape)

@@ -30,7 +30,7 @@ from ...plans.yaml_file import available_plans
 from ...strategies import STRATEGIES
 from ...strategies.registry import built_in
 from ..command_line.models import model_class, own_class, read_config
-from ..quantized.find import take_quantization
+from ..quantized.find import Quantization
 from ..run.launch import torchrun
 from .differences import CLOSE, EXACT, OUTPUT_TOLERANCE, Differences, Tolerance, relative
 from .small_models import model as probe
@@ -115,8 +115,8 @@ def verify(
         raise UsageError("sizes", got=str(list(sizes)), expected="numbers of 1 or more", fix="Give some.")
     where = {"trust_remote_code": trust_remote_code}
     config = copy.deepcopy(config) if isinstance(config, PretrainedConfig) else read_config(config, **where)
-    quantization = take_quantization(config, None)
-    title = None if quantization is None else quantization.format.title
+    quantization = Quantization.find(config, None)
+    title = quantization.format.title if isinstance(quantization, Quantization) else None
     in_floats = None if title is None else f"without its {title}: a load shards quantised weights as others"
     own = own_class(config, **where)
     cls = own or model_class(config)

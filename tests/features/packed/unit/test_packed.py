@@ -53,7 +53,7 @@ def of_module(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
 def gptq() -> LazyTensor:
     tensors = {"qweight": words(COLUMNS // 8, ROWS), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
     stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
-    return Gptq.of({"bits": 4, "group_size": GROUP}).dequantized(stored, stays_packed=True)["m.weight"]
+    return Gptq.of({"bits": 4, "group_size": GROUP}).dequantized(stored)["m.weight"]
 
 
 def awq() -> LazyTensor:
@@ -97,7 +97,7 @@ def float8_values(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m
 def fp8(block: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> LazyTensor:
     counts = (1, 1) if block is None else (-(-ROWS // block[0]), -(-COLUMNS // block[1]))
     tensors = of_module({"weight": float8_values(ROWS, COLUMNS, dtype), "weight_scale_inv": scales(*counts)})
-    return Float8(block).dequantized(tensors, stays_packed=True)["m.weight"]
+    return Float8(block).dequantized(tensors)["m.weight"]
 
 
 def fp8_by_rows() -> LazyTensor:
@@ -198,7 +198,7 @@ def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatc
     assert with_products(packed(fp8((32, 32)))).blocks[0].product is None  # blocks of a few rows
     assert with_products(packed(fp8(None, torch.float8_e5m2))).blocks[0].product is None
     odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
-    lazy = Gptq.of({"bits": 4, "group_size": 16}).dequantized(of_module(odd), stays_packed=True)["m.weight"]
+    lazy = Gptq.of({"bits": 4, "group_size": 16}).dequantized(of_module(odd))["m.weight"]
     assert with_products(packed(lazy)).blocks[0].product is None
 
 
@@ -230,7 +230,7 @@ def mxfp4_experts() -> LazyTensor:
     blocks = torch.randint(256, (3, 40, 2, 16), dtype=torch.uint8)
     stored = {"e_blocks": blocks, "e_scales": torch.randint(120, 130, blocks.shape[:-1], dtype=torch.uint8)}
     tensors = {name: Resident(tensor) for name, tensor in stored.items()}
-    return Mxfp4.of({}).dequantized(tensors, stays_packed=True)["e"]
+    return Mxfp4.of({}).dequantized(tensors)["e"]
 
 
 @given(data=st.data())
@@ -298,7 +298,7 @@ def test_a_recorded_product_keeps_nothing_decoded(monkeypatch: pytest.MonkeyPatc
 def test_float8_with_nan_is_decoded() -> None:
     values = float8_values(96, 64)
     values[3, 5] = torch.nan
-    lazy = Float8(None).dequantized(of_module({"weight": values, "weight_scale_inv": scales(1)}), stays_packed=True)
+    lazy = Float8(None).dequantized(of_module({"weight": values, "weight_scale_inv": scales(1)}))
     weight = with_products(packed(lazy["m.weight"]))
     assert isinstance(weight.blocks[0].product, float8.Float8Cpu)
     y = weight.linear(torch.ones(2, 64).bfloat16())

@@ -77,12 +77,12 @@ def multiply(
 
 def by_blocks(**settings: Any) -> LazyTensor:
     stored = of_module({"weight": float8_values(ROWS, COLUMNS), "weight_scale_inv": scales(*COUNTS)})
-    return Float8.of({"weight_block_size": [BLOCK] * 2, **settings}).dequantized(stored, stays_packed=True)["m.weight"]
+    return Float8.of({"weight_block_size": [BLOCK] * 2, **settings}).dequantized(stored)["m.weight"]
 
 
 def by_tensor(dtype: torch.dtype = torch.float8_e4m3fn) -> LazyTensor:
     stored = of_module({"weight": float8_values(ROWS, COLUMNS, dtype), "weight_scale_inv": scales(1)})
-    return Float8.of({}).dequantized(stored, stays_packed=True)["m.weight"]
+    return Float8.of({}).dequantized(stored)["m.weight"]
 
 
 def compressed(kind: str, shape: tuple[int, int], **inputs: Any) -> LazyTensor:

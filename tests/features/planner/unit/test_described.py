@@ -92,7 +92,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "gptq": (
         LLAMA_2,
         {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
-        llama_bytes(LLAMA_2, lambda rows, columns: of_groups(rows, columns) + 4 * columns),  # and g_idx
+        llama_bytes(LLAMA_2, of_groups),
     ),
     "awq": (
         LLAMA_2,

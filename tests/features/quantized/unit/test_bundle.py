@@ -14,18 +14,18 @@ from tests.unit.slices.test_lazy import ranges, select
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.checkpoint.reading.jobs import Request
 from tp_transformers.checkpoint.reading.reader import read
-from tp_transformers.features.quantized.bundle import Bundle, Component, DimMap, StoredValues
+from tp_transformers.features.quantized.bundle import Bundle, Component, DimMap, Dims, StoredValues
 from tp_transformers.slices.composed import Stack, Transpose
 from tp_transformers.slices.lazy import LazyTensor, Resident
 from tp_transformers.slices.stored import Stored
 
 SHAPE = (3, 21, 34)  # no multiples of the units
-DIM_MAPS: dict[str, tuple[DimMap | None, ...]] = {
+DIMS: dict[str, Dims] = {
     "pairs": (DimMap(0), DimMap(1), DimMap(2, 2)),
     "groups": (DimMap(0), DimMap(1), DimMap(2, 12)),
     "rows": (DimMap(1, 4), DimMap(0)),
     "words": (DimMap(2, 8, 2),),
-    "all": (None,),
+    "all": (1,),
 }
 
 
@@ -51,7 +51,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory):
     expected = torch.where(j % 2 == 0, pairs // 100, pairs % 100) + made["groups"][e, i, j // 12]
     expected = expected + made["rows"][i // 4, e] + made["words"][j // 4] + made["all"]
     with Checkpoint([path]) as opened:
-        components = {name: Component(opened.tensors[name], dim_maps) for name, dim_maps in DIM_MAPS.items()}
+        components = {name: Component(opened.tensors[name], dims) for name, dims in DIMS.items()}
         yield opened, Bundle(components, SHAPE, torch.float32, decode), expected.float()
 
 
