@@ -30,12 +30,11 @@ _NIBBLES = 0x0F0F0F0F0F0F0F0F
 
 @dataclass(frozen=True, eq=False)
 class Blocks4(Operator):
-    """`x @ w.T` for a matrix (rows, columns) of 4 bits with a scale per block of columns."""
+    """`x @ w.T` for a matrix of 4 bits with a scale per block of columns; `values` have rows padded to `_ROWS`."""
 
     title = "bitsandbytes operator"
+    per_item = 2
 
-    packed: torch.Tensor
-    """(rows, columns / 2) uint8, rows padded to `_ROWS`."""
     scales: torch.Tensor
     """(blocks, rows) bfloat16."""
     block: Blocks
@@ -46,54 +45,45 @@ class Blocks4(Operator):
         found = _kind_of(decoded, cls)
         if found is None:
             return None
-        (rows, columns), (block, kind) = decoded.dims, found
-        missing = (0, 0, 0, -rows.length % _ROWS)
+        block, kind = found
+        missing = (0, 0, 0, -decoded.dims[0].length % _ROWS)
         pairs, scales = pad(decoded.stored["values"], missing), pad(block.scales(decoded.stored), missing)
-        return cls(rows, columns, without(decoded.stored, cls.integers_key), *cls.arranged(pairs, scales), block, kind)
+        return cls(without(decoded, "values"), *cls.arranged(pairs, scales), block, kind)
 
     @staticmethod
     def arranged(pairs: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs and scales (rows, blocks) as the kernel takes them."""
         return pack(pairs), scales.t().to(torch.bfloat16).contiguous()
 
-    integers_key = "values"
-
-    @property
-    def width(self) -> int:
-        return self.packed.shape[1] * 2
-
-    @property
-    def height(self) -> int:
-        return len(self.packed)
-
     @property
     def unit(self) -> int:
         return _ROWS
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return _multiply(x, self.packed, self.scales, self.kept["map"], self.block.block)
+        return _multiply(x, self.values, self.scales, self.decoded.stored["map"], self.block.block)
 
     def stored(self) -> torch.Tensor:
-        return unpack(self.packed)[: self.rows.length]
+        return unpack(self.values)[: self.rows.length]
 
     def decode(self, first: int, values: torch.Tensor) -> None:
         # By the package: several times as fast as `Blocks`, with the same bits.
         last = first + len(values)
-        kept = {name: tensor[first:last] if name in ("scales", "of") else tensor for name, tensor in self.kept.items()}
+        kept = {
+            name: tensor[first:last] if name in ("scales", "of") else tensor
+            for name, tensor in self.decoded.stored.items()
+        }
         scales = pad(self.block.scales(kept), (0, 0, 0, last - first - len(kept["scales"]))).flatten()
-        pairs, shape = unpack(self.packed[first:last]).flatten(), list(values.shape)
+        pairs, shape = unpack(self.values[first:last]).flatten(), list(values.shape)
         values.copy_(_package().dequantize_4bit(pairs, scales, self.block.block, self.kind, shape, values.dtype))
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks4Cuda(Operator, StoredRows):
+class Blocks4Cuda(StoredRows, Operator):
     """The same on a GPU, as it is stored: the package multiplies one token, and decodes for more."""
 
     title = Blocks4.title
     few = 1
 
-    values: torch.Tensor
-    """(rows, columns / 2) uint8, of `decoded`."""
     block: Blocks
 
     @classmethod
@@ -101,19 +91,18 @@ class Blocks4Cuda(Operator, StoredRows):
         found = _kind_of(decoded, cls)
         if found is None:
             return None
-        (rows, columns), (block, kind) = decoded.dims, found
+        block, kind = found
         by_package = replace(decoded, decode=partial(_decode, block, kind))
-        kept = without(decoded.stored, cls.integers_key)
-        return cls(rows, columns, by_package, kept, decoded.stored[cls.integers_key], block)
+        return cls(by_package, decoded.stored["values"], block)
 
     @staticmethod
     def arranged(pairs: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return pairs, scales
 
-    integers_key = Blocks4.integers_key
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return _multiply(x, self.values, self.block.scales(self.kept), self.kept["map"], self.block.block)
+        return _multiply(
+            x, self.values, self.block.scales(self.decoded.stored), self.decoded.stored["map"], self.block.block
+        )
 
     def stored(self) -> torch.Tensor:
         return self.values

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from ..quantized.bundle import Decoded
 from ..quantized.casts import FLOAT8_SHIFT, has_nan, shifted_float8
 from ..quantized.float8 import Float8Values
-from .tiled import FEW, Operator, StoredRows, product_dtype, scratch, without
+from .tiled import FEW, Operator, StoredRows, product_dtype, scratch
 
 _ROWS = 64
 """Rows of a block from which on it is cheaper to multiply the inputs by its scales."""
@@ -36,15 +36,11 @@ scaled_mm: Any = getattr(torch.nn.functional, "scaled_mm", None)
 
 
 @dataclass(frozen=True, eq=False)
-class Float8(Operator, StoredRows):
-    """`x @ w.T` for a matrix (rows, columns) in float8 with scales; `decoded` has views of `values`."""
+class Float8(StoredRows, Operator):
+    """`x @ w.T` for a matrix in float8 with scales; `decoded` has views of `values`."""
 
-    values: torch.Tensor
-    """(rows, columns) float8; in subclasses padded."""
     scales: torch.Tensor
     """Float32, of blocks; see the subclasses."""
-
-    integers_key = "values"
 
     @classmethod
     def of(cls, decoded: Decoded) -> Float8 | None:
@@ -85,12 +81,12 @@ class Float8Cpu(Float8):
     def of_blocks(
         cls, decoded: Decoded, float8: Float8Values, scales: torch.Tensor, block: tuple[int, int]
     ) -> Float8Cpu | None:
-        (rows, columns), values = decoded.dims, decoded.stored["values"]
+        values = decoded.stored["values"]
         if values.dtype != torch.float8_e4m3fn or (scales.shape[1] > 1 and block[0] < _ROWS):
             return None
         if scales.shape[1] == 1:
-            scales = of_rows(scales, block[0], rows.length)
-        return cls(rows, columns, decoded, without(decoded.stored, "values"), values, scales * FLOAT8_SHIFT, block)
+            scales = of_rows(scales, block[0], len(values))
+        return cls(decoded, values, scales * FLOAT8_SHIFT, block)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         is_float32 = len(x) <= FEW and product_dtype(x) == torch.float32
@@ -169,9 +165,8 @@ class Float8Cuda(Float8):
         unit = _BLOCK if by_blocks else _UNIT
         missing = (0, -columns.length % unit, 0, -rows.length % unit)
         values = pad(values.view(torch.uint8), missing).contiguous().view(_FLOAT8)
-        kept = without(decoded.stored, cls.integers_key)
-        views = {**kept, cls.integers_key: values[: rows.length, : columns.length]}
-        return cls(rows, columns, replace(decoded, stored=views), kept, values, scales, by_blocks)
+        views = {**decoded.stored, "values": values[: rows.length, : columns.length]}
+        return cls(replace(decoded, stored=views), values, scales, by_blocks)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """By the operator for any number of tokens, so that all of a sequence are computed alike."""

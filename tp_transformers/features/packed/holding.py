@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from ...anatomy import owner_of, tied_parameters
@@ -23,44 +22,25 @@ from ..quantized.find import Quantization
 from ..quantized.format import refuse_other
 from .forward import hold_packed
 from .stored_shards import PackedCheckpoint
-from .weight import DECODED, HeldWeight, pack
+from .weight import HeldWeight, pack
 
 _WEIGHTS = "weights by torchao (TorchAoConfig of weights alone)"
 
 
 @dataclass(frozen=True)
-class ArrivedWeight:
-    """A rank's shard, quantised by torchao; `dtype` and `device` are those of the decoded weight."""
+class ArrivedWeight(HeldWeight):
+    """A shard quantised by torchao, whose own product rounds differently."""
 
     tensor: Any
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.tensor.shape)
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device(self.tensor.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         names, _ = self.tensor.__tensor_flatten__()
         return sum(getattr(self.tensor, name).nbytes for name in names)
 
-    @property
-    def product(self) -> str:
-        return DECODED
-
     def decoded(self) -> torch.Tensor:
-        """Dequantise to a contiguous tensor."""
         weight: torch.Tensor = self.tensor.dequantize().to(self.dtype)
         return weight.contiguous()
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """`torch.nn.functional.linear(x, weight)` with the decoded weight; torchao's own product rounds differently."""
-        return linear(x, self.decoded())
 
 
 @dataclass(frozen=True)
@@ -140,7 +120,7 @@ class Arriving(Encoding):
         quantize_(linear, self.config)
         if type(linear.weight.data) is torch.Tensor:
             raise ValueError("it leaves weights as they are")
-        return ArrivedWeight(linear.weight.detach(), weight.dtype)
+        return ArrivedWeight(weight.shape, weight.dtype, weight.device, linear.weight.detach())
 
 
 def _unsupported(got: str, expected: str) -> UnsupportedError:

@@ -37,12 +37,11 @@ _COLUMNS = 16 * _TILES
 
 @dataclass(frozen=True, eq=False)
 class Int4(IntegerOperator):
-    """`x @ w.T` for a matrix (rows, columns) of integers of 4 bits."""
+    """`x @ w.T` for a matrix of integers of 4 bits; `values` are uint8, padded, and `unit` rows are stored together."""
 
     title = "int4 operator"
+    per_item = 2
 
-    packed: torch.Tensor
-    """(rows, columns / 2) uint8, padded; `unit` rows are stored together."""
     scales_and_zeros: torch.Tensor
     """(groups, rows, 2) bfloat16."""
     offsets: torch.Tensor | int | None
@@ -51,8 +50,7 @@ class Int4(IntegerOperator):
 
     @classmethod
     def of_integers(cls, decoded: Decoded, affine: Affine) -> Int4 | None:
-        rows, columns = decoded.dims
-        shape, device = (rows.length, columns.length), decoded.stored[affine.integers_key].device
+        shape, device = [dim.length for dim in decoded.dims], decoded.stored[affine.integers_key].device
         group = affine.group or next((group for group in GROUPS if shape[1] % group == 0), GROUPS[-1])
         units = cls.units(device)
         if affine.bits != 4 or group not in GROUPS or units is None:
@@ -76,8 +74,7 @@ class Int4(IntegerOperator):
         if isinstance(zeros, torch.Tensor) and not affine.adds:
             offsets = torch.full(both.shape[:2], 8, dtype=torch.uint8, device=device)
             offsets[:groups, : shape[0]] = zeros.t()
-        kept = without(decoded.stored, affine.integers_key)
-        return cls(rows, columns, kept, affine, packed, both, offsets, group)
+        return cls(without(decoded, affine.integers_key), packed, both, offsets, group)
 
     @classmethod
     @abstractmethod
@@ -92,14 +89,6 @@ class Int4(IntegerOperator):
     @abstractmethod
     def unpack(self, first: int, last: int) -> torch.Tensor:
         """The integers of rows of the layout, (rows, width) uint8 in memory of their own; the inverse of `pack`."""
-
-    @property
-    def width(self) -> int:
-        return self.packed.shape[1] * 2
-
-    @property
-    def height(self) -> int:
-        return len(self.packed)
 
     def integers(self) -> torch.Tensor:
         return self.unpack(0, self.height)[: self.rows.length, : self.columns.length]
@@ -142,7 +131,7 @@ class Int4Cpu(Int4):
         return packed
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = int4_product(x, self.packed, self.group, self.scales_and_zeros)
+        product: torch.Tensor = int4_product(x, self.values, self.group, self.scales_and_zeros)
         return product
 
     @property
@@ -150,7 +139,7 @@ class Int4Cpu(Int4):
         return _block_rows() or 1
 
     def unpack(self, first: int, last: int) -> torch.Tensor:
-        pairs = self.packed[first:last].view(-1, self.width, self.unit // 2).mT.contiguous()
+        pairs = self.values[first:last].view(-1, self.width, self.unit // 2).mT.contiguous()
         values = pairs.new_empty(len(pairs), 2, *pairs.shape[1:])
         torch.bitwise_and(pairs, 0xF, out=values[:, 0])
         torch.bitwise_right_shift(pairs, 4, out=values[:, 1])
@@ -213,7 +202,7 @@ class Int4Cuda(Int4):
 
     def _words(self, first: int, last: int) -> torch.Tensor:
         """(rows / 8, columns / 128, 8, 4, 4) int32."""
-        words = self.packed[first:last].view(torch.int32)
+        words = self.values[first:last].view(torch.int32)
         return words.view((last - first) // _ROWS, self.width // _COLUMNS, _ROWS, 4, _TILES // 2)
 
 
@@ -228,16 +217,14 @@ class Int8(IntegerOperator):
 
     title = "int8 operator"
 
-    values: torch.Tensor
-    """(rows, columns) int8, columns padded to `_UNIT`; 128 less than the stored integers if those are uint8."""
     scales: torch.Tensor
     """(rows) bfloat16."""
     is_unsigned: bool
+    """True if the stored integers are uint8; `values`, int8 with columns padded to `_UNIT`, are 128 less."""
 
     @classmethod
     def of_integers(cls, decoded: Decoded, affine: Affine) -> Int8 | None:
-        rows, columns = decoded.dims
-        shape = (rows.length, columns.length)
+        shape = tuple(dim.length for dim in decoded.dims)
         integers = affine.integers(decoded.stored, shape)
         scales, zeros = affine.scales(decoded.stored, shape)
         is_unsigned = integers.dtype == torch.uint8
@@ -247,15 +234,7 @@ class Int8(IntegerOperator):
         values = (integers ^ 128).view(torch.int8) if is_unsigned else integers
         values = pad(values, (0, -shape[1] % _UNIT)).contiguous()
         scales = scales.to(torch.bfloat16).expand(shape[0], 1).flatten().contiguous()
-        return cls(rows, columns, without(decoded.stored, affine.integers_key), affine, values, scales, is_unsigned)
-
-    @property
-    def width(self) -> int:
-        return self.values.shape[1]
-
-    @property
-    def height(self) -> int:
-        return len(self.values)
+        return cls(without(decoded, affine.integers_key), values, scales, is_unsigned)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = int8_product(x, self.values, self.scales)

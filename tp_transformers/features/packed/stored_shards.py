@@ -18,12 +18,13 @@ from torch import nn
 from ...checkpoint.saving.save import STORED_VALUES
 from ...errors import UnsupportedError
 from ...ranks.group import TensorParallelGroup
-from ...slices.layout import Layout, Range, Split
+from ...slices.layout import Layout, Range, Split, joined
+from ...slices.lazy import Resident
 from ...strategies import SHARD
 from ...strategies.shards.shard import ParamShard
-from ..quantized.bundle import Origin, Place, StoredValues
+from ..quantized.bundle import Origin, Place
 from ..quantized.find import Quantization
-from .weight import HeldWeight, PackedWeight, packed_weights
+from .weight import HeldWeight, PackedBlock, PackedWeight, packed_weights
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,12 @@ class StoredShard:
     origin: Origin
     dim: int | None
     """The sharded dim; None if it is the full tensor."""
-    stored: StoredValues
+    block: PackedBlock
     key: str
 
-    @property
-    def places(self) -> Sequence[Place]:
-        """The ranges of the sharded dim in the shard."""
-        return () if self.dim is None else self.origin.places[self.dim]
-
     def values(self) -> torch.Tensor:
-        """The stored values; integers in an operator's layout are converted back by this call."""
-        return self.stored[self.key].detach()
+        """See `PackedBlock.stored`."""
+        return self.block.stored(self.key).detach()
 
 
 class StoredShards:
@@ -112,8 +108,8 @@ class StoredShards:
     def __init__(self, weights: Iterable[HeldWeight]) -> None:
         self._shards: dict[str, list[StoredShard]] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
-            for decoded in (block.decoded for block in weight.blocks):
-                for key, origin in decoded.origins.items():
+            for block in weight.blocks:
+                for key, origin in block.decoded.origins.items():
                     if not origin.name:  # made by the load
                         continue
                     sharded_dims = [
@@ -122,52 +118,44 @@ class StoredShards:
                     if len(sharded_dims) > 1:
                         raise _unsaved(f"{origin.name} sharded along {len(sharded_dims)} dims", "one")
                     dim = sharded_dims[0] if sharded_dims else None
-                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, decoded.stored, key))
+                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, block, key))
 
     def specs(self) -> dict[str, StoredSpec]:
         """Return the specs of the rank's stored tensors, by name."""
         return {name: self._spec(shards) for name, shards in self._shards.items()}
 
     def _spec(self, shards: Sequence[StoredShard]) -> StoredSpec:
-        origin = shards[0].origin
-        dim = next((None for shard in shards if shard.dim is None), shards[0].dim)
-        if len({shard.dim for shard in shards if shard.dim is not None}) > 1:
+        origin, dims = shards[0].origin, {shard.dim for shard in shards}
+        if len(dims - {None}) > 1:
             raise _unsaved("a stored tensor sharded along several dims", "one")
-        ranges = (
-            () if dim is None else tuple((start, start + count) for shard in shards for start, _, count in shard.places)
-        )
+        dim = None if None in dims else shards[0].dim
+        places = [] if dim is None else [place for shard in shards for place in shard.origin.places[dim]]
         scalar = None if origin.shape else shards[0].values()
-        return StoredSpec(
-            origin.shape, origin.dtype, dim, ranges, None if scalar is None or scalar.is_meta else scalar.cpu()
-        )
+        scalar = None if scalar is None or scalar.is_meta else scalar.cpu()
+        ranges = tuple((start, start + count) for start, _, count in places)
+        return StoredSpec(origin.shape, origin.dtype, dim, ranges, scalar)
 
     def local(self, name: str, spec: StoredSpec, layout: Layout | None, rank: int) -> torch.Tensor:
         """Return the shard of `rank` (this rank) in `layout`; a view if the indices are contiguous in memory."""
         shards = self._shards.get(name, [])
-        complete = next((shard for shard in shards if shard.dim is None), None)
         if layout is None:
-            value = spec.scalar if complete is None else complete.values()
+            value = next((shard.values() for shard in shards if shard.dim is None), spec.scalar)
             assert value is not None
             return value
-        ranges: list[tuple[StoredShard, int, int]] = []
+        parts: list[tuple[StoredShard, list[Range]]] = []
         for start, stop in layout.split.ranges[rank]:
-            if complete is not None:
-                ranges.append((complete, start, stop - start))
-                continue
             shard, position = next(
                 (shard, position + start - first)
                 for shard in shards
-                for first, position, count in shard.places
+                for first, position, count in shard.origin.places[layout.dim]
                 if first <= start and stop <= first + count
             )
-            if ranges and ranges[-1][0] is shard and ranges[-1][1] + ranges[-1][2] == position:
-                ranges[-1] = (shard, ranges[-1][1], ranges[-1][2] + stop - start)
-            else:
-                ranges.append((shard, position, stop - start))
-        if not ranges:
+            if not parts or parts[-1][0] is not shard:
+                parts.append((shard, []))
+            parts[-1][1].append((position, position + stop - start))
+        if not parts:
             return torch.empty(layout.local_shape(spec.shape, rank), dtype=spec.dtype)
-        values = {id(shard): shard.values() for shard, _, _ in ranges}
-        views = [values[id(shard)].narrow(layout.dim, position, count) for shard, position, count in ranges]
+        views = [Resident(shard.values()).select(layout.dim, joined(ranges)).tensor for shard, ranges in parts]
         return views[0] if len(views) == 1 else torch.cat(views, layout.dim)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 
@@ -47,18 +47,26 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 class Tiled(ABC):
     """`x @ w.T` for a matrix (rows, columns) in a layout (width, height), with a few decoded rows at a time."""
 
-    rows: Aligned
-    columns: Aligned
+    decoded: Decoded
+    """The stored tensors, without those that the layout has in their place; all leading dims have length 1."""
 
     @property
+    def rows(self) -> Aligned:
+        return self.decoded.dims[-2]
+
+    @property
+    def columns(self) -> Aligned:
+        return self.decoded.dims[-1]
+
+    @property
+    @abstractmethod
     def width(self) -> int:
-        """Columns of the layout, with those of padding in a subclass that has some."""
-        return self.columns.length
+        """Columns of the layout, with those of padding."""
 
     @property
+    @abstractmethod
     def height(self) -> int:
         """Rows of the layout, likewise."""
-        return self.rows.length
 
     @property
     def unit(self) -> int:
@@ -117,9 +125,15 @@ class Tiled(ABC):
 
 @dataclass(frozen=True, eq=False)
 class StoredRows(Tiled):
-    """A matrix that its format decodes; all leading dims have length 1."""
+    """A matrix that its format decodes."""
 
-    decoded: Decoded
+    @property
+    def width(self) -> int:
+        return self.columns.length
+
+    @property
+    def height(self) -> int:
+        return self.rows.length
 
     @property
     def unit(self) -> int:
@@ -149,8 +163,19 @@ class Operator(Tiled):
     """Name in the report of a load."""
     few: ClassVar[int] = FEW
     """Tokens up to which `multiply` is called."""
-    kept: Mapping[str, torch.Tensor]
-    """The stored tensors without the one that `stored` makes."""
+    per_item: ClassVar[int] = 1
+    """Columns of one of the `values`."""
+
+    values: torch.Tensor
+    """(height, width / `per_item`), in place of a stored tensor."""
+
+    @property
+    def width(self) -> int:
+        return self.values.shape[1] * self.per_item
+
+    @property
+    def height(self) -> int:
+        return len(self.values)
 
     @classmethod
     @abstractmethod
@@ -162,31 +187,27 @@ class Operator(Tiled):
         """(tokens, width) -> (tokens, height), by the operator."""
 
     @property
-    @abstractmethod
     def integers_key(self) -> str:
-        """Name of the stored tensor that has the integers."""
+        """Name of the stored tensor that the layout replaces."""
+        return "values"
 
     @abstractmethod
     def stored(self) -> torch.Tensor:
-        """Convert the integers back to the stored tensor."""
+        """Convert the layout back to the stored tensor `integers_key`."""
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return sum(tensor.nbytes for tensor in (*self._tensors, *self.kept.values()))
-
-    @property
-    def _tensors(self) -> list[torch.Tensor]:
-        """The tensors of the layout."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        kept = (tensor for name, tensor in self.decoded.stored.items() if name != self.integers_key)
+        layout = (getattr(self, field.name) for field in fields(self))
+        return sum(tensor.nbytes for tensor in (*kept, *layout) if isinstance(tensor, torch.Tensor))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x) if len(x) <= self.few else super().product(x)
 
     def weight(self) -> torch.Tensor:
         """Decode to (rows, columns)."""
-        values = torch.empty(self.height, self.width, dtype=torch.bfloat16, device=self._tensors[0].device)
+        values = torch.empty(self.height, self.width, dtype=torch.bfloat16, device=self.values.device)
         self.fill(0, values)
         return self.rows.take(self.columns.take(values, 1), 0)
 
@@ -195,7 +216,9 @@ class Operator(Tiled):
 class IntegerOperator(Operator):
     """A matrix of integers with a scale and a zero point per group."""
 
-    affine: Affine
+    @property
+    def affine(self) -> Affine:
+        return cast("Affine", self.decoded.decode)
 
     @classmethod
     def of(cls, decoded: Decoded) -> IntegerOperator | None:
@@ -222,6 +245,6 @@ class IntegerOperator(Operator):
         return integers if self.affine.stored is None else self.affine.stored(integers)
 
 
-def without(stored: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """The stored tensors without one."""
-    return {key: tensor for key, tensor in stored.items() if key != name}
+def without(decoded: Decoded, name: str) -> Decoded:
+    """The matrix without one of the stored tensors."""
+    return replace(decoded, stored={key: tensor for key, tensor in decoded.stored.items() if key != name})

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -28,32 +28,31 @@ DECODED = "decoded"
 """The product of a weight that no operator multiplies: a few rows at a time are decoded in each forward."""
 
 
-class HeldWeight(Protocol):
-    """A rank's shard of a weight in quantised form."""
+@dataclass(frozen=True)
+class HeldWeight(ABC):
+    """A rank's shard of a weight in quantised form; `dtype` and `device` are those of the decoded weight."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
     @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the decoded weight."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Bytes in memory."""
 
     @property
     def product(self) -> str:
         """Name of the operator that multiplies it, or `decoded`."""
+        return DECODED
 
+    @abstractmethod
     def decoded(self) -> torch.Tensor:
         """Decode to a contiguous tensor."""
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """`torch.nn.functional.linear(x, weight)` of a matrix for x (tokens, columns); not recorded by autograd."""
+        return linear(x, self.decoded())
 
 
 @dataclass(frozen=True)
@@ -65,22 +64,18 @@ class PackedBlock:
     stride: tuple[int, ...]
     offset: int
     product: Operator | None = None
-    """The values in the layout of an operator, of which `decoded` makes its stored tensors where they are needed."""
+    """The matrix in the layout of an operator; `decoded` then lacks the stored tensor that the layout replaces."""
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
         return self.product.nbytes if self.product else sum(tensor.nbytes for tensor in self.decoded.stored.values())
 
-    @property
-    def rows(self) -> int:
-        """Rows of the matrix."""
-        return self.size[-2]
-
-    def has_rows(self, columns: int) -> bool:
-        """True if it consists of complete rows of a matrix of `columns`; the stride of a dim of length 1 is any."""
-        strides = zip(self.size[-2:], self.stride[-2:], (columns, 1), strict=True)
-        return self.size[-1] == columns and all(size == 1 or stride == step for size, stride, step in strides)
+    def stored(self, key: str) -> torch.Tensor:
+        """A stored tensor; values in an operator's layout are converted back by this call."""
+        if self.product is not None and key == self.product.integers_key:
+            return self.product.stored()
+        return self.decoded.stored[key]
 
     def fill(self, weight: torch.Tensor) -> None:
         """Decode into `weight`."""
@@ -96,8 +91,7 @@ class PackedBlock:
 
     @cached_property
     def _stored_rows(self) -> StoredRows:
-        rows, columns = self.decoded.dims[-2:]
-        return StoredRows(rows, columns, self.decoded)
+        return StoredRows(self.decoded)
 
     def at(self, index: int, numel: int) -> PackedBlock | None:
         """The block of the weight at `index` of dim 0, which has `numel` elements; None if they do not overlap."""
@@ -120,18 +114,14 @@ class PackedBlock:
 
 
 @dataclass(frozen=True)
-class PackedWeight:
-    """The stored tensors of a rank's shard of `shape`; `dtype` and `device` are those of the decoded weight."""
+class PackedWeight(HeldWeight):
+    """A shard whose stored tensors are in memory."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
     blocks: Sequence[PackedBlock]
     _selected: dict[int, PackedWeight] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored tensors in memory."""
         return sum(block.nbytes for block in self.blocks)
 
     @property
@@ -140,7 +130,6 @@ class PackedWeight:
         return " and ".join(sorted(titles))
 
     def decoded(self) -> torch.Tensor:
-        """Decode to a contiguous tensor."""
         weight = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         for block in self.blocks:
             block.fill(weight)
@@ -165,15 +154,18 @@ class PackedWeight:
     @cached_property
     def row_blocks(self) -> Sequence[PackedBlock] | None:
         """The blocks in the order of their rows, if each consists of complete rows of the matrix; else None."""
-        if not all(block.has_rows(self.shape[-1]) for block in self.blocks):
-            return None
+        strides = (self.shape[-1], 1)
+        for block in self.blocks:
+            steps = zip(block.size[-2:], block.stride[-2:], strides, strict=True)
+            if block.size[-1] != strides[0] or any(size > 1 and stride != step for size, stride, step in steps):
+                return None  # the stride of a dim of length 1 is any
         return sorted(self.blocks, key=lambda block: block.offset)
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """`torch.nn.functional.linear(x, weight)` for x (tokens, columns); decodes a few rows at a time."""
+        """See `HeldWeight.linear`; decodes a few rows at a time."""
         blocks = self.row_blocks
         if blocks is None or x.dtype != self.dtype or not x.shape[0]:
-            return linear(x, self.decoded())
+            return super().linear(x)
         return blocks[0].linear(x) if len(blocks) == 1 else torch.cat([block.linear(x) for block in blocks], -1)
 
 
@@ -238,15 +230,18 @@ def without_packed(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor
         moved = move(torch.empty(0, dtype=weight.dtype, device=weight.device))
         if moved.dtype != weight.dtype or moved.device != weight.device:
             check_values(model, "another dtype" if moved.dtype != weight.dtype else "another device")
-    owners = [module for module in model.modules() if PACKED.find(module)]
-    saved = [{name: module._parameters[name] for name in PACKED.of(module)} for module in owners]
-    for module, placeholders in zip(owners, saved, strict=True):
-        module._parameters.update(dict.fromkeys(placeholders))
+    placeholders = [
+        (module, {name: module._parameters[name] for name in PACKED.of(module)})
+        for module in model.modules()
+        if PACKED.find(module)
+    ]
+    for module, named in placeholders:
+        module._parameters.update(dict.fromkeys(named))
     try:
         yield
     finally:
-        for module, placeholders in zip(owners, saved, strict=True):
-            module._parameters.update(placeholders)
+        for module, named in placeholders:
+            module._parameters.update(named)
 
 
 def with_products(weight: PackedWeight) -> PackedWeight:
@@ -257,46 +252,17 @@ def with_products(weight: PackedWeight) -> PackedWeight:
     kinds = _OPERATORS.get("cpu" if weight.device.type == "meta" else weight.device.type)
     if kinds is None or weight.dtype != torch.bfloat16:
         return weight
-    return replace(weight, blocks=[_with_product(block, kinds) for block in weight.blocks])
+    blocks = list(weight.blocks)
+    for index, block in enumerate(blocks):
+        if len(block.size) == 2 and block.stride[-1] == 1:
+            product = next(filter(None, (kind.of(block.decoded) for kind in kinds)), None)
+            if product is not None:
+                blocks[index] = replace(block, decoded=product.decoded, product=product)
+    return replace(weight, blocks=blocks)
 
 
 _OPERATORS: Mapping[str, Sequence[type[Operator]]] = {
     "cpu": (Int4Cpu, Int8, Blocks4, Float8Cpu),
     "cuda": (Int4Cuda, Int8Gpu, Blocks4Cuda, Float8Cuda),
 }
-"""Type of a device -> operators, the fastest first, by the format, dtype and device of a weight:
-
-4 bits, groups of 32 to 256 columns     bfloat16 on a CPU or a GPU from NVIDIA      Int4
-8 bits, one scale per row               bfloat16 on a CPU                           Int8
-the same                                bfloat16 on a GPU                           Int8Gpu
-nf4 and fp4 of bitsandbytes             bfloat16 on a CPU                           Blocks4
-the same                                bfloat16 on a GPU from NVIDIA               Blocks4Cuda
-8-bit floats                            bfloat16 on a CPU                           Float8Cpu
-the same, activations quantised         bfloat16 on a GPU from NVIDIA               Float8Cuda
-all others                                                                          none: decoded, a few rows at a time
-"""
-
-
-def _with_product(block: PackedBlock, kinds: Sequence[type[Operator]]) -> PackedBlock:
-    if len(block.size) != 2 or block.stride[-1] != 1:
-        return block
-    product = next(filter(None, (kind.of(block.decoded) for kind in kinds)), None)
-    if product is None:
-        return block
-    return replace(block, decoded=replace(block.decoded, stored=_StoredValues(product)), product=product)
-
-
-class _StoredValues(Mapping[str, torch.Tensor]):
-    """The stored tensors of a matrix in an operator's layout; its integers are converted back when they are read."""
-
-    def __init__(self, product: Operator) -> None:
-        self._product = product
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._product.stored() if name == self._product.integers_key else self._product.kept[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((self._product.integers_key, *self._product.kept))
-
-    def __len__(self) -> int:
-        return 1 + len(self._product.kept)
+"""Type of a device -> operators, the fastest first; the README has their weights."""

@@ -225,41 +225,38 @@ class Decoded:
             for dim, (index, position) in enumerate(places):
                 one = one.at(dim, position)
                 into = into.narrow(dim, index, 1)
-            for row, values in one.tiles(at_a_time(into.device)):
-                copy(values, into.narrow(-2, row, values.shape[-2]))
+            one._fill_rows(into)
+
+    def _fill_rows(self, destination: torch.Tensor) -> None:
+        """Decode the matrix at index 0 of the leading dims."""
+        *_, rows, columns = self.dims
+        step = max(at_a_time(destination.device) // columns.length // rows.unit, 1) * rows.unit
+        for low in range(0, rows.length, step):
+            tile = (low, min(low + step, rows.length))
+            values = self.block(*tile)
+            for row, first, last in _within(rows.positions, tile):
+                selected = columns.take(values.narrow(-2, first - low, last - first), -1)
+                copy(selected, destination.narrow(-2, row, last - first))
 
     def at(self, dim: int, position: int) -> Decoded:
         """The slice at one position of a leading dim's buffer, as a dim of length 1."""
         dims = list(self.dims)
         dims[dim] = Aligned([(0, 1)], 1, 1)
-        return replace(self, stored=self._narrow(self.stored, dim, (position, position + 1)), dims=dims)
-
-    def tiles(self, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Decode about `numel` elements at a time: (index of the first row in the slice, values of these rows of it).
-
-        All leading dims must have length 1; the values have them, too.
-        """
-        *_, rows, columns = self.dims
-        step = max(numel // columns.length // rows.unit, 1) * rows.unit
-        for low in range(0, rows.length, step):
-            tile = (low, min(low + step, rows.length))
-            values = self.block(*tile)
-            for row, first, last in _within(rows.positions, tile):
-                yield row, columns.take(values.narrow(-2, first - low, last - first), -1)
+        return replace(self, stored=self._narrow(dim, position, position + 1), dims=dims)
 
     def block(self, first: int, last: int) -> torch.Tensor:
         """Decode rows [first, last) of the aligned buffers, complete groups; the values have all aligned columns."""
         *leading, _, columns = self.dims
         shape = (*(1 for _ in leading), last - first, columns.length)
-        return self.decode(self._narrow(self.stored, len(leading), (first, last)), shape)
+        return self.decode(self._narrow(len(leading), first, last), shape)
 
-    def _narrow(self, stored: StoredValues, dim: int, tile: Range) -> StoredValues:
-        """Narrow the buffers to positions `tile` of an aligned dim; `tile` consists of complete groups."""
-        narrowed = dict(stored)
+    def _narrow(self, dim: int, first: int, last: int) -> StoredValues:
+        """Narrow the buffers to positions [first, last) of an aligned dim, complete groups."""
+        narrowed = dict(self.stored)
         for name, origin in self.origins.items():
             for at, dim_map in enumerate(origin.dims):
                 if isinstance(dim_map, DimMap) and dim_map.dim == dim:
-                    start, stop = dim_map.stored_length(tile[0]), dim_map.stored_length(tile[1])
+                    start, stop = dim_map.stored_length(first), dim_map.stored_length(last)
                     narrowed[name] = narrowed[name].narrow(at, start, stop - start)
         return narrowed
 

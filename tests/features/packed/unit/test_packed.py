@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,7 +18,7 @@ from tests.unit.slices.test_lazy import ranges
 from tp_transformers.features.packed import float8, integers
 from tp_transformers.features.packed.integers import Int4
 from tp_transformers.features.packed.tensor import PackedTensor
-from tp_transformers.features.packed.weight import PackedWeight, pack, with_products
+from tp_transformers.features.packed.weight import PackedBlock, PackedWeight, pack, with_products
 from tp_transformers.features.quantized.bitsandbytes import BitsAndBytes
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
@@ -138,7 +138,7 @@ def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor)
     size = linear(x.float().abs(), rounded_sizes(after.product, exact))
     assert ((seen - expected).abs() <= 1.01 * 2**-8 * (3 * size + expected.abs())).all()
     assert relative(weight.decoded().float(), exact) < ROUNDING
-    check_stored(before.decoded.stored, after.decoded.stored)
+    check_stored(before, after)
 
 
 def rounded_sizes(product: Any, exact: Tensor) -> Tensor:
@@ -152,15 +152,15 @@ def rounded_sizes(product: Any, exact: Tensor) -> Tensor:
     return torch.full_like(exact, float((8 * scales + values_of_8).max()))
 
 
-def check_stored(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+def check_stored(before: PackedBlock, after: PackedBlock) -> None:
     """A save writes the bits of the file."""
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert after[name].dtype == tensor.dtype
+    for name, tensor in before.decoded.stored.items():
+        stored = after.stored(name)
+        assert stored.dtype == tensor.dtype
         if tensor.dtype.is_floating_point and tensor.itemsize == 1:
-            assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8)), name
+            assert torch.equal(stored.view(torch.uint8), tensor.view(torch.uint8)), name
         else:
-            assert torch.equal(after[name], tensor), name
+            assert torch.equal(stored, tensor), name
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -155,7 +155,7 @@ def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> Non
         # `full` and the result are rounded to bfloat16, by 2^-8 at most each; sums are in fp32.
         assert ((weight.linear(x).float() - expected).abs() <= 1.01 * 2**-8 * (size + expected.abs())).all()
     assert torch.equal(weight.decoded(), lazy.materialize().bfloat16())
-    check_stored(before.decoded.stored, after.decoded.stored)
+    check_stored(before, after)
 
 
 @pytest.mark.parametrize(
