@@ -45,45 +45,6 @@ _PROCESSED: Mapping[str, str | None] = {
 """Architecture -> the tensors that its processor changes, but for rotary rows and experts. Of others: all tensors."""
 
 
-def model_tensors(
-    model: PreTrainedModel, tensors: Mapping[str, LazyTensor], shapes: Mapping[str, torch.Size]
-) -> tuple[Mapping[str, LazyTensor], Sequence[Any]]:
-    """The tensors by their names in `model`, whose parameters have `shapes`, and transformers' conversions to apply.
-
-    Tensors that transformers does not read, such as `rope_freqs.weight`, are left out.
-
-    Raises UnsupportedError if transformers has no names for the architecture.
-    """
-    architecture = _architecture(tensors)
-    conversion = gguf_conversion(architecture, model.config)
-    if conversion is not None:
-        return tensors, conversion
-    processor, changes = gguf_processor(architecture, model.config)
-    changed = _PROCESSED.get(architecture, "" if changes else None)
-    names = _names(architecture, processor, shapes, model.config.num_hidden_layers)
-    by_target: dict[str, list[LazyTensor]] = {}
-    for name in sorted(tensors):  # gate before up
-        experts = _EXPERTS.match(name)
-        target = names.get(experts[1] if experts else name)
-        if target is not None:
-            tensor = tensors[name]
-            if architecture == "llama" and _ROTARY.search(name):
-                heads = "num_attention_heads" if ".attn_q." in name else "num_key_value_heads"
-                tensor = _rotary_rows(name, tensor, len(tensor) // getattr(model.config, heads))
-            elif changed is not None and not experts and re.search(changed, name):
-                process = partial(_processed, processor, name, tensor)
-                tensor = Deferred(process, shape=shapes[target], dtype=tensor.dtype)
-            by_target.setdefault(target, []).append(tensor)
-    return {name: tensors[0] if len(tensors) == 1 else concat(tensors, 1) for name, tensors in by_target.items()}, []
-
-
-def _architecture(tensors: Mapping[str, LazyTensor]) -> str:
-    first: Any = next(iter(tensors.values()))
-    stored: Any = next(iter(first.components.values())).tensor if isinstance(first, Bundle) else first
-    architecture: str = stored.source.metadata[ARCHITECTURE]
-    return architecture
-
-
 def _names(architecture: str, processor: Any, names: Iterable[str], layers: int) -> dict[str, str]:
     """Name in the file -> name in the model, for the `names` of a model with `layers`; two may have the same one.
 
@@ -189,7 +150,30 @@ class Gguf(Format):
         }
 
     def named(self, model: PreTrainedModel, tensors: Tensors, shapes: Shapes) -> tuple[Tensors, Sequence[Any]]:
-        return model_tensors(model, tensors, shapes)
+        """See `Format.named`; tensors that transformers does not read, such as `rope_freqs.weight`, are left out."""
+        first: Any = next(iter(tensors.values()))
+        stored: Any = next(iter(first.components.values())).tensor if isinstance(first, Bundle) else first
+        architecture: str = stored.source.metadata[ARCHITECTURE]
+        conversion = gguf_conversion(architecture, model.config)
+        if conversion is not None:
+            return tensors, conversion
+        processor, changes = gguf_processor(architecture, model.config)
+        changed = _PROCESSED.get(architecture, "" if changes else None)
+        names = _names(architecture, processor, shapes, model.config.num_hidden_layers)
+        by_target: dict[str, list[LazyTensor]] = {}
+        for name in sorted(tensors):  # gate before up
+            experts = _EXPERTS.match(name)
+            target = names.get(experts[1] if experts else name)
+            if target is not None:
+                tensor = tensors[name]
+                if architecture == "llama" and _ROTARY.search(name):
+                    heads = "num_attention_heads" if ".attn_q." in name else "num_key_value_heads"
+                    tensor = _rotary_rows(name, tensor, len(tensor) // getattr(model.config, heads))
+                elif changed is not None and not experts and re.search(changed, name):
+                    process = partial(_processed, processor, name, tensor)
+                    tensor = Deferred(process, shape=shapes[target], dtype=tensor.dtype)
+                by_target.setdefault(target, []).append(tensor)
+        return {name: found[0] if len(found) == 1 else concat(found, 1) for name, found in by_target.items()}, []
 
 
 def _bundle(name: str, blocks: Blocks) -> Bundle:
