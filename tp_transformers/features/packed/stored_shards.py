@@ -137,7 +137,7 @@ class StoredShards:
 
     def local(self, name: str, spec: StoredSpec, layout: Layout | None, rank: int) -> torch.Tensor:
         """Return the shard of `rank` (this rank) in `layout`; a view if the indices are contiguous in memory."""
-        shards = self._shards.get(name, [])
+        shards = sorted(self._shards.get(name, []), key=lambda shard: shard.dim is not None)  # complete ones first
         if layout is None:
             value = next((shard.values() for shard in shards if shard.dim is None), spec.scalar)
             assert value is not None

@@ -11,7 +11,6 @@ zero points, unless symmetric                     X.weight_zero_point, which pac
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +27,11 @@ from .bundle import Bundle, Decode, DimMap, Dims, StoredValues
 from .casts import from_float8
 from .float8 import Float8Values
 from .format import (
-    FP4_PAIRS,
     Format,
     Locate,
     Part,
     Tensors,
     bundle,
-    constant,
     described,
     inconsistent,
     multiply_blocks,
@@ -43,7 +40,7 @@ from .format import (
     stored_tensor,
     subtract_blocks,
     unpack,
-    unpack_pairs,
+    unpack_fp4,
     unsupported,
 )
 
@@ -59,8 +56,6 @@ _FORMATS = (_PACKED, "int-quantized", "float-quantized", "naive-quantized", *_MI
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-
-
 _LINEAR = nn.Linear(1, 1, device="meta")
 
 
@@ -178,7 +173,7 @@ class Scheme:
     def _by_block(self, ndim: int, scales: Sequence[int]) -> Dims:
         """Dims of `scales` of that shape, and of zero points."""
         rows, columns = self.scaled_block
-        if len(scales) == 1 or (math.prod(scales) == 1 and (rows, columns) == (1, None)):
+        if len(scales) == 1 or (list(scales) == [1] * ndim and (rows, columns) == (1, None)):
             return (1,) * len(scales)
         return (*map(DimMap, range(ndim - 2)), DimMap(ndim - 2, rows), DimMap(ndim - 1, columns) if columns else 1)
 
@@ -286,7 +281,7 @@ def _decode(scheme: Scheme, dtype: torch.dtype, stored: StoredValues, shape: Seq
     """Decode in float32, rounded to `dtype`: the bits of the library, which computes in `dtype`."""
     values = stored["values"]
     if values.dtype == torch.uint8:
-        values = unpack_pairs(values, constant(FP4_PAIRS, values.device))
+        values = unpack_fp4(values)
     else:
         values = from_float8(values) if values.is_floating_point() else _integers(scheme, stored, shape).float()
     scales, zeros = (_micro_scales(stored), 0) if scheme.is_micro else _scales_and_zeros(scheme, stored, shape)

@@ -242,7 +242,7 @@ def pair_table(values: torch.Tensor, *, high_first: bool = False) -> torch.Tenso
     return torch.stack((high, low) if high_first else (low, high), -1).view(torch.int64).flatten()
 
 
-FP4_PAIRS = pair_table(FP4)
+_FP4_PAIRS = pair_table(FP4)
 
 
 @cache
@@ -255,6 +255,11 @@ def unpack_pairs(pairs: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Look up the bytes (..., n) in a `pair_table`: (..., 2 n) float32."""
     values = table.index_select(0, pairs.flatten().int()).view(torch.float32)
     return values.view(*pairs.shape[:-1], -1)
+
+
+def unpack_fp4(pairs: torch.Tensor) -> torch.Tensor:
+    """Look up bytes (..., n) of two values of FP4, the first in the low half: (..., 2 n) float32."""
+    return unpack_pairs(pairs, constant(_FP4_PAIRS, pairs.device))
 
 
 def multiply_blocks(values: torch.Tensor, scales: torch.Tensor, block: Sequence[int | None]) -> torch.Tensor:

@@ -23,15 +23,13 @@ from ...slices.lazy import LazyTensor
 from .bundle import Bundle, DimMap, StoredValues
 from .float8 import Float8
 from .format import (
-    FP4_PAIRS,
     Part,
     Tensors,
     bundle,
-    constant,
     described,
     inconsistent,
     multiply_blocks,
-    unpack_pairs,
+    unpack_fp4,
     unsupported,
     without_values,
 )
@@ -115,8 +113,8 @@ def _parts(name: str, ndim: int) -> dict[str, Part]:
 
 
 def _decode(stored: StoredValues, shape: Sequence[int]) -> torch.Tensor:
-    values = unpack_pairs(stored["values"], constant(FP4_PAIRS, stored["values"].device))
-    return multiply_blocks(values, stored["scales"].float() * stored["factor"], (_GROUP,)).to(torch.bfloat16)
+    values, scales = unpack_fp4(stored["values"]), stored["scales"].float() * stored["factor"]
+    return multiply_blocks(values, scales, (_GROUP,)).to(torch.bfloat16)
 
 
 def _is_nvfp4(tensors: Tensors, name: str) -> bool:
