@@ -6,7 +6,7 @@ the same indices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -24,6 +24,7 @@ from ...strategies import SHARD
 from ...strategies.shards.shard import ParamShard
 from ..quantized.bundle import Origin, Place
 from ..quantized.find import Quantization
+from ..quantized.format import owners
 from .weight import HeldWeight, PackedBlock, PackedWeight, packed_weights
 
 
@@ -66,11 +67,11 @@ class PackedCheckpoint:
 
     def beside_of(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """Select tensors of `beside` in modules that have one of `names`, or whose names extend one of them."""
-        modules = {owner for name in names for owner in _owners(name)}
+        modules = {owner for name in names for owner in owners(name)}
         return {
             name: tensor
             for name, tensor in self.beside.items()
-            if name.rpartition(".")[0] in modules or any(owner in names for owner in _owners(name))
+            if name.rpartition(".")[0] in modules or any(owner in names for owner in owners(name))
         }
 
 
@@ -205,12 +206,6 @@ def place_stored(
         shard = ParamShard(torch.Size(spec.shape), layout, group, use_dtensor=False)
         SHARD.put(state[name], shard)
     return state
-
-
-def _owners(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _count(places: Sequence[Place]) -> int:

@@ -191,7 +191,7 @@ def check_read(tensors: Tensors, unread: Mapping[str, Collection[str]], missing:
         is_encoded = tensor.dtype in _ENCODED or bool(stored_names(tensor))
         if scales is None or not is_encoded or (name in unread and _SCALES.search(name.rpartition(".")[2])):
             continue
-        if name not in unread or any(_owners(each) & lacking for each in unread[name]):
+        if name not in unread or any(owners(each) & lacking for each in unread[name]):
             raise UnsupportedError(
                 "tp_plan",
                 got=f"a checkpoint in which {name} is quantised, with {scales} beside it, which nothing would read",
@@ -204,7 +204,8 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _owners(name: str) -> set[str]:
+def owners(name: str) -> set[str]:
+    """Names of the modules that a parameter or a module `name` is in."""
     parts = name.split(".")[:-1]
     return {".".join(parts[: index + 1]) for index in range(len(parts))}
 
