@@ -29,10 +29,8 @@ buffer, or to map and unmap the pages of 256 KiB.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -101,13 +99,11 @@ class Statistics:
     seconds: float = 0.0
     peak_buffer: int = 0
     """Most bytes of all buffers besides the destinations, in one call."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def count(self, method: str, nbytes: int, copied: int, seconds: float) -> None:
-        """Add to the totals of `method`. Thread-safe."""
-        with self._lock:
-            before = self.methods.get(method, Method())
-            self.methods[method] = Method(before.nbytes + nbytes, before.copied + copied, before.seconds + seconds)
+        """Add to the totals of `method`."""
+        before = self.methods.get(method, Method())
+        self.methods[method] = Method(before.nbytes + nbytes, before.copied + copied, before.seconds + seconds)
 
 
 def is_same_memory(destination: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -137,9 +133,8 @@ class Job:
             return True
         return self.method != "map" and not is_same_memory(self.requests[0].destination, self.requests[0].tensor.dtype)
 
-    def run(self, staging: Staging | None, pages: Pages, statistics: Statistics) -> None:
-        """Read the blocks, through a staging buffer if `is_staged`."""
-        began = perf_counter()
+    def run(self, staging: Staging | None, pages: Pages) -> int:
+        """Read the blocks, through a staging buffer if `is_staged`; returns the number of bytes copied into memory."""
         block, destination = self.requests[0].tensor, self.requests[0].destination
         if block.source.wait is not None and self.method != "contiguous":
             block.source.wait(block.start, block.stop)
@@ -157,7 +152,7 @@ class Job:
         else:
             pages.clear(destination)
             copied = _READERS[self.method](block, destination)
-        statistics.count(self.method, self.nbytes, copied, perf_counter() - began)
+        return copied
 
 
 def _read_blocks(block: Stored, destination: torch.Tensor) -> int:

@@ -61,10 +61,11 @@ def _run(
     pages, torch_threads = Pages(), torch.get_num_threads()
     is_inference = torch.is_inference_mode_enabled()  # thread-local; destinations were allocated in this mode
 
-    def run(job: Job) -> int:
+    def run(job: Job) -> tuple[int, float]:
+        began = perf_counter()
         with torch.inference_mode(is_inference):
-            job.run(staging, pages, statistics)
-        return job.nbytes
+            copied = job.run(staging, pages)
+        return copied, perf_counter() - began
 
     def begin() -> None:
         torch.set_num_threads(1)  # thread-local: copies of several threads run in parallel
@@ -73,7 +74,8 @@ def _run(
 
     try:
         with ThreadPoolExecutor(threads, "read", begin) as pool:
-            for nbytes in pool.map(run, jobs):
-                progress(nbytes)
+            for job, (copied, seconds) in zip(jobs, pool.map(run, jobs), strict=True):
+                statistics.count(job.method, job.nbytes, copied, seconds)
+                progress(job.nbytes)
     finally:
         torch.set_num_threads(torch_threads)
