@@ -13,10 +13,12 @@ that each source fills. So slices are read from the files straight into the dest
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import torch
 
-from .layout import Range, joined
+from .layout import Range, joined, overlaps
 from .lazy import LazyTensor, ReadStep, Resident
 from .stored import Stored
 
@@ -62,18 +64,8 @@ class Concat(LazyTensor):
         """Slice every tensor; along the concatenated dim, keep the overlap of each tensor with the ranges."""
         if dim != self.concat_dim:
             return Concat([tensor.select(dim, ranges) for tensor in self.tensors], self.concat_dim)
-        slices: list[tuple[LazyTensor, list[Range]]] = []
-        for start, stop in ranges:
-            position = 0
-            for tensor in self.tensors:
-                length = tensor.shape[dim]
-                low, high = max(start - position, 0), min(stop - position, length)
-                if low < high:
-                    if not slices or slices[-1][0] is not tensor:
-                        slices.append((tensor, []))
-                    slices[-1][1].append((low, high))
-                position += length
-        tensors = [tensor.select(dim, selected) for tensor, selected in slices]
+        parts = groupby(overlaps([tensor.shape[dim] for tensor in self.tensors], ranges), key=itemgetter(0))
+        tensors = [self.tensors[part].select(dim, [(start, stop) for _, start, stop in spans]) for part, spans in parts]
         return concat(tensors, dim) if tensors else _nothing(self, dim)
 
     def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:

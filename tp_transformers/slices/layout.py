@@ -118,12 +118,7 @@ class Split:
 
     def held(self, rank: int) -> list[ShardRange]:
         """The ranges of `rank`, including those that other ranks hold too."""
-        held, local = [], 0
-        for start, stop in self.ranges[rank]:
-            if stop > start:
-                held.append(ShardRange(rank, local, start, stop - start))
-            local += stop - start
-        return held
+        return [ShardRange(rank, local, start, stop - start) for start, stop, local in placed(self.ranges[rank])]
 
     def cover(self, reader: int) -> tuple[ShardRange, ...]:
         """A cover of the full length without overlap, for one of several readers.
@@ -181,6 +176,26 @@ def joined(ranges: Iterable[Range]) -> list[Range]:
         else:
             result.append((start, stop))
     return result
+
+
+def placed(ranges: Iterable[Range]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start, stop, position of the start in the concatenation of `ranges`) of each range that is not empty."""
+    position = 0
+    for start, stop in ranges:
+        if stop > start:
+            yield start, stop, position
+        position += stop - start
+
+
+def overlaps(lengths: Sequence[int], ranges: Iterable[Range]) -> Iterator[tuple[int, int, int]]:
+    """Yield the parts of a concatenation that `ranges` of it select, in that order: (index of the part, start, stop).
+
+    `lengths` are those of all parts; start and stop are within the part.
+    """
+    for start, stop in ranges:
+        for index, (first, last) in enumerate(pairwise(accumulate(lengths, initial=0))):
+            if max(start, first) < min(stop, last):
+                yield index, max(start, first) - first, min(stop, last) - first
 
 
 def union(ranges: Iterable[Range]) -> list[Range]:

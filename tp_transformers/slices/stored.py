@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .layout import Range, joined
+from .layout import Range, joined, overlaps, placed
 from .lazy import LazyTensor
 
 
@@ -194,11 +194,11 @@ class Stored(LazyTensor):
         if self.nbytes and all(len(ranges) == 1 for ranges in self.selection):
             yield self, destination
             return
-        placed = [list(_placed(ranges)) for ranges in self.selection]
-        for ranges in product(*placed):
+        places = [list(placed(ranges)) for ranges in self.selection]
+        for ranges in product(*places):
             view = destination
             for dim, (start, stop, position) in enumerate(ranges):
-                if len(placed[dim]) > 1:
+                if len(places[dim]) > 1:
                     view = view.narrow(dim, position, stop - start)
             yield self._selected(tuple(((start, stop),) for start, stop, _ in ranges)), view
 
@@ -239,15 +239,6 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def _placed(ranges: Sequence[Range]) -> Iterator[tuple[int, int, int]]:
-    """The non-empty ranges as (start, stop, position of the start in the slice)."""
-    position = 0
-    for start, stop in ranges:
-        if stop > start:
-            yield start, stop, position
-        position += stop - start
-
-
 def lengths(selection: Selection) -> list[int]:
     """Number of selected indices of each dim."""
     return [sum(stop - start for start, stop in ranges) for ranges in selection]
@@ -255,11 +246,7 @@ def lengths(selection: Selection) -> list[int]:
 
 def compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Slice a slice: `ranges` refer to the concatenation of `current`."""
-    result: list[Range] = []
-    for start, stop in ranges:
-        position = 0
-        for first, last in current:
-            low, high = max(start - position, 0), min(stop - position, last - first)
-            result.append((first + low, first + high))
-            position += last - first
-    return tuple(joined(result)) or ((0, 0),)
+    parts = overlaps([stop - start for start, stop in current], ranges)
+    return tuple(joined((current[part][0] + start, current[part][0] + stop) for part, start, stop in parts)) or (
+        (0, 0),
+    )

@@ -23,7 +23,7 @@ from ...errors import CheckpointError, list_faults
 from ...loading.storage import Asked, Storage
 from ...ranks.limits import visible_cores
 from ...slices.composed import concat
-from ...slices.layout import Range, ShardRange
+from ...slices.layout import Range, ShardRange, overlaps
 from ...slices.lazy import LazyTensor, ReadStep
 from ...slices.stored import Source, Stored
 from ...transformers_api import LoadStateDictConfig
@@ -116,11 +116,9 @@ class _FullTensor(LazyTensor):
         if dim != self.sharded_dim:
             return self._all().select(dim, ranges)
         selected: list[LazyTensor] = []
-        for start, stop in ranges:
-            for entry in self.cover:
-                low, high = max(start - entry.start, 0), min(stop - entry.start, entry.length)
-                if low < high:
-                    selected.append(self._shard(entry.rank).select(dim, [(entry.local + low, entry.local + high)]))
+        for part, start, stop in overlaps([entry.length for entry in self.cover], ranges):
+            entry = self.cover[part]
+            selected.append(self._shard(entry.rank).select(dim, [(entry.local + start, entry.local + stop)]))
         return concat(selected, dim) if selected else self._shard(self.home).select(dim, [])
 
     def read_steps(self, destination: torch.Tensor) -> Iterator[tuple[ReadStep, torch.Tensor]]:
