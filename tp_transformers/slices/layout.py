@@ -93,11 +93,6 @@ class Split:
                 shared.append(Shared(entry.local, self._shared_slots[indices], entry.length, ranks))
         return tuple(shared)
 
-    @cached_property
-    def holders(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that hold the same range."""
-        return tuple(sorted({entry.ranks for rank in range(self.size) for entry in self.shared(rank)}))
-
     @property
     def is_chunked(self) -> bool:
         """True if the split is `chunked`, as in DTensor's `Shard` placement."""

@@ -131,19 +131,16 @@ def _concatenate(step: _Step) -> list[LazyTensor]:
 
 
 def _split(step: _Step) -> list[LazyTensor]:
-    """Split one tensor along a dim, into the lengths that transformers computes."""
+    """Cut one tensor along a dim, by default the first, into the lengths that transformers computes.
+
+    Raises ValueError if these are longer than the tensor.
+    """
     ((source,),) = step.sources.values()
-    dim = step.operation.dim % source.ndim
+    dim = getattr(step.operation, "dim", 0) % source.ndim
     stops = list(accumulate(meta.shape[dim] for meta in step.expected))
+    if stops[-1] > source.shape[dim]:
+        raise ValueError(f"{step.operation}: indices that the source does not have")
     return [source.select(dim, [span]) for span in pairwise([0, *stops])]
-
-
-def _first_rows(step: _Step) -> list[LazyTensor]:
-    """Keep the first rows, as many as transformers keeps. Raises ValueError if it adds rows."""
-    ((source,),), (meta,) = step.sources.values(), step.expected
-    if meta.shape[0] > source.shape[0]:
-        raise ValueError(f"{step.operation}: rows that the source does not have")
-    return [source.select(0, [(0, meta.shape[0])])]
 
 
 def _transpose(step: _Step) -> list[LazyTensor]:
@@ -183,7 +180,7 @@ _BY_NAME: dict[str, Callable[[_Step], list[LazyTensor]]] = {
     "Chunk": _split,
     "Concatenate": _concatenate,
     "ErnieFuseAndSplitTextVisionExperts": _fuse_experts,
-    "Inkling2UnpadVocab": _first_rows,
+    "Inkling2UnpadVocab": _split,
     "Interleave": _permute,
     "MergeModulelist": _stack,
     "PermuteForRope": _permute,

@@ -264,8 +264,9 @@ def _ranks_by_value(values: Iterable[T]) -> dict[T, list[int]]:
 def _how(parameter: Parameter) -> str:
     """Strategy of a parameter, or the reason why it is replicated; indices on several ranks; tied names."""
     words = [f"full: {parameter.replicated_because}" if parameter.replicated_because else str(parameter.strategy)]
-    if parameter.layout is not None and (holders := parameter.layout.split.holders):
-        words.append(f"some of it on {' or '.join(sorted({str(len(ranks)) for ranks in holders}))} ranks at once")
+    split = parameter.layout and parameter.layout.split
+    if split and (counts := {len(entry.ranks) for rank in range(split.size) for entry in split.shared(rank)}):
+        words.append(f"some of it on {' or '.join(map(str, sorted(counts)))} ranks at once")
     if parameter.tied:
         words.append(f"tied to {', '.join(parameter.tied)}")
     return "; ".join(words)
