@@ -64,7 +64,8 @@ def test_any_split_has_the_owners_that_its_indices_have(split: Split, stranger: 
     parts = all_ranges(split)
     assert all(first[1] <= second[0] for first, second in pairwise(parts)), "ranges are equal or apart"
     ranks = [tuple(rank for rank in range(split.size) if index in held[rank]) for index in range(split.length)]
-    assert split.holders == tuple(sorted({each for each in ranks if len(each) > 1}))
+    shared = {entry.ranks for rank in range(split.size) for entry in split.shared(rank)}
+    assert shared == {each for each in ranks if len(each) > 1}
     chunks = [chunk.tolist() for chunk in torch.arange(split.length).chunk(split.size)] if split.length else []
     assert split.is_chunked == ([*chunks, *[[]] * (split.size - len(chunks))] == held)
 

@@ -138,21 +138,19 @@ class Job:
         block, destination = self.requests[0].tensor, self.requests[0].destination
         if block.source.wait is not None and self.method != "contiguous":
             block.source.wait(block.start, block.stop)
-        if len(self.requests) > 1:
-            copied = self.nbytes
-            for request in self.requests:
-                pages.clear(request.destination)
-            block.source.read(block.start, [byte_view(request.destination) for request in self.requests])
-        elif self.is_staged:
+        if self.is_staged:
             assert staging is not None
             with staging.buffer() as buffer:
                 values = buffer[: block.nbytes].view(block.dtype).view(block.shape)
                 copied = _READERS[self.method](block, values)
                 staging.deliver(values, destination)
-        else:
-            pages.clear(destination)
-            copied = _READERS[self.method](block, destination)
-        return copied
+            return copied
+        for request in self.requests:
+            pages.clear(request.destination)
+        if len(self.requests) == 1:
+            return _READERS[self.method](block, destination)
+        block.source.read(block.start, [byte_view(request.destination) for request in self.requests])
+        return self.nbytes
 
 
 def _read_blocks(block: Stored, destination: torch.Tensor) -> int:
