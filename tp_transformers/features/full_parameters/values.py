@@ -128,8 +128,8 @@ def _set_grad(func: Any, tensor: Any, grad: Any) -> None:
     shard = tensor.tp_shard
     if isinstance(grad, Tensor) and not isinstance(grad, DTensor) and not is_sharded(grad):
         check_pickled(grad, tensor, shard, "a gradient")
-        own = own_shard(grad, shard, tensor)
-        grad = grad if own is None else know(own, tensor)
+        is_full = tuple(grad.shape) == tuple(shard.shape)
+        grad = know(shard.own(grad).clone() if is_full else grad, tensor)  # not detached: of `create_graph`
     with as_torch():
         func(tensor, grad)
 

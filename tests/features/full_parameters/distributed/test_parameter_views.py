@@ -304,3 +304,17 @@ def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(pool: Pool, cases: 
     case = cases(8, 4)
     rows = AutoModelForCausalLM.from_pretrained(case.folder).lm_head.weight.shape[0] // 2
     assert pool.run(2, tables, case.folder, rows) == [[3.0]] * 2
+
+
+def second_order(folder: str) -> bool:
+    """Run on every rank: whether gradients that are assigned with a graph, one of the full shape, keep it."""
+    weight = load(folder).get_parameter(NAMES[1])
+    kept = []
+    for shape in (weight.shape, weight.tp_shard.local_shape):
+        weight.grad = torch.ones(shape, requires_grad=True) * 2
+        kept.append(weight.grad.requires_grad)
+    return all(kept)
+
+
+def test_a_gradient_keeps_its_graph_as_in_one_process(pool: Pool, cases: Any) -> None:
+    assert all(pool.run(2, second_order, cases(9, 3).folder))
