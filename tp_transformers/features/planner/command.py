@@ -61,9 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
         fix, expected = "Give one of them.", ", ".join(OPTIMIZERS)
         raise UsageError("--optimizer", got=repr(arguments.optimizer), expected=expected, fix=fix)
     where = {"revision": arguments.revision, "trust_remote_code": arguments.trust_remote_code}
-    asked = {"tp_plan": arguments.plan, "dtype": parse_dtype(arguments.dtype), "invariant": arguments.invariant}
-    asked["allow_replicated"] = arguments.allow_replicated
-    take = partial(survey, arguments.model, **asked, **where)
+    asked = {"tp_plan": arguments.plan, "dtype": parse_dtype(arguments.dtype), "where": where}
+    # Options of features that may not be there.
+    asked |= {"tp_invariant": True} if arguments.invariant else {}
+    asked |= {"allow_replicated": True} if arguments.allow_replicated else {}
+    take = partial(survey, arguments.model, **asked)
     surveyed = take(packed=arguments.packed)
     surveyed = surveyed if shares is None else surveyed.with_shares(shares)
     devices = parse_devices(arguments.device, is_fp32=surveyed.model.dtype.itemsize > 2)

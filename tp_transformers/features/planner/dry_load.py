@@ -27,28 +27,17 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".index.json")
 
 
 def survey(
-    name: str,
-    *,
-    tp_plan: Any = "auto",
-    dtype: torch.dtype | str = "auto",
-    revision: str | None = None,
-    packed: bool = False,
-    invariant: bool = False,
-    allow_replicated: bool = False,
-    trust_remote_code: bool = False,
+    name: str, *, dtype: torch.dtype | str = "auto", packed: bool = False, where: Any = None, **arguments: Any
 ) -> Survey:
     """Prepare a load of a model, without reading weights.
 
     Args:
         name: a folder with a config and perhaps weights, the config in it, or a name on the Hub; only headers are
             fetched.
-        tp_plan: as `from_pretrained` takes it.
         dtype: as `from_pretrained` takes it; for a config without weights, "auto" is that of `described_dtype`.
-        revision: of a model on the Hub.
         packed: whether quantised weights stay packed (`tp_dequantize=False`).
-        invariant: as `tp_invariant`.
-        allow_replicated: as `from_pretrained` takes it.
-        trust_remote_code: whether code of the repository may run.
+        where: arguments of `read_config`, such as revision and trust_remote_code.
+        arguments: further ones of `from_pretrained`; `tp_plan` is "auto" unless given.
 
     Raises:
         UsageError: if there is no such model.
@@ -58,12 +47,9 @@ def survey(
     """
     if os.path.isfile(name) and os.path.basename(name) == "config.json":
         name = os.path.dirname(name) or "."
-    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    kwargs: dict[str, Any] = {**where, "tp_plan": tp_plan, "tp_dequantize": not packed, "dtype": dtype}
-    # Options of features that may not be there.
-    kwargs |= {"tp_stream": True} if "tp_stream" in OPTIONS else {}
-    kwargs |= {"tp_invariant": True} if invariant else {}
-    kwargs |= {"allow_replicated": True} if allow_replicated else {}
+    where = {"trust_remote_code": False, **(where or {})}
+    kwargs: dict[str, Any] = {**where, "tp_plan": "auto", "tp_dequantize": not packed, "dtype": dtype, **arguments}
+    kwargs |= {"tp_stream": True} if "tp_stream" in OPTIONS else {}  # of a feature that may not be there
     guess: str | None = None
     try:
         config = read_config(name, **where)

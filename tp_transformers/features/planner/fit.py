@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import PlanError, size
 from ..command_line.models import most_tokens
@@ -44,9 +45,7 @@ def smallest_size(planned: MemoryPlan, memory: int) -> int | None:
     return None
 
 
-def fit_shares(
-    survey: Survey, memory: Sequence[int], *, batch: int = 1, context: int = 0, optimizer: str | None = None
-) -> MemoryPlan:
+def fit_shares(survey: Survey, memory: Sequence[int], **options: Any) -> MemoryPlan:
     """Find shares with which ranks of unlike memory fill equal fractions of it.
 
     Every rank holds what is replicated; that comes off its memory before its share. Heads and experts are not divided,
@@ -55,7 +54,7 @@ def fit_shares(
     Args:
         survey: the model, its plan and its checkpoint.
         memory: bytes of each rank.
-        batch, context, optimizer: see `plan_memory`.
+        options: arguments of `plan_memory`.
 
     Raises:
         PlanError: if the plan does not fit the model, or replicates most of it.
@@ -67,7 +66,7 @@ def fit_shares(
         if rounded in tried_shares:
             break
         tried_shares.add(rounded)
-        tried = plan_memory(survey.with_shares(rounded), len(memory), batch=batch, context=context, optimizer=optimizer)
+        tried = plan_memory(survey.with_shares(rounded), len(memory), **options)
         if best is None or fullest(tried, memory) < fullest(best, memory):
             best = tried
         level, fixed = sum(tried.total_bytes) / sum(memory), tried.replicated_bytes
@@ -83,7 +82,7 @@ def fit_shares(
 
 def refit(planned: MemoryPlan, memory: Sequence[int]) -> MemoryPlan:
     """Find shares for ranks of this `memory`, for the batch, context and options of `planned`; see `fit_shares`."""
-    return fit_shares(planned.survey, memory, batch=planned.batch, context=planned.context, optimizer=planned.optimizer)
+    return fit_shares(planned.survey, memory, **planned.options)
 
 
 def _improved(planned: MemoryPlan, memory: Sequence[int], moved: int) -> MemoryPlan:

@@ -68,13 +68,10 @@ def cached_attention(
     """
     if not context:
         return
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    if not any(map(is_attention, decoder.modules())):  # the output layer of ModernBERT's decoder has that name
-        decoder = model
-    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    prefix = decoder_name(model)
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=model.config).layers
-    for name, module in decoder.named_modules(prefix=prefix):
+    for name, module in model.get_submodule(prefix).named_modules(prefix=prefix):
         if not is_attention(module) or is_around_attention(module):
             continue
         index = cache_index(module)
@@ -94,6 +91,14 @@ def cached_attention(
         heads_per_rank = next((split.widths for split in splits if split.length == heads), (heads,) * size)
         tokens = head_bytes // (batch * sum(widths) * model.dtype.itemsize)
         yield Cached(name, tokens, tuple(width * head_bytes for width in heads_per_rank))
+
+
+def decoder_name(model: PreTrainedModel) -> str:
+    """The name of the decoder, "" for the model: encoders and towers do not run for a generated token."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    if not any(map(is_attention, decoder.modules())):  # the output layer of ModernBERT's decoder has that name
+        return ""
+    return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
 def cached_widths(module: nn.Module, config: Any) -> tuple[int, int, int]:

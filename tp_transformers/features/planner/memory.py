@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -45,8 +46,6 @@ class Parameter:
     replicated_because: str | None
     """Reason why it is replicated; None if it is sharded."""
     tied: tuple[str, ...] = ()
-    heads: int | None = None
-    """Number of heads along the dim that is sharded by complete heads, over all parts; None without such a dim."""
     packed: tuple[int, ...] | None = None
     """Bytes of the unsharded parameter and of each rank's shard, if it stays packed."""
 
@@ -101,6 +100,11 @@ class MemoryPlan:
     """The optimizer that the memory of training is counted for; None: no training."""
     summed: tuple[str, ...] = ()
     """Modules whose outputs are summed over the ranks."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What was asked for: arguments of `plan_memory`."""
+        return {"batch": self.batch, "context": self.context, "optimizer": self.optimizer}
 
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
@@ -186,17 +190,9 @@ def draft_bytes(planned: MemoryPlan) -> tuple[int, ...] | None:
     return plan_memory(drafting, planned.size).total_bytes
 
 
-def replan(
-    planned: MemoryPlan, *, survey: Survey | None = None, size: int | None = None, context: int | None = None
-) -> MemoryPlan:
-    """Compute `planned` again for another survey, number of ranks or context."""
-    return plan_memory(
-        survey or planned.survey,
-        size or planned.size,
-        batch=planned.batch,
-        context=planned.context if context is None else context,
-        optimizer=planned.optimizer,
-    )
+def replan(planned: MemoryPlan, *, survey: Survey | None = None, size: int | None = None, **options: Any) -> MemoryPlan:
+    """Compute `planned` again for another survey, number of ranks, or other `options` of `plan_memory`."""
+    return plan_memory(survey or planned.survey, size or planned.size, **planned.options | options)
 
 
 def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[Parameter]:
@@ -216,7 +212,6 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
             continue
         layout = resolution.layouts.get(name)
         names = (name, *tied.get(name, ()))
-        split = resolution.param_strategies[name].split if layout is not None else None
         dtype = next(filter(None, map(survey.dtypes.get, names)), param.dtype)
         yield Parameter(
             name,
@@ -226,7 +221,6 @@ def _parameters(survey: Survey, resolution: Resolution, size: int) -> Iterator[P
             resolution.rule_names.get(name),
             _replicated_because(name, resolution, size) if layout is None or size == 1 else None,
             names[1:],
-            split.length if split is not None else None,
             packed(survey.packed[name], dtype, layout) if name in survey.packed else None,
         )
 

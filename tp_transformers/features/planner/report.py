@@ -75,7 +75,7 @@ def _balance(planned: MemoryPlan) -> Iterator[str]:
 def _verdict(planned: MemoryPlan, room: Room | None) -> Iterator[str]:
     drafts = draft_bytes(planned)
     if drafts is not None:
-        yield f"generate(use_mtp=True) adds the layers that draft tokens: {by_rank(list(map(size, drafts)))}"
+        yield f"generate(use_mtp=True) adds the layers that draft tokens: {_sizes(drafts)}"
     yield "not counted: activations, long prompts while they are read, the GPU's runtime"
     if room is not None:
         held, memory = max(zip(planned.total_bytes, room.memory, strict=True), key=lambda pair: pair[0] / pair[1])
@@ -203,29 +203,25 @@ def table(planned: MemoryPlan, room: Room | None = None) -> list[tuple[str, ...]
 
 def cache_lines(planned: MemoryPlan) -> list[str]:
     """Lines about the KV cache: layers, and their tokens."""
-    return [
-        f"{pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {tokens} tokens"
-        for pattern, by_tokens in folded((cached.name, cached.tokens) for cached in planned.cached).items()
-        for tokens, names in by_tokens.items()
-    ]
+    described = ((cached.name, f"{cached.tokens} tokens") for cached in planned.cached)
+    return [f"{layers}: {tokens}" for layers, tokens in _by_layer(described)]
 
 
 def state_lines(planned: MemoryPlan) -> list[str]:
     """Lines about the states of mixers: layers, and the bytes of a layer on every rank."""
-    described = [
-        (
-            states.name,
-            f"not known, and not counted: {states.reason}"
-            if states.nbytes is None
-            else by_rank(list(map(size, states.nbytes))),
-        )
+    unknown = "not known, and not counted: "
+    described = (
+        (states.name, unknown + states.reason if states.nbytes is None else _sizes(states.nbytes))
         for states in planned.states
-    ]
-    return [
-        f"states of {pattern.replace('*', spans(layer_number(name) or 0 for name in names), 1)}: {held}"
-        for pattern, by_bytes in folded(described).items()
-        for held, names in by_bytes.items()
-    ]
+    )
+    return [f"states of {layers}: {held}" for layers, held in _by_layer(described)]
+
+
+def _by_layer(described: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(names of equal layers with their numbers, description) of descriptions by name."""
+    for pattern, by_text in folded(described).items():
+        for text, names in by_text.items():
+            yield pattern.replace("*", spans(layer_number(name) or 0 for name in names), 1), text
 
 
 def replicated_lines(planned: MemoryPlan) -> list[str]:
@@ -247,6 +243,11 @@ def by_rank(values: Sequence[str]) -> str:
     if len(ranks_by_value) == 1:
         return values[0]
     return ", ".join(f"{value} ({_ranks(ranks)})" for value, ranks in ranks_by_value.items())
+
+
+def _sizes(nbytes: Iterable[int]) -> str:
+    """Bytes on every rank."""
+    return by_rank(list(map(size, nbytes)))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

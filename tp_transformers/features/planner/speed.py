@@ -20,7 +20,7 @@ from ...errors import PlanError
 from ...ranks.limits import visible_cores
 from .devices import CPU, Device, are_alike
 from .fit import refit
-from .kv_cache import cached_widths
+from .kv_cache import cached_widths, decoder_name
 from .measured import this_machine
 from .memory import MemoryPlan, Parameter, replan
 from .tables import columns
@@ -171,10 +171,8 @@ def _used(planned: MemoryPlan, batch: int, tokens: int) -> Iterator[tuple[Parame
 
 
 def _decoder(model: PreTrainedModel) -> str:
-    """The beginning of the names of the decoder's modules: encoders and towers do not run for a generated token."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
-    name = next((name for name, module in model.named_modules() if module is decoder), "")
-    return f"{name}." if name else ""
+    """The beginning of the names of the decoder's modules."""
+    return f"{decoder_name(model)}.".lstrip(".")
 
 
 def _attended(planned: MemoryPlan, rank: int, tokens: int) -> float:

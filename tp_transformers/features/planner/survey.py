@@ -81,18 +81,16 @@ def take_survey(name: str, model: PreTrainedModel, plan: Plan, request: LoadRequ
 
     Raises CheckpointError if the load would reject the checkpoint.
     """
-    is_stored = bool(request.files or request.state_dict)
-    if not is_stored:
-        packed = described_packed(model, request) if stays_packed(request) else {}
-        dtypes = own_dtypes(model.state_dict(), request.config.dtype_plan)
-        notes = tuple(_notes(model, request, packed, is_stored=False))
-        return Survey(name, model, plan, dtypes, None, packed, isinstance(request.encoding, Quantization), notes)
-    with open_checkpoint(request, rank=0) as checkpoint:
-        request = request.recognise(checkpoint, model)
-        stock, filled, kept = _take_stock(model, checkpoint, request)
+    stock, filled, packed = None, set(model.state_dict()), dict[str, LazyTensor]()
+    if request.files or request.state_dict:
+        with open_checkpoint(request, rank=0) as checkpoint:
+            request = request.recognise(checkpoint, model)
+            stock, filled, packed = _take_stock(model, checkpoint, request)
+    elif stays_packed(request):
+        packed = described_packed(model, request)
     dtypes = own_dtypes(filled, request.config.dtype_plan)
-    notes = tuple(_notes(model, request, kept, is_stored=True))
-    return Survey(name, model, plan, dtypes, stock, kept, isinstance(request.encoding, Quantization), notes)
+    notes = tuple(_notes(model, request, packed, is_stored=stock is not None))
+    return Survey(name, model, plan, dtypes, stock, packed, isinstance(request.encoding, Quantization), notes)
 
 
 def _notes(

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         tp_plan=arguments.plan,
         dtype=parse_dtype(arguments.dtype),
-        trust_remote_code=arguments.trust_remote_code,
+        where={"trust_remote_code": arguments.trust_remote_code},
     )
     model, plan = surveyed.model, surveyed.plan.with_options(allow_replicated=True)
     layouts = [resolve(replace(plan, shares=shares), model, count).layouts for count, shares in (before, after)]
