@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from ...anatomy import folded, layer_number
 from ...errors import UnsupportedError, spans
-from ...plans.bind import Resolution
 from ...ranks.group import GROUP
 from ...ranks.mesh import ranks_of_copies
 from ...strategies.signature import BATCH
@@ -67,11 +66,7 @@ def partition(model: PreTrainedModel, mesh: DeviceMesh | None = None, *, axis: s
     if group is None:
         raise UnsupportedError("partition needs a model that was loaded with tp_plan")
     copies = ranks_of_copies(mesh, axis) if mesh is not None else group.copies or (tuple(group.global_ranks),)
-    return partition_of(model, model.tp_resolution, copies)
-
-
-def partition_of(model: nn.Module, resolution: Resolution, copies: tuple[tuple[int, ...], ...]) -> Partition:
-    """`partition` for a model on the meta device with a bound plan; `copies` are the ranks of each copy."""
+    resolution = model.tp_resolution
     split = {name for name, strategy in resolution.module_strategies.items() if strategy.signature.takes is BATCH}
     entries = []
     for name, module in _entries(model, split):

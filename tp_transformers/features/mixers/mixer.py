@@ -230,12 +230,12 @@ def _split_mixer(
     if width % head_count or totals["key"] % group_count or totals["key"] < 0:
         raise ValueError(f"{width} and {totals['key']} features are not {head_count} heads and {group_count} groups")
     widths = {"value": width // head_count, "key": totals["key"] // group_count, "head": 1}
-    size = ranks.size
-    if size > head_count:
-        every_head, every_group = (Split(count, (((0, count),),) * size) for count in (head_count, group_count))
-        return MixerHeads(every_head, every_group, widths, local=tuple(present.get("local", ())))
+    local = tuple(present.get("local", ()))
+    if ranks.size > head_count:
+        every_head, every_group = (Split(count, (((0, count),),) * ranks.size) for count in (head_count, group_count))
+        return MixerHeads(every_head, every_group, widths, local=local)
     by_head, by_group = heads(head_count, group_count, ranks)
-    mixer_heads = MixerHeads(by_head, by_group, widths)
+    mixer_heads = MixerHeads(by_head, by_group, widths, local=local, states=tuple(states))
     splits = {}
     for child, child_parts in parts.items():
         single = child_parts[0] if len(child_parts) == 1 else None
@@ -254,15 +254,7 @@ def _split_mixer(
     splits |= {
         state: packed([_split(part, mixer_heads) for part in child_parts]) for state, child_parts in states.items()
     }
-    return MixerHeads(
-        by_head,
-        by_group,
-        mixer_heads.widths,
-        splits,
-        tuple(present.get("local", ())),
-        tuple(states),
-        convolved[0] if convolved else None,
-    )
+    return replace(mixer_heads, splits=splits, convolved=convolved[0] if convolved else None)
 
 
 def _flat(parts: Parts) -> list[str]:
