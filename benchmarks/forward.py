@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,44 +155,17 @@ SCENARIOS: dict[str, Callable[[Timed], None]] = {
 
 
 class Collectives(TorchDispatchMode):
-    """Counts collectives by kind, and the bytes that this rank sends to others, for any API that calls them.
-
-    A ring all-reduce sends twice the bytes outside of the rank's own chunk; other collectives send each byte once.
-    """
+    """Counts collectives by kind, for any API that calls them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
-        self.nbytes: dict[str, int] = {}
+        self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
         if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name:
-            kind = name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            self.nbytes[kind] = self.nbytes.get(kind, 0) + _sent(kind, args)
+            self.counts[name.partition("::")[2].strip("_").replace("allreduce", "all_reduce")] += 1
         return func(*args, **(kwargs or {}))
-
-
-def _sent(kind: str, args: tuple[Any, ...]) -> int:
-    """Bytes that this rank sends to others in a c10d collective; 0 for unknown kinds."""
-    group = next((each for each in args if isinstance(each, dist.ProcessGroup | torch.ScriptObject)), None)
-    if group is None or kind not in ("all_reduce", "allgather_base", "reduce_scatter_base", "alltoall_base"):
-        return 0
-    size, rank = (group.size(), group.rank()) if isinstance(group, dist.ProcessGroup) else _unboxed(group)
-    if kind == "all_reduce":
-        return 2 * sum(tensor.nbytes for tensor in args[0]) * (size - 1) // size
-    given = args[1]
-    if kind == "alltoall_base":
-        splits = args[4]
-        rows = splits or [given.shape[0] // size] * size
-        return (sum(rows) - rows[rank]) * given[0].nbytes if sum(rows) else 0
-    return given.nbytes * (size - 1) // (size if kind == "reduce_scatter_base" else 1)
-
-
-def _unboxed(group: torch.ScriptObject) -> tuple[int, int]:
-    found = dist.ProcessGroup.unbox(group)
-    return found.size(), found.rank()
 
 
 def on_rank(**job: Any) -> dict[str, Any]:

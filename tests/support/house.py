@@ -132,11 +132,8 @@ def _lines(folder: Path) -> int:
 
 
 def main() -> None:
-    """Print all figures, with those of an `enable()` and of a load."""
-    from tests.support.journeys import journeys
-
-    ways = {f"way through `{name}`": way for name, way in journeys().items()}
-    figures: Figures = {**House().figures(), "modules that `enable()` imports": len(imported()), **ways}
+    """Print all figures, with that of an `enable()`."""
+    figures: Figures = {**House().figures(), "modules that `enable()` imports": len(imported())}
     print(
         "| feature, figure | |",
         "| --- | --- |",
