@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..anatomy import features, fold_layers, holds_experts, is_attention, names_around
 from ..slices.layout import Split, packed
-from ..strategies.signature import FEATURES, LOCAL, PARTIAL, SEQUENCE
+from ..strategies.signature import FEATURES, LOCAL, PARTIAL
 from .binding import Binding
 from .rule import UNRULED
 
@@ -15,9 +15,9 @@ SUMMED = "replicated_with_grad_allreduce"
 
 
 def sum_faults(bound: Binding) -> Iterator[str]:
-    """Faults: outputs and gradients that are not summed exactly once, and full inputs of sequence-parallel modules."""
+    """Faults: outputs and gradients that are not summed exactly once."""
     if bound.size > 1:
-        for check in (_experts, _outputs, _heads, _other_gradients, _sequences):
+        for check in (_experts, _outputs, _heads, _other_gradients):
             yield from check(bound)
 
 
@@ -190,38 +190,6 @@ def _other_gradients(bound: Binding) -> Iterator[str]:
             yield (
                 f"{fold_layers(name)}: its input is replicated, and so is its gradient, which would be "
                 f"counted {bound.size} times; use replicate"
-            )
-
-
-def _sequences(bound: Binding) -> Iterator[str]:
-    """Faults: modules that compute on shards of the sequence, but are given the full sequence.
-
-    Skipped if a user's strategy may shard the sequence or return DTensors.
-    """
-    strategies = bound.module_strategies
-    styles = {name for name, strategy in strategies.items() if strategy.shards_as_torch}
-    on_shards = [name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE]
-    rest = [strategy for name, strategy in strategies.items() if name not in styles.intersection(on_shards)]
-    if any(
-        strategy.signature.scatters_sequence or not strategy.use_local_output or not strategy.is_built_in
-        for strategy in rest
-    ):
-        return
-    for name in on_shards:
-        if name in styles and not bound.attention.keys() & set(names_around(name)):  # in attention, heads are sharded
-            yield (
-                f"{fold_layers(name)}: torch's SequenceParallel takes its input for a shard of the sequence, which no "
-                "rule shards before it; use replicate, or let what comes before it leave Shard(1)"
-            )
-        if strategies[name].signature.exchanges_tokens:
-            yield (
-                f"{fold_layers(name)}: all ranks have the same tokens, of which there is nothing to exchange; use "
-                "moe_tp_experts, or load with tp_sequence_parallel=True or tp_batch_sharded=True"
-            )
-        elif name not in styles:
-            yield (
-                f"{fold_layers(name)}: its input is replicated, since no rule shards the sequence before it; "
-                "use replicate, or load with tp_sequence_parallel=True"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...seams import Feature, PlanOption
@@ -10,6 +10,7 @@ from ...seams import Feature, PlanOption
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ...plans.binding import Binding
     from ...plans.rules import Plan
     from ...strategies import TensorParallelLayer
 
@@ -38,6 +39,11 @@ class SequenceParallelism(Feature):
         "torch.nn.modules.module._global_forward_pre_hooks": "no warning of them",
     }
     options = (SequenceOption(),)
+
+    def check_plan(self, bound: Binding) -> Iterable[str]:
+        from .checks import full_inputs
+
+        return full_inputs(bound) if bound.size > 1 else ()
 
     def loaded(self, model: Any) -> None:
         strategies = model.tp_resolution.module_strategies.values()
