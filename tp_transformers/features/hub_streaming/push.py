@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ _HUB = ("commit_message", "commit_description", "create_pr", "private", "revisio
 
 def push(group: TensorParallelGroup, save: Callable[..., object], repo_id: str, **options: Any) -> Any:
     """Upload what `save` writes into a new folder. Collective; see `save_and_push`."""
+    signature(PushToHubMixin.push_to_hub).bind(None, repo_id, **options)  # PEFT's save ignores a misspelt `private`
     with tempfile.TemporaryDirectory() as folder:
         return save_and_push(group, save, folder, repo_id=repo_id, **options)
 

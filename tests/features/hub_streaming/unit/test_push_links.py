@@ -1,4 +1,4 @@
-"""Links in a folder whose new files are uploaded."""
+"""Links in a folder whose new files are uploaded, and options of an upload."""
 
 from __future__ import annotations
 
@@ -25,3 +25,12 @@ def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
     )
     push.save_and_push(GROUP.of(saved.model), saved.model.save_pretrained, folder)
     assert sorted(uploaded) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+def test_an_option_that_a_save_ignores_is_an_error_as_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = GROUP.of(made(tmp_path / "saved", 1).model)
+    monkeypatch.setattr(push._Saved, "push_to_hub", lambda self, **options: None)
+    with pytest.raises(TypeError, match="privat"):
+        push.push(group, lambda folder, **options: None, "org/name", privat=True)  # as PEFT's save
