@@ -36,6 +36,8 @@ class Device:
     """Seconds of an all-reduce of a few bytes."""
     gap: float = GAP
     """Seconds of a layer beside its reads, products and all-reduces."""
+    packed: tuple[float, float] | None = None
+    """The bandwidth and FLOPs of packed weights; None: those of others."""
 
 
 NVLINK, PCIE = 10e-6, 25e-6

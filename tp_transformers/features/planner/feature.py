@@ -8,7 +8,7 @@ from ...seams import Feature
 class Planner(Feature):
     """The memory of every rank before a load, and the list of architectures with plans."""
 
-    requires = ("command_line", "mixers", "mtp", "packed", "quantized")
+    requires = ("command_line", "cpu_decode", "mixers", "mtp", "packed", "quantized")
     commands = {"plan": ".command", "plans": ".plans"}
 
 

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from itertools import cycle
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from torch.nn.utils import skip_init
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from ...ranks.limits import visible_cores
+from ..cpu_decode.products import choose_kernels
+from ..packed.integers import int4_product, pack_int4
 from .devices import CPU, Device
 
 SECONDS = 0.15
 """Time of each of the two measurements of `seconds_of_products`."""
 WIDTH, TOKENS = 4096, 64
 """Side of the matrix that is multiplied, and the number of tokens of the larger product, on a CPU."""
+GROUP = 128
+"""Columns of a matrix of 4 bits that share a scale."""
 WIDTH_OF_GPU, TOKENS_OF_GPU = 8192, 2048
 """The same elsewhere: enough tokens to be bound by arithmetic."""
 UNCACHED = 256 << 20
@@ -32,7 +38,7 @@ LATENCY, SHARED_CORE = 15e-6, 250e-6
 COPIES = 2
 """Bytes that a rank reads or writes for a byte that an all-reduce sends: collectives-cpu.md."""
 LAYERS = 8
-"""Layers of the tiny Llama whose forward shows the time of a layer beside its products."""
+"""Layers of the tiny model whose forward shows the time of a layer beside its products."""
 
 
 def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -42,9 +48,35 @@ def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float
     """
     width, tokens = (WIDTH, TOKENS) if device.type == "cpu" else (WIDTH_OF_GPU, TOKENS_OF_GPU)
     held = range(0, UNCACHED, width**2 * dtype.itemsize)  # the first byte of each matrix
-    weights = cycle([torch.ones((width, width), dtype=dtype, device=device) for _ in held])
-    one, many = (torch.ones((count, width), dtype=dtype, device=device) for count in (1, tokens))
-    return _seconds(lambda: linear(one, next(weights)), device), _seconds(lambda: linear(many, next(weights)), device)
+    linears = nn.ModuleList(_ones(width, device, dtype) for _ in held)
+    choose_kernels(linears)
+    return _products(cycle(linears), torch.ones((tokens, width), dtype=dtype, device=device))
+
+
+def _ones(width: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:
+    linear: nn.Linear = skip_init(nn.Linear, width, width, bias=False, device=device, dtype=dtype)
+    nn.init.ones_(linear.weight)
+    return linear
+
+
+def _seconds_of_int4() -> tuple[float, float]:
+    """The same with integers of 4 bits and bfloat16 on a CPU, by torch's operator."""
+    integers = pack_int4(torch.ones(WIDTH, WIDTH, dtype=torch.int32), 1)
+    held = cycle([integers.clone() for _ in range(0, UNCACHED, integers.nbytes)])
+    scales = torch.ones(WIDTH // GROUP, WIDTH, 2, dtype=torch.bfloat16)
+    many = torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16)
+    return _products((partial(_int4, packed, scales) for packed in held), many)
+
+
+def _int4(packed: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> object:
+    return int4_product(x, packed, GROUP, scales)
+
+
+@torch.no_grad()
+def _products(calls: Iterator[Callable[[torch.Tensor], object]], many: torch.Tensor) -> tuple[float, float]:
+    """Seconds of the calls with one of the rows of `many`, and with all."""
+    one, device = many[:1], many.device
+    return _seconds(lambda: next(calls)(one), device), _seconds(lambda: next(calls)(many), device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -62,38 +94,48 @@ def _seconds(call: Callable[[], object], device: torch.device) -> float:
     return (end - began) / (count - 1) / repeated
 
 
-def this_machine(size: int, dtype: torch.dtype) -> list[Device]:
-    """A device for each of `size` ranks that share the cores of this machine."""
+def this_machine(size: int, dtype: torch.dtype, *, packed: bool = False, experts: bool = False) -> list[Device]:
+    """A device for each of `size` ranks that share the cores of this machine.
+
+    `packed`, `experts`: whether the model has packed weights (whose rates are those of 4 bits), and experts.
+    """
     cores = visible_cores()
     at_once = min(size, cores)
     part, (bandwidth, flops) = at_once / size, _rates(at_once, dtype)
-    latency = LATENCY if size <= cores else SHARED_CORE
-    return [Device(CPU, 0, bandwidth * part, flops * part, bandwidth * part / COPIES, latency, _gap(dtype))] * size
+    latency, gap = LATENCY if size <= cores else SHARED_CORE, _gap(dtype, experts)
+    device = Device(CPU, 0, bandwidth * part, flops * part, bandwidth * part / COPIES, latency, gap)
+    if packed and dtype == torch.bfloat16 and int4_product is not None:
+        reads, products = _rates(at_once, None)
+        device = replace(device, packed=(reads * part, products * part))
+    return [device] * size
 
 
 @cache
-def _rates(at_once: int, dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes and FLOPs a second of each of several threads that compute at once."""
+def _rates(at_once: int, dtype: torch.dtype | None) -> tuple[float, float]:
+    """Bytes and FLOPs a second of each of several threads that compute at once; None for integers of 4 bits."""
     meet, threads = threading.Barrier(at_once), torch.get_num_threads()
 
     def measure(_: int) -> tuple[float, float]:
         torch.set_num_threads(max(1, visible_cores() // at_once))
         meet.wait()
-        return seconds_of_products(torch.device("cpu"), dtype)
+        return _seconds_of_int4() if dtype is None else seconds_of_products(torch.device("cpu"), dtype)
 
     try:
         with ThreadPoolExecutor(at_once) as pool:
             one, many = map(max, zip(*pool.map(measure, range(at_once)), strict=True))
     finally:
         torch.set_num_threads(threads)
-    return WIDTH**2 * dtype.itemsize / one, 2 * TOKENS * WIDTH**2 / many
+    itemsize = 0.5 + 4 / GROUP if dtype is None else dtype.itemsize
+    return WIDTH**2 * itemsize / one, 2 * TOKENS * WIDTH**2 / many
 
 
 @cache
 @torch.no_grad()
-def _gap(dtype: torch.dtype) -> float:
+def _gap(dtype: torch.dtype, experts: bool) -> float:
     """Seconds of a layer beside its products, in an eager forward of one token."""
-    widths = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**widths, num_hidden_layers=LAYERS)).to(dtype).eval()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    widths = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+    config = (MixtralConfig if experts else LlamaConfig)(**widths, **heads)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     ids = torch.ones(1, 1, dtype=torch.long)
     return _seconds(lambda: model(ids, use_cache=True), ids.device) / LAYERS

@@ -17,7 +17,7 @@ from ...anatomy import tied_parameters
 from ...plans.bind import Resolution
 from ...slices.layout import Layout
 from ...slices.lazy import LazyTensor
-from ...strategies import take
+from ...strategies import TensorParallelLayer, take
 from ..command_line.models import most_tokens
 from ..mtp.layers import drafting_plan, meta_layers
 from ..packed.weight import pack, with_products
@@ -253,8 +253,9 @@ def _replicated_because(name: str, resolution: Resolution, size: int) -> str:
         return "no rule covers it"
     if any(f"{name}.".startswith(f"{attention}.") for attention in resolution.replicated_attention):
         return "there are more ranks than query heads"
-    if rule == "replicate":
-        return "the strategy is replicate"
+    own, base = type(strategy), TensorParallelLayer
+    if own.split_dim is base.split_dim and own.partition_tensor is base.partition_tensor:
+        return f"the strategy is {rule or own.__name__}"
     return f"{rule or type(strategy).__name__} does not shard a {name.rpartition('.')[2]}"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -98,12 +99,15 @@ def compare(planned: MemoryPlan, devices: Sequence[Device]) -> list[Speed]:
     Numbers that the plan does not fit are left out; of this machine, those above its cores, too.
     """
     is_cpu, found = devices[0].name == CPU, []
+    model, is_packed = planned.survey.model, any(parameter.packed is not None for parameter in planned.parameters)
+    has_experts = first_of(EXPERTS, model.config.get_text_config(decoder=True)) is not None
+    measure = partial(this_machine, dtype=model.dtype, packed=is_packed, experts=has_experts)
     ordered = sorted(devices, key=lambda device: -device.bandwidth)
     sizes = {*SIZES, planned.size} if are_alike(devices) else set(range(1, planned.size + 1))
     for size in sorted(sizes):
         if is_cpu and size > max(visible_cores(), planned.size):
             break
-        others = this_machine(size, planned.survey.model.dtype) if is_cpu else (ordered * size)[:size]
+        others = measure(size) if is_cpu else (ordered * size)[:size]
         try:
             if size == planned.size:
                 found.append(speed_of(planned, others if is_cpu else devices))
@@ -137,9 +141,11 @@ def _times(planned: MemoryPlan, devices: Sequence[Device], tokens: int, cached: 
     reads, products = [0.0] * size, [0.0] * size
     for parameter, read, computed in _used(planned, batch, tokens):
         for rank, (nbytes, device) in enumerate(zip(parameter.local_bytes(size), devices, strict=True)):
-            reads[rank] += read * nbytes / device.bandwidth
+            plain = device.bandwidth, device.flops
+            bandwidth, speed = plain if parameter.packed is None else device.packed or plain
+            reads[rank] += read * nbytes / bandwidth
             flops = 2 * computed * math.prod(parameter.local_shape(rank)) * (len(parameter.shape) > 1)
-            products[rank] += flops / device.flops
+            products[rank] += flops / speed
     for rank, device in enumerate(devices):
         reads[rank] += cached[rank] / device.bandwidth
         products[rank] += batch * _attended(planned, rank, tokens) / device.flops

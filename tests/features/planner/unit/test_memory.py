@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, T5ForConditionalGeneration, modeling_layers
+from transformers import LlamaForCausalLM, Qwen3Config, T5ForConditionalGeneration, modeling_layers
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.float8 import quantize_folder
@@ -188,6 +188,14 @@ def test_what_stays_packed_counts_as_it_is_held(tmp_path: Path) -> None:
     assert planned.parameter_bytes < plan_memory(survey(str(tmp_path / "packed")), 1).parameter_bytes
     halves = plan_memory(planned.survey, 2).parameter_bytes
     assert sum(halves) < 1.5 * model.tp_report.share
+
+
+def test_a_strategy_that_replicates_is_named(tmp_path: Path) -> None:
+    Qwen3Config(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2).save_pretrained(
+        tmp_path
+    )
+    found = {each.name: each.replicated_because for each in plan_memory(survey(str(tmp_path)), 2).parameters}
+    assert found["model.layers.0.self_attn.q_norm.weight"] == "the strategy is replicated_with_grad_allreduce"
 
 
 def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:

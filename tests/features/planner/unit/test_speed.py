@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 from tests.support.commands import main
@@ -176,6 +178,21 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
         seconds > 0 for row in rows for seconds in (row["decode"]["reads_seconds"], row["decode"]["gaps_seconds"])
     )
     assert rows[-1]["devices"] == ["cpu"] * 3
+    (device,) = measured.this_machine(1, torch.bfloat16, packed=True, experts=True)
+    assert device.packed is None or min(device.packed) > 0
+    assert device.gap > 0
+
+
+def test_packed_weights_are_read_at_a_speed_of_their_own(tmp_path: Path) -> None:
+    config = LlamaConfig(**WIDTHS, **HEADS)
+    config.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    config.save_pretrained(tmp_path)
+    planned = plan_memory(survey(str(tmp_path), packed=True), 1)
+    device = Device("one", 0, 1e9, 1e12, 1e9, 0.0, gap=0.0)
+    slower = speed.speed_of(planned, [replace(device, packed=(1e8, 1e12))]).decode.reads
+    plain = speed.speed_of(planned, [device]).decode.reads
+    packed = sum(each.packed[0] for each in planned.parameters if each.packed is not None)
+    assert slower - plain == pytest.approx(packed / 1e8 - packed / 1e9)
 
 
 @pytest.mark.parametrize(
