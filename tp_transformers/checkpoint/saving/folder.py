@@ -64,16 +64,12 @@ class SaveFolder(AbstractContextManager["SaveFolder"]):
         self.path = path
         try:
             self.is_locked = self._enter()
-            with named(path, "folder"):
-                for stale in path.glob(f"{STAGING}*") if self.is_locked else ():
-                    shutil.rmtree(stale, ignore_errors=True)
-                self.staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=path))
         except BaseException:
             self.__exit__()
             raise
 
     def _enter(self) -> bool:
-        """Open the folder; return True if it is locked."""
+        """Open the folder, and make the hidden folder, with which no failing save removes it; True if it is locked."""
         for _ in range(_TRIES):
             with named(self.path, "folder"):
                 self._is_new = not self.path.exists()
@@ -81,8 +77,12 @@ class SaveFolder(AbstractContextManager["SaveFolder"]):
             with named(self.path, "folder"), suppress(FileNotFoundError):
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 is_locked = self._lock()
+                for stale in self.path.glob(f"{STAGING}*") if is_locked else ():
+                    shutil.rmtree(stale, ignore_errors=True)
+                self.staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=self.path))
                 if os.path.samestat(os.fstat(self._descriptor), self.path.stat()):
                     return is_locked
+                shutil.rmtree(self.staging, ignore_errors=True)
             self._close()
         got = "a folder that is removed again and again"
         fix = "Wait for other saves into it to end, or choose another folder."
