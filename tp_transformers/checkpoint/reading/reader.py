@@ -63,17 +63,14 @@ def _run(
 
     def run(job: Job) -> tuple[int, float]:
         began = perf_counter()
+        if staging is not None:
+            bind_thread(staging.device)
         with torch.inference_mode(is_inference):
             copied = job.run(staging, pages)
         return copied, perf_counter() - began
 
-    def begin() -> None:
-        torch.set_num_threads(1)  # thread-local: copies of several threads run in parallel
-        if staging is not None:
-            bind_thread(staging.device)
-
-    try:
-        with ThreadPoolExecutor(threads, "read", begin) as pool:
+    try:  # the number of threads is thread-local: copies of several threads run in parallel
+        with ThreadPoolExecutor(threads, "read", torch.set_num_threads, (1,)) as pool:
             for job, (copied, seconds) in zip(jobs, pool.map(run, jobs), strict=True):
                 statistics.count(job.method, job.nbytes, copied, seconds)
                 progress(job.nbytes)
