@@ -214,7 +214,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[list[str], str]] = {
     "suggest without a file": (["suggest", MODEL], "required: OUT.yaml"),
     "suggest over a file": (["suggest", MODEL, "{file}"], "Pass --force"),
     "suggest into no folder": (["suggest", MODEL, "/no/dir/out.yaml"], "got no such file or directory"),
-    "shard for no ranks": (["shard", MODEL, "{scratch}/out", "--tp-size", "0"], "number of ranks: got 0"),
+    "shard for no ranks": (["shard", MODEL, "{scratch}/out", "--tp-size", "0"], "--tp-size: got 0"),
     "shard into the model": (["shard", MODEL, MODEL, "--tp-size", "2"], "one inside this one will do"),
     "shard over a file": (["shard", MODEL, "{file}", "--tp-size", "2"], "got a file of that name"),
     "run without ranks": (["run", "{file}"], "number of ranks: got none, expected one number. Give -n"),

@@ -86,7 +86,7 @@ def test_threads_that_read(device: Device, tmp_path: Path, monkeypatch: pytest.M
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         away = torch.empty(4096, device="meta")
         reader.read([jobs.Request(checkpoint.tensors["x"], away)], threads=3)
-    assert sorted(device.of_others()) == ["read-0", "read-1", "read-2"]
+    assert sorted(device.of_others()) == ["read_0", "read_1", "read_2"]
     assert all(calls[0] == ("set_device", away.device) for calls in device.of_others().values())
 
 
