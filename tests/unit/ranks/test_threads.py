@@ -86,8 +86,10 @@ def test_threads_that_read(device: Device, tmp_path: Path, monkeypatch: pytest.M
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         away = torch.empty(4096, device="meta")
         reader.read([jobs.Request(checkpoint.tensors["x"], away)], threads=3)
-    assert sorted(device.of_others()) == ["read_0", "read_1", "read_2"]
-    assert all(calls[0] == ("set_device", away.device) for calls in device.of_others().values())
+    readers = device.of_others()  # a thread without a job calls nothing
+    assert readers
+    assert readers.keys() <= {"read_0", "read_1", "read_2"}
+    assert all(calls[0] == ("set_device", away.device) for calls in readers.values())
 
 
 def test_threads_that_meet(device: Device, group: TensorParallelGroup) -> None:
