@@ -1,4 +1,4 @@
-"""Decoding on CPUs: products and attention of one token at the speed of memory."""
+"""Decoding on CPUs: kernels for the products and the attention of one token."""
 
 from __future__ import annotations
 
