@@ -97,15 +97,14 @@ def assign(tensor: Any, value: Tensor) -> None:
     check_pickled(value, tensor, shard, "a parameter")
     if isinstance(value, DTensor) and not is_sharded(value):
         value = value.full_tensor()
-    local = own_shard(value, shard, tensor)
-    if local is None or (isinstance(tensor, DTensor) and local.dtype != tensor.dtype):
-        shapes = f"the full shape {tuple(shard.shape)}, or this rank's {shard.local_shape}"
-        raise UnsupportedError(
-            "data of a tensor-parallel parameter",
-            got=f"shape {tuple(value.shape)}" if local is None else str(local.dtype),
-            expected=shapes if local is None else str(tensor.dtype),
-            fix="Assign a tensor of one of these shapes." if local is None else "Cast the model with model.to(dtype).",
-        )
+    local, name = own_shard(value, shard, tensor), "data of a tensor-parallel parameter"
+    if local is None:
+        expected = f"the full shape {tuple(shard.shape)}, or this rank's {shard.local_shape}"
+        fix = "Assign a tensor of one of these shapes."
+        raise UnsupportedError(name, got=f"shape {tuple(value.shape)}", expected=expected, fix=fix)
+    if isinstance(tensor, DTensor) and local.dtype != tensor.dtype:
+        fix = "Cast the model with model.to(dtype)."
+        raise UnsupportedError(name, got=str(local.dtype), expected=str(tensor.dtype), fix=fix)
     with as_torch():
         if isinstance(tensor, DTensor):
             tensor._local_tensor = local.as_subclass(Tensor)
