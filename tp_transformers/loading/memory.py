@@ -165,7 +165,7 @@ class Memory:
             arriving = {name: empty(shards[name].shape, self.dtypes[name], group.device) for name in unplaced}
             reads, computed = split_reads(shards, self.values | arriving)
             reads += self.holding.reads
-        self.holding.reads = self.local_reads = []  # they refer to the memory of other forms
+        self.holding.reads, self.local_reads = [], []  # they refer to the memory of other forms
         totals = self.statistics
         read_together(reads, computed, checkpoint, group, self.request, statistics=totals, progress=progress)
         if arriving:

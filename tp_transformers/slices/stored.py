@@ -247,6 +247,5 @@ def lengths(selection: Selection) -> list[int]:
 def compose(current: Sequence[Range], ranges: Sequence[Range]) -> tuple[Range, ...]:
     """Slice a slice: `ranges` refer to the concatenation of `current`."""
     parts = overlaps([stop - start for start, stop in current], ranges)
-    return tuple(joined((current[part][0] + start, current[part][0] + stop) for part, start, stop in parts)) or (
-        (0, 0),
-    )
+    spans = joined((current[part][0] + start, current[part][0] + stop) for part, start, stop in parts)
+    return tuple(spans) or ((0, 0),)
