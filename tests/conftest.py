@@ -50,9 +50,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that are marked to need a feature which is not there."""
+    """Mark the tests of ranks by their folder; leave out those that need a feature which is not there."""
     there: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
+        if {"distributed", "gpu"} & {*item.nodeid.partition("::")[0].split("/")}:
+            item.add_marker("distributed")
         names = {name for mark in item.iter_markers("needs") for name in mark.args}
         there[names <= features().keys()].append(item)
     config.hook.pytest_deselected(items=there[False])

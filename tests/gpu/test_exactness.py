@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,7 @@ from tests.support.comparisons import assert_same_files, compare_seen, ranks_agr
 from tests.support.devices import DEVICE, load_here, one_process, start
 from tests.support.models import PROMPTS, logits_of
 from tests.support.models import observe as observe_llama
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 SHAPES: list[tuple[str, Variant, int]] = [
     ("llama", (9, 3), 2),
@@ -54,9 +50,7 @@ def compare_and_save(name: str, folder: str, saved: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "variant", "size"), wide(SHAPES, 2))
-def test_a_model_is_that_of_one_process(
-    pool: Pool, made: Any, tmp_path: Path, name: str, variant: Variant, size: int
-) -> None:
+def test_a_model_is_that_of_one_process(pool, made, tmp_path, name, variant, size) -> None:
     case = made(name, variant)
     for result in pool.run(size, compare_and_save, name, case.folder, str(tmp_path / "saved")):
         print(result)
@@ -76,7 +70,7 @@ def short_floats(folder: str, dtype: torch.dtype) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_floats_are_as_exact_as_in_one_process(pool: Pool, cases: Any, dtype: torch.dtype) -> None:
+def test_short_floats_are_as_exact_as_in_one_process(pool, cases, dtype) -> None:
     for ours, plain, agree in pool.run(2, short_floats, cases(9, 3).folder, dtype):
         assert ours < 2 * plain + torch.finfo(dtype).eps  # a partial sum of each rank is rounded
         assert agree
@@ -106,7 +100,7 @@ def sampled(folder: str) -> list[Any]:
     return model.generate(PROMPTS.to(DEVICE), max_new_tokens=12, do_sample=True, top_k=0).tolist()
 
 
-def test_tokens_are_those_of_one_process(pool: Pool, cases: Any) -> None:
+def test_tokens_are_those_of_one_process(pool, cases) -> None:
     for found in pool.run(2, generated, cases(9, 3).folder):
         for name, (ours, plain) in found.items():
             assert ours == plain, name
@@ -121,7 +115,7 @@ def copies(folder: str) -> dict[str, Any]:
     return compare_seen(model, observe_llama(model), reference)
 
 
-def test_a_mesh_of_two_axes(pool: Pool, cases: Any) -> None:
+def test_a_mesh_of_two_axes(pool, cases) -> None:
     for result in pool.run(4, copies, cases(8, 2).folder):
         assert result["logits"] < LOGITS_TOLERANCE
         assert result["tokens"]

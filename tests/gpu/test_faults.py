@@ -22,8 +22,6 @@ from tests.support.tiers import wide
 from tp_transformers import MeshError, RemoteRankError, local_tensor, renew_process_group
 from tp_transformers.ranks.mesh import join
 
-pytestmark = pytest.mark.distributed
-
 LIMIT = min(TIMEOUT, 90.0)
 """Seconds until all ranks have to have raised, the start of their processes included."""
 FAR = 1 << 40
@@ -40,7 +38,7 @@ def share_a_gpu() -> None:
 
 
 @pytest.mark.skipif(not IS_GPU, reason="NCCL needs a GPU")
-def test_two_ranks_of_one_gpu_are_refused(pool: Pool) -> None:
+def test_two_ranks_of_one_gpu_are_refused(pool) -> None:
     assert "got the same GPU as rank 0" in str(pool.error(2, share_a_gpu))
 
 
@@ -106,7 +104,7 @@ def go_on(folder: str) -> dict[str, Any]:
     return {"refused": "", "is_unchanged": same, "tokens": torch.equal(decoder.tokens(step, 6), tokens)}
 
 
-def test_ranks_go_on_with_unchanged_parameters_or_refuse(own_pool: Pool, cases: Any) -> None:
+def test_ranks_go_on_with_unchanged_parameters_or_refuse(own_pool, cases) -> None:
     """By NCCL, what the host has enqueued behind an aborted collective runs, and graphs hold its communicator."""
     found = own_pool.run(2, go_on, cases(9, 3).folder, timeout=LIMIT)
     print(found)
@@ -127,7 +125,7 @@ def fail(folder: str, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", wide(FAULTS, 1))
-def test_all_ranks_stop(own_pool: Pool, cases: Any, name: str) -> None:
+def test_all_ranks_stop(own_pool, cases, name) -> None:
     with pytest.raises(WorkerError) as failed:
         own_pool.run(2, fail, cases(9, 3).folder, name, timeout=LIMIT)
     print(failed.value.errors)

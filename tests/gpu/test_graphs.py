@@ -9,10 +9,7 @@ import pytest
 from benchmarks.gpu.decoding import Decoder
 from benchmarks.gpu.device import device_of
 from tests.support.devices import DEVICE, SHARES_A_GPU, load_here, one_process
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 STEPS = 6
 MODES = ["graph", "compiled"]
@@ -32,7 +29,7 @@ def decode(folder: str, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mode", wide(MODES, 1))
-def test_decode_steps_write_the_same_tokens(pool: Pool, cases: Any, mode: str) -> None:
+def test_decode_steps_write_the_same_tokens(pool, cases, mode) -> None:
     size = 1 if SHARES_A_GPU else 2  # gloo's sums on the host cannot be captured
     for found in pool.run(size, decode, cases(9, 3).folder, mode):
         assert found["tokens"] == found["expected"]

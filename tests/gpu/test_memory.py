@@ -13,10 +13,7 @@ import tp_transformers
 from benchmarks.check import check
 from tests.support.devices import IS_GPU, allocated, forget_peak, load_here, peak
 from tests.support.models import llama_config
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 BLOCK = 512
 """Bytes of the blocks of torch's allocator."""
@@ -43,7 +40,7 @@ def checked(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", [{}, {"tp_map": False}], ids=["default", "copied"])
 @pytest.mark.parametrize("size", wide([2, 3], 1))
-def test_a_load_takes_the_bytes_of_the_shard(pool: Pool, tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+def test_a_load_takes_the_bytes_of_the_shard(pool, tmp_path, size, options) -> None:
     torch.manual_seed(0)
     config = llama_config(9, 3, intermediate_size=3000, vocab_size=8000)
     model = LlamaForCausalLM(config).bfloat16()

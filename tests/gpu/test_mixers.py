@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,8 @@ import transformers
 from tests.support.comparisons import compare_seen
 from tests.support.devices import load_here, one_process
 from tests.support.models import observe
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS
-
-pytestmark = pytest.mark.distributed
 
 NAMES = ["mamba2", "qwen3_next", "falcon_h1", "bamba", "granitemoehybrid", "mamba", "jamba", "kimi_linear", "lfm2"]
 """Models that transformers computes by fused kernels on a GPU."""
@@ -33,7 +29,7 @@ def compare(kind: str, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", wide(NAMES, 1))
-def test_a_mixer_is_that_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_a_mixer_is_that_of_one_process(pool, tmp_path, name) -> None:
     model = MIXERS[name].make(8, 2).float()
     model.save_pretrained(tmp_path)
     for found in pool.run(2, compare, type(model).__name__, str(tmp_path)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,7 @@ from benchmarks.bench_quantised import config_of
 from benchmarks.checkpoints import write
 from tests.support.comparisons import relative
 from tests.support.devices import DEVICE, load_here
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 FORMATS = ["nf4", "gptq", "int8", "fp8", "mxfp4", "int4", "awq"]
 """nf4 by the operators of bitsandbytes where it is installed."""
@@ -38,7 +34,7 @@ def compare(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", wide(FORMATS, 1))
 @pytest.mark.parametrize("size", wide([2, 3], 1))
-def test_products_are_as_exact_as_dequantised(pool: Pool, tmp_path: Path, form: str, size: int) -> None:
+def test_products_are_as_exact_as_dequantised(pool, tmp_path, form, size) -> None:
     write(tmp_path / "checkpoint", config_of(form, "9/3", layers=1), form)
     for found in pool.run(size, compare, str(tmp_path / "checkpoint")):
         print(found)

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 import tp_transformers
 from tests.support.comparisons import full_parameters, largest_step, relative_errors, worst
 from tests.support.devices import DEVICE, load_here, one_process, start
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import BATCH, LOSS_TOLERANCE, MAX_NORM, NORM_TOLERANCE, WEIGHT_TOLERANCE
-
-pytestmark = pytest.mark.distributed
 
 STEPS = 3
 BOTH = {"tp_sequence_parallel": True, "tp_loss_parallel": True}
@@ -83,7 +80,7 @@ def train(folder: str, name: str, dtype: torch.dtype | None = None) -> dict[str,
 
 
 @pytest.mark.parametrize("name", wide(MODES, 2))
-def test_steps_are_those_of_one_process(pool: Pool, cases: Any, name: str) -> None:
+def test_steps_are_those_of_one_process(pool, cases, name) -> None:
     for found in pool.run(2 * MODES[name][0], train, cases(9, 3).folder, name):
         print(found)
         assert found["losses"] < LOSS_TOLERANCE
@@ -92,7 +89,7 @@ def test_steps_are_those_of_one_process(pool: Pool, cases: Any, name: str) -> No
 
 
 @pytest.mark.parametrize("dtype", wide([torch.float16, torch.bfloat16], 1))
-def test_steps_in_short_floats(pool: Pool, cases: Any, dtype: torch.dtype) -> None:
+def test_steps_in_short_floats(pool, cases, dtype) -> None:
     for found in pool.run(2, train, cases(9, 3).folder, "tp", dtype):
         print(found)
         assert found["losses"] < SHORT_TOLERANCE

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import pytest
+
 from .cable import Cable
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,10 @@ def obstacle() -> str:
         return made.stderr.strip()
     subprocess.run(["ip", "netns", "delete", name], check=True)
     return ""
+
+
+needs_machines = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+"""Marks tests that are left out where this process cannot make machines."""
 
 
 @dataclass

@@ -14,11 +14,8 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.support.comparisons import read_folder, relative
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import BATCH, LOSS_TOLERANCE, WEIGHT_TOLERANCE, mesh_of
-
-pytestmark = pytest.mark.distributed
 
 
 class Run:
@@ -115,9 +112,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
         1,
     ),
 )
-def test_accelerate_saves_and_resumes_as_one_process(
-    pool: Pool, cases: Any, tmp_path: Path, tied: bool, adapted: bool, safe: bool, copies: int, mode: str
-) -> None:
+def test_accelerate_saves_and_resumes_as_one_process(pool, cases, tmp_path, tied, adapted, safe, copies, mode) -> None:
     folder, one, cut = cases(9, 3, tie_word_embeddings=tied).folder, tmp_path / "one", tmp_path / "cut"
     (expected,) = pool.run(1, saved, folder, str(one), 0, safe, adapted)
     for losses in pool.run(2 * copies, saved, folder, str(cut), copies, safe, adapted, mode):

@@ -34,7 +34,7 @@ from tp_transformers.features.command_line import models
         ("ViTConfig", None, "ViTModel", "ViTModel"),
     ],
 )
-def test_the_class_of_a_config(config: str, named: list[str] | None, cls: str, generating: str) -> None:
+def test_the_class_of_a_config(config, named, cls, generating) -> None:
     made = getattr(transformers, config)(architectures=named)
     assert models.model_class(made).__name__ == cls
     assert models.known_class(made) is models.model_class(made)
@@ -70,9 +70,7 @@ COMMANDS = {
 
 @needs("infer", "planner", "presharded", "verify")
 @pytest.mark.parametrize("name", COMMANDS)
-def test_code_of_a_repository_runs_only_if_it_is_asked_for(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_repository_runs_only_if_it_is_asked_for(name, tmp_path, capsys, monkeypatch) -> None:
     folder, ran = with_code(tmp_path / "model", "fused"), tmp_path / "ran"
     code = Path(folder, "modeling_fused.py")
     code.write_text(f"open({str(ran)!r}, 'w').close()\n{code.read_text()}")

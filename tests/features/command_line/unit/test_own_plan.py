@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @needs("planner")
-def test_a_file_registers_what_a_plan_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_registers_what_a_plan_names(folder, capsys) -> None:
     command = ["plan", str(folder), "--tp-size", "2", "--plan", str(folder / "plan.yaml")]
     assert main(command) == 2
     assert "(--import in commands)" in capsys.readouterr().err
@@ -55,9 +55,7 @@ def test_a_file_registers_what_a_plan_names(folder: Path, capsys: pytest.Capture
         ("argparse.py", "expected one. Give your file a name of its own"),
     ],
 )
-def test_what_cannot_be_imported_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, says: str
-) -> None:
+def test_what_cannot_be_imported_is_named(folder, capsys, monkeypatch, name, says) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))  # undone with what the command adds
     (folder / "argparse.py").write_text("")
@@ -65,7 +63,7 @@ def test_what_cannot_be_imported_is_named(
     assert says in capsys.readouterr().err
 
 
-def test_other_processes_get_full_paths(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_get_full_paths(folder, monkeypatch) -> None:
     monkeypatch.chdir(folder)
     parser = argparse.ArgumentParser()
     add_plan(parser)

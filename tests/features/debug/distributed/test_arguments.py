@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import MASK, PROMPTS, load
-from tests.support.pool import Pool
 from tp_transformers import MeshError
-
-pytestmark = pytest.mark.distributed
 
 
 def differ(folder: str) -> list[str]:
@@ -30,7 +26,7 @@ def differ(folder: str) -> list[str]:
     return found
 
 
-def test_what_differs_on_one_rank_is_told_on_all(pool: Pool, cases: Any) -> None:
+def test_what_differs_on_one_rank_is_told_on_all(pool, cases) -> None:
     here, there = pool.run(2, differ, cases(9, 3).folder, timeout=90)
     assert here == there
     same = "got one on rank 0 and another on rank 1, expected the same on all ranks of a model"

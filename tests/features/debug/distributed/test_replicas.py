@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from torch import nn
 import tp_transformers
 from tests.support import architectures
 from tests.support.comparisons import different_tensors, full_parameters
+from tests.support.logged import logged
 from tests.support.models import PROMPTS, load
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tests.support.training import BATCH, Texts, mesh_of
 
-pytestmark = pytest.mark.distributed
-
-NORM = "model.layers.1.input_layernorm.weight"
+NORM, KEYS = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"
 
 
 def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
@@ -65,14 +62,12 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("size", "mode", "shared"),
     [
-        (3, None, "model.layers.0.self_attn.k_proj.weight"),
-        (4, "shard", "model.layers.0.self_attn.k_proj.weight"),
+        (3, None, KEYS),
+        (4, "shard", KEYS),
         (4, "shard", "model.layers.0.self_attn.qkv_proj.weight"),
     ],
 )
-def test_what_drifts_is_found_and_brought_together(
-    pool: Pool, cases: Any, fused: str, size: int, mode: str | None, shared: str
-) -> None:
+def test_what_drifts_is_found_and_brought_together(pool, cases, fused, size, mode, shared) -> None:
     folder = fused if "qkv" in shared else cases(8, 1).folder
     for result in pool.run(size, drift, folder, shared, mode):
         moved = result["model"]
@@ -93,7 +88,7 @@ def beside_a_group_of_rank_0(folder: str) -> dict[str, float]:
     dist.init_process_group("gloo")
     dist.new_group([0])
     model = load(folder)
-    shared = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
+    shared = model.get_parameter(KEYS)
     assert {entry.ranks for entry in shared.tp_shard.layout.split.shared(0)} == {(0, 1)}
     if model.tp_group.rank == 1:
         with torch.no_grad():
@@ -103,9 +98,9 @@ def beside_a_group_of_rank_0(folder: str) -> dict[str, float]:
     return found
 
 
-def test_groups_of_the_users_own_do_not_matter(pool: Pool, cases: Any) -> None:
+def test_groups_of_the_users_own_do_not_matter(pool, cases) -> None:
     for found in pool.run(3, beside_a_group_of_rank_0, cases(8, 2).folder, timeout=60):
-        assert found == {"model.layers.0.self_attn.k_proj.weight": pytest.approx(2)}
+        assert found == {KEYS: pytest.approx(2)}
 
 
 def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
@@ -114,20 +109,13 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
 
     from tp_transformers.trainer import Trainer
 
-    said: list[str] = []
-
     class Drift(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             tp_transformers.local_tensor(model.get_parameter(NORM)).add_(1e-3 * dist.get_rank())
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    model, listener = load(folder), Listener()
-    logging.getLogger("tp_transformers").addHandler(listener)
+    model = load(folder)
     arguments: dict[str, Any] = {"save_steps": 2, "max_steps": 2, "report_to": [], "use_cpu": True}
-    try:
+    with logged() as said:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(saved, per_device_train_batch_size=2, disable_tqdm=True, **arguments),
@@ -136,19 +124,17 @@ def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:
         )
         trainer.train()
         return tp_transformers.debug.check_replicas(model), said
-    finally:
-        logging.getLogger("tp_transformers").removeHandler(listener)
 
 
 @needs("trainer")
-def test_trainer_brings_ranks_together_at_checkpoints(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_trainer_brings_ranks_together_at_checkpoints(pool, cases, tmp_path) -> None:
     (found, said), (other, quiet) = pool.run(2, with_trainer, cases(9, 3).folder, str(tmp_path))
     assert found == other == {}
     assert any(f"had drifted apart, {NORM} by" in line for line in said)
     assert not any("drifted apart" in line for line in quiet)
 
 
-def test_one_process_has_nothing_to_compare(cases: Any) -> None:
+def test_one_process_has_nothing_to_compare(cases) -> None:
     assert tp_transformers.debug.check_replicas(load(cases(9, 3).folder)) == {}
     with pytest.raises(tp_transformers.UnsupportedError, match="check_replicas"):
         tp_transformers.debug.check_replicas(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
@@ -167,19 +153,9 @@ def told(folder: str, target: str, call: str, names: list[str], alike: bool) -> 
     torch.manual_seed(3 if alike else model.tp_group.rank)
     for name in names:
         nn.init.normal_(model.get_parameter(name))
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tp_transformers")
-    logger.addHandler(handler)
-    try:
+    with logged() as texts:
         SAVES[call](model, Path(target))
-    finally:
-        logger.removeHandler(handler)
     return [text for text in texts if "other values" in text], tp_transformers.debug.check_replicas(model)
-
-
-NORM, KEYS = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"
 
 
 @needs("full_parameters")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import tp_transformers
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.training import BATCH
-
-pytestmark = pytest.mark.distributed
 
 
 def guarded(folder: str, kind: str) -> bool:
@@ -37,7 +32,7 @@ def guarded(folder: str, kind: str) -> bool:
     return True
 
 
-def test_different_inputs_are_one_error_on_all_ranks(pool: Pool, cases: Any) -> None:
+def test_different_inputs_are_one_error_on_all_ranks(pool, cases) -> None:
     folder = cases(8, 4).folder
     assert pool.run(2, guarded, folder, "removed") == [True, True]
     for kind, subject in (("keyword", "input_ids"), ("environment", "input_ids"), ("random state", "random state")):

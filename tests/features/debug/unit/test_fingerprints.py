@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
@@ -35,7 +33,7 @@ IDS = torch.tensor([[3, 5, 7]])
         (1, True),
     ],
 )
-def test_fingerprints_differ_exactly_where_values_do(one: Any, other: Any) -> None:
+def test_fingerprints_differ_exactly_where_values_do(one, other) -> None:
     assert fingerprint(one) != fingerprint(other)
     for value in (one, other):
         assert fingerprint(value) == fingerprint(value)

@@ -23,13 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.features.serve.distributed.test_serve import QUESTIONS, client_of, folder, served, serving
 from tests.support.commands import main
 from tests.support.models import load
-from tests.support.pool import Pool, free_port
+from tests.support.pool import free_port
 from tp_transformers.features.elastic import agent
 from tp_transformers.features.run.launch import end_with_parent
 from tp_transformers.slices.layout import union
 from tp_transformers.strategies import layout_of, unsharded_like
-
-pytestmark = pytest.mark.distributed
 
 __all__ = ["folder"]
 
@@ -223,7 +221,7 @@ def only_of(lost: int, held: list[tuple[int, int, list[list[tuple[int, int]]]]])
 
 
 @pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_costs_a_pause(pool: Pool, folder: str, tmp_path: Path, by_command: bool) -> None:
+def test_a_rank_that_is_killed_costs_a_pause(pool, folder, tmp_path, by_command) -> None:
     """During decode; what only that rank had is read again, and no other byte."""
     texts = expected(folder, QUESTIONS, 100)
     held = pool.run(3, ranges, folder)[0]
@@ -244,7 +242,7 @@ def test_a_rank_that_is_killed_costs_a_pause(pool: Pool, folder: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_ranks_that_are_lost_come_back(folder: str, tmp_path: Path) -> None:
+def test_ranks_that_are_lost_come_back(folder, tmp_path) -> None:
     """On request, by SIGUSR1; after both were lost at once, the first serves alone."""
     texts = expected(folder, QUESTIONS)
     with elastic(folder, tmp_path, "--rejoin", "500") as server:
@@ -265,7 +263,7 @@ def test_ranks_that_are_lost_come_back(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_resharding(folder: str, tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_resharding(folder, tmp_path) -> None:
     """Rank 2 dies at the first move of the reshard without rank 1."""
     texts = expected(folder, QUESTIONS)
     with elastic(folder, tmp_path, "--rejoin", "0") as server:
@@ -278,7 +276,7 @@ def test_a_rank_that_dies_while_resharding(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_is_ended(folder: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_is_ended(folder, tmp_path) -> None:
     texts = expected(folder, QUESTIONS)
     with elastic(folder, tmp_path, "--rejoin", "0", "--watch", "3") as server:
         server.kill(2, by=signal.SIGSTOP)
@@ -289,7 +287,7 @@ def test_a_rank_that_is_stopped_is_ended(folder: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["rank 0", "no memory"])
-def test_what_cannot_go_on_ends_with_one_error(folder: str, tmp_path: Path, case: str) -> None:
+def test_what_cannot_go_on_ends_with_one_error(folder, tmp_path, case) -> None:
     with elastic(folder, tmp_path, "--rejoin", "0") as server:
         if case == "no memory":
             (tmp_path / "full").touch()

@@ -7,13 +7,12 @@ import random
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.features.elastic.distributed.test_elastic import WAIT, elastic, expected, folder
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 __all__ = ["folder"]
 
@@ -21,7 +20,7 @@ CLIENTS, KILLS = 8, int(os.environ.get("KILLS", 20))
 MOMENTS = ("prefill", "decode", "between", "reshard", "two at once")
 
 
-def test_trial_of_many_kills(folder: str, tmp_path: Path) -> None:
+def test_trial_of_many_kills(folder, tmp_path) -> None:
     draw = random.Random(5)
     words = [" ".join(f"w{draw.randrange(3, 190)}" for _ in range(draw.choice((2, 4, 400)))) for _ in range(CLIENTS)]
     texts, lines, counts, pauses = expected(folder, words), 0, dict.fromkeys(MOMENTS, 0), []

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.models import PROMPTS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WAIT = 300
 """Seconds, on a busy machine too."""
@@ -65,7 +63,7 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
 
 
-def test_a_loop_goes_on_with_the_ranks_that_are_left(cases: Any, tmp_path: Path) -> None:
+def test_a_loop_goes_on_with_the_ranks_that_are_left(cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     (tmp_path / "loop.py").write_text(LOOP)
     first, second = store(), store()

@@ -75,7 +75,7 @@ def test_a_request_that_does_not_fit_fails_alone() -> None:
 
 
 @pytest.mark.parametrize(("free", "on_cpu", "fits"), [(20, True, True), (9, True, False), (20, False, False)])
-def test_what_does_not_fit_is_refused_before_anything_moves(free: int, on_cpu: bool, fits: bool) -> None:
+def test_what_does_not_fit_is_refused_before_anything_moves(free, on_cpu, fits) -> None:
     """60 bytes are sharded, 5 replicated: on 2 ranks, each needs 35, and holds 25."""
     member = pytest.importorskip("tp_transformers.features.elastic.member", exc_type=ImportError)
     told = [(60, 5, 25, free)] * 2

@@ -10,7 +10,6 @@ from contextlib import redirect_stdout
 from importlib.metadata import version
 from types import SimpleNamespace
 
-import pytest
 import transformers
 
 import tp_transformers
@@ -33,7 +32,7 @@ def env(variables: dict[str, str]) -> str:
 
 
 @needs("trainer")
-def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_devices_and_variables(capsys, monkeypatch) -> None:
     hidden = {"TP_TRANSFORMERS_API_KEY": "hidden", "HF_HUB_TOKEN": "hidden"}
     pool = Pool()
     try:
@@ -61,7 +60,7 @@ def test_versions_devices_and_variables(capsys: pytest.CaptureFixture[str], monk
     assert "hidden" not in out
 
 
-def test_what_the_installed_releases_lack(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_installed_releases_lack(capsys, monkeypatch) -> None:
     library = SimpleNamespace(__name__="library.module")
     added("model_patches")
     monkeypatch.setattr(patches, "ALL", [])

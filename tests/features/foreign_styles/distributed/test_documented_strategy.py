@@ -18,12 +18,9 @@ from transformers.integrations import tensor_parallel as theirs
 import tp_transformers
 from tests.support.comparisons import compare_seen
 from tests.support.models import excess_read, load, observe
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import PlanError
 from tp_transformers.strategies import STRATEGIES, ParallelInterface, TensorParallelLayer, get_tensor_shard
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 CALLS: list[str] = []
@@ -161,7 +158,7 @@ def with_registered(folder: str, reference_file: str, register: Any) -> dict[str
 
 @pytest.mark.parametrize("register", wide([register_theirs, register_ours_with_theirs, register_ours], 2))
 @pytest.mark.parametrize("size", wide([2, 4], 1))
-def test_the_documented_contract_holds(pool: Pool, cases: Any, size: int, register: Any) -> None:
+def test_the_documented_contract_holds(pool, cases, size, register) -> None:
     case = cases(8, 4)
     for result in pool.run(size, with_registered, case.folder, case.reference, register):
         assert result["logits"] < TOLERANCE
@@ -181,7 +178,7 @@ def before_a_built_in(folder: str, reference_file: str, base: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("base", wide([object, TensorParallelLayer, theirs.TensorParallelLayer], 1))
-def test_a_built_in_takes_what_the_documented_strategy_leaves(pool: Pool, cases: Any, base: Any) -> None:
+def test_a_built_in_takes_what_the_documented_strategy_leaves(pool, cases, base) -> None:
     case = cases(8, 4)
     for result in pool.run(2, before_a_built_in, case.folder, case.reference, base):
         assert result["logits"] < TOLERANCE
@@ -198,7 +195,7 @@ def test_the_documented_name_of_the_registration_is_there_while_the_hook_is_on()
 
 @pytest.mark.parametrize("base", [TensorParallelLayer, theirs.TensorParallelLayer])
 @pytest.mark.parametrize("method", ["shard_tensor", "prepare_module_tp"])
-def test_methods_that_nothing_here_would_call_are_refused(base: Any, method: str) -> None:
+def test_methods_that_nothing_here_would_call_are_refused(base, method) -> None:
     """Those of the releases from 5.0 to 5.15, which have no documentation."""
     plain = strategies(base)[2]
     old = type("Old", (plain,), {method: lambda self, *args, **kwargs: None})

@@ -31,11 +31,8 @@ from tests.support.comparisons import (
     relative_errors,
 )
 from tests.support.models import MASK, PROMPTS, VOCAB, excess_read, held, load, logits_of, make_case, observe
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.strategies import STRATEGIES
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
@@ -144,7 +141,7 @@ def in_plan(folder: str, reference: str, name: str, saved: str) -> dict[str, Any
         2,
     ),
 )
-def test_styles_in_plans(pool: Pool, cases: Any, tmp_path: Path, size: int, heads: Any, name: str, cuts: Any) -> None:
+def test_styles_in_plans(pool, cases, tmp_path, size, heads, name, cuts) -> None:
     case = cases(*heads)
     ranks = pool.run(size, in_plan, case.folder, case.reference, name, str(tmp_path / "saved"))
     for rank in ranks:
@@ -173,7 +170,7 @@ def by_our_names(folder: str, reference: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_strategies_take_the_layouts_of_styles(pool: Pool, cases: Any, size: int) -> None:
+def test_strategies_take_the_layouts_of_styles(pool, cases, size) -> None:
     """Of torch's tutorial of sequence parallelism; heads and features do not divide by three ranks."""
     case = cases(8, 4)
     for errors in pool.run(size, by_our_names, case.folder, case.reference):
@@ -210,7 +207,7 @@ def finish(model: Any, folder: str, reference: str, saved: str) -> dict[str, Any
     return {"errors": errors, "count": count == whole.num_parameters(), "held": held(model)}
 
 
-def test_torch_parallelizes_parts_of_ours(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_torch_parallelizes_parts_of_ours(pool, cases, tmp_path) -> None:
     case = cases(9, 3)
     for rank in pool.run(2, on_parts_of_ours, case.folder, case.reference, str(tmp_path / "saved")):
         assert max(rank["errors"].values()) < TOLERANCE, rank["errors"]
@@ -240,7 +237,7 @@ def on_parts_of_torch(folder: str, reference: str) -> dict[str, float]:
     return compare_and_clip(model, reference)
 
 
-def test_ours_parallelizes_parts_of_torch(pool: Pool, cases: Any) -> None:
+def test_ours_parallelizes_parts_of_torch(pool, cases) -> None:
     case = cases(6, 3)
     for errors in pool.run(3, on_parts_of_torch, case.folder, case.reference):
         assert max(errors.values()) < TOLERANCE, errors
@@ -263,7 +260,7 @@ def on_tied_modules(folder: str, reference: str) -> dict[str, Any]:
     return compare_and_clip(model, reference)
 
 
-def test_tied_modules_stay_tied(pool: Pool, tmp_path: Path) -> None:
+def test_tied_modules_stay_tied(pool, tmp_path) -> None:
     case = make_case(tmp_path, 9, 3, tie_word_embeddings=True)
     for errors in pool.run(2, on_tied_modules, case.folder, case.reference):
         assert max(errors.values()) < TOLERANCE, errors
@@ -281,7 +278,7 @@ def with_copies(folder: str, reference: str, mode: str, saved: str) -> dict[str,
 
 
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
-def test_styles_with_copies_of_the_model(pool: Pool, cases: Any, tmp_path: Path, mode: str) -> None:
+def test_styles_with_copies_of_the_model(pool, cases, tmp_path, mode) -> None:
     case = cases(8, 4)
     for errors in pool.run(4, with_copies, case.folder, case.reference, mode, str(tmp_path / "saved")):
         assert max(errors.values()) < TOLERANCE, errors

@@ -30,7 +30,7 @@ class Ours(TensorParallelLayer):
 @pytest.mark.parametrize(
     "style", [Theirs(), Forwards(), Ours(), interface.ColwiseParallel()], ids=lambda style: type(style).__name__
 )
-def test_a_strategy_that_shards_by_shard_param_is_refused(style: Any) -> None:
+def test_a_strategy_that_shards_by_shard_param_is_refused(style) -> None:
     said = "shard_param, which nothing calls here.*Inherit from tp_transformers.strategies.TensorParallelLayer"
     with pytest.raises(PlanError, match=said):
         Plan.from_dict({"mlp.gate_proj": style}, source="a plan")

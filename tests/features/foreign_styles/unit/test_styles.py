@@ -115,7 +115,7 @@ def test_a_style_is_called_by_what_is_special_about_it() -> None:
         assert name.startswith(expected)
 
 
-def test_a_rule_and_a_name_may_stand_for_a_style(named: str) -> None:
+def test_a_rule_and_a_name_may_stand_for_a_style(named) -> None:
     for strategy in (COLWISE, named):
         plan = Plan("mine", (Rule(f"{MLP}.gate_proj", strategy), *Plan.from_dict(mlp).rules[1:]))
         layouts = resolve(plan, llama(), 2).layouts
@@ -130,7 +130,7 @@ def test_a_plan_keeps_a_style_as_it_was() -> None:
     assert strategies["model.layers.0.mlp.up_proj"].signature.leaves is State.FEATURES
 
 
-def test_on_one_rank_styles_are_nothing(cases: Any) -> None:
+def test_on_one_rank_styles_are_nothing(cases) -> None:
     case = cases(8, 4)
     model = load(case.folder, LlamaForCausalLM, tp_plan={**attention, **mlp})
     assert relative(observe(model)["logits"], torch.load(case.reference)["logits"]) < 1e-6
@@ -230,7 +230,7 @@ CHECKED = {"half a pair", "parts that torch loses track of", "parts cut in two w
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[needs("refusals")] if case in CHECKED else []) for case in WRONG]
 )
-def test_wrong_uses_are_told_before_anything_is_loaded(case: str) -> None:
+def test_wrong_uses_are_told_before_anything_is_loaded(case) -> None:
     model, plan, size, message = WRONG[case]
     with pytest.raises(PlanError) as caught:
         resolve(Plan.from_dict(plan), model(), size)

@@ -13,16 +13,11 @@ from transformers import AutoModelForCausalLM
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.gguf_files import write_gguf
 from tests.support.hub import fail, run, stream, weight_bytes
-from tests.support.hub_server import HubServer
 from tests.support.models import llama_config, load
 from tests.support.pool import WorkerError
 
-pytestmark = pytest.mark.distributed
 
-
-def test_what_was_downloaded_before_is_read_from_the_cache(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
-) -> None:
+def test_what_was_downloaded_before_is_read_from_the_cache(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     hub_pool.run(1, _download, str(tmp_path / "0"), ["model-00002-of-00007.safetensors"])
@@ -53,7 +48,7 @@ def _stream_from_own_cache(name: str, folder: str, caches: str) -> dict[str, Any
     return stream(name, folder, f"{caches}/{os.environ['RANK']}")
 
 
-def test_offline(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_offline(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     with pytest.raises(WorkerError) as caught:
@@ -72,7 +67,7 @@ def _offline(folder: str, cache: str) -> dict[str, Any]:
         return stream("org/model", folder, cache)
 
 
-def test_one_rank_of_a_node_downloads(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_one_rank_of_a_node_downloads(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     for arguments in ({}, {"force_download": True}):
@@ -82,7 +77,7 @@ def test_one_rank_of_a_node_downloads(hub_pool: Any, served: HubServer, cases: A
         assert served.weights_sent() == weight_bytes(folder)
 
 
-def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_a_download_that_fails_stops_all(hub_pool, served, cases, tmp_path) -> None:
     served.add("org/model", cases(8, 4).folder)
     served.faults.refuse = {"model-00003-of-00007.safetensors": 404}
     error = fail(hub_pool, 3, "org/model", None, str(tmp_path), tp_stream=False)
@@ -90,7 +85,7 @@ def test_a_download_that_fails_stops_all(hub_pool: Any, served: HubServer, cases
     assert len({seen.path for seen in served.seen if seen.status == 404 and seen.is_weights}) == 1
 
 
-def test_one_rank_downloads_a_gguf_file(hub_pool: Any, served: HubServer, tmp_path: Path) -> None:
+def test_one_rank_downloads_a_gguf_file(hub_pool, served, tmp_path) -> None:
     folder, path = tmp_path / "model", tmp_path / "model" / "model.gguf"
     folder.mkdir()
     write_gguf(path, "llama", llama_config(8, 4, intermediate_size=96), {"w": "Q4_0"})

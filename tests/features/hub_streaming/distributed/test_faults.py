@@ -21,15 +21,12 @@ from huggingface_hub.utils import close_session
 
 import tp_transformers
 from tests.support.hub import fail, run, stream
-from tests.support.hub_server import HubServer
 from tests.support.pool import forget_meshes
 from tests.support.tiers import wide
 from tp_transformers.features.hub_streaming import fetch as exchange
 from tp_transformers.features.hub_streaming.remote_file import RemoteFile
 from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.ranks import group as group_module
-
-pytestmark = pytest.mark.distributed
 
 TOKEN = "hf_secret"
 
@@ -51,9 +48,7 @@ TOKEN = "hf_secret"
     ),
     ids=lambda faults: " ".join(faults),
 )
-def test_faults_cost_only_time(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, faults: dict[str, Any]
-) -> None:
+def test_faults_cost_only_time(hub_pool, served, cases, tmp_path, faults) -> None:
     folder = cases(9, 3).folder
     served.add("org/model", folder)
     for name, value in faults.items():
@@ -68,9 +63,7 @@ def test_faults_cost_only_time(
         assert len([seen for seen in served.seen if seen.is_weights]) > 20
 
 
-def test_urls_expire_and_the_token_stays_with_the_hub(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
-) -> None:
+def test_urls_expire_and_the_token_stays_with_the_hub(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     served.add("org/model", folder, token=TOKEN)
     served.faults.expire_after = 3
@@ -97,9 +90,7 @@ def test_urls_expire_and_the_token_stays_with_the_hub(
     ],
 )
 @pytest.mark.parametrize("size", wide([2, 3], 1))
-def test_one_error_on_all_ranks(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, faults: dict[str, Any], says: str, size: int
-) -> None:
+def test_one_error_on_all_ranks(hub_pool, served, cases, tmp_path, faults, says, size) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     for name, value in faults.items():
@@ -111,9 +102,7 @@ def test_one_error_on_all_ranks(
         assert all(seen.sent < 100 << 10 for seen in served.seen if seen.is_weights), "bodies are not read"
 
 
-def test_a_fetch_that_fails_on_one_rank_stops_the_others(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
-) -> None:
+def test_a_fetch_that_fails_on_one_rank_stops_the_others(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     error = hub_pool.error(3, _break_reads_of_rank_1, str(tmp_path), timeout=60)
@@ -136,9 +125,7 @@ def _break_reads_of_rank_1(cache: str) -> None:
 
 
 @pytest.mark.parametrize("after", [0, 7])
-def test_a_rank_without_memory_in_a_round_stops_the_others(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, after: int
-) -> None:
+def test_a_rank_without_memory_in_a_round_stops_the_others(hub_pool, served, cases, tmp_path, after) -> None:
     served.add("org/model", cases(9, 3).folder)
     error = hub_pool.error(3, _end_memory_of_rank_1, str(tmp_path), after, timeout=60)
     assert error.startswith("MeshError: rank 1: memory: got no more of it (MemoryError: none left), expected enough")
@@ -159,9 +146,7 @@ def _end_memory_of_rank_1(cache: str, after: int) -> None:
 
 
 @pytest.mark.parametrize("thread", ["download", "fetch"])
-def test_a_rank_without_threads_stops_the_others(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, thread: str
-) -> None:
+def test_a_rank_without_threads_stops_the_others(hub_pool, served, cases, tmp_path, thread) -> None:
     served.add("org/model", cases(8, 4).folder)
     error = hub_pool.error(2, _start_no_threads_on_rank_1, thread, str(tmp_path), timeout=60)
     assert error == "RemoteRankError: rank 1: RuntimeError: can't start new thread"
@@ -177,9 +162,7 @@ def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
         stream("org/model", None, cache)
 
 
-def test_who_is_not_let_in_or_looks_for_what_is_not_there(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path
-) -> None:
+def test_who_is_not_let_in_or_looks_for_what_is_not_there(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     served.add("org/gated", folder, token=TOKEN)
     served.add("org/model", folder)
@@ -210,7 +193,7 @@ def _not_let_in(cache: str) -> list[str]:
     return errors
 
 
-def test_pickles_are_not_streamed(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_pickles_are_not_streamed(hub_pool, served, cases, tmp_path) -> None:
     shutil.copy(Path(cases(8, 4).folder) / "config.json", tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     served.add("org/model", tmp_path)
@@ -219,7 +202,7 @@ def test_pickles_are_not_streamed(hub_pool: Any, served: HubServer, cases: Any, 
     assert "save_pretrained" in error
 
 
-def test_a_hub_that_is_gone(hub_pool: Any, served: HubServer, tmp_path: Path) -> None:
+def test_a_hub_that_is_gone(hub_pool, served, tmp_path) -> None:
     error = hub_pool.error(2, _load_from_nowhere, str(tmp_path), timeout=60)
     assert error.startswith("CheckpointError: rank 0: http://127.0.0.1:9/")
     assert "ConnectError" in error
@@ -232,7 +215,7 @@ def _load_from_nowhere(cache: str) -> None:
         stream("org/model", None, cache)
 
 
-def test_an_index_that_leaves_the_repository(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_an_index_that_leaves_the_repository(hub_pool, served, cases, tmp_path) -> None:
     folder = tmp_path / "c"
     shutil.copytree(cases(8, 4).folder, folder)
     index = folder / "model.safetensors.index.json"
@@ -246,7 +229,7 @@ def test_an_index_that_leaves_the_repository(hub_pool: Any, served: HubServer, c
 @pytest.mark.parametrize(
     "text", wide(["[" * 100_000, '{"weight_map": {"a": [1], "b": "c"}}', "{", "[]", '{"weight_map": null}'], 2)
 )
-def test_an_index_that_is_none(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, text: str) -> None:
+def test_an_index_that_is_none(hub_pool, served, cases, tmp_path, text) -> None:
     shutil.copy(Path(cases(8, 4).folder) / "config.json", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     served.add("org/model", tmp_path)
@@ -260,9 +243,7 @@ def test_an_index_that_is_none(hub_pool: Any, served: HubServer, cases: Any, tmp
 
 
 @pytest.mark.parametrize("ignores", wide([False, True], 1))
-def test_no_thread_and_no_descriptor_is_left(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, ignores: bool
-) -> None:
+def test_no_thread_and_no_descriptor_is_left(hub_pool, served, cases, tmp_path, ignores) -> None:
     served.add("org/model", cases(9, 3).folder)
     served.faults.ignore_range = ignores
     counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(3)]
@@ -296,9 +277,7 @@ def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_stream", [True, False])
-def test_ranks_wait_longer_than_a_collective_may(
-    hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path, tp_stream: bool
-) -> None:
+def test_ranks_wait_longer_than_a_collective_may(hub_pool, served, cases, tmp_path, tp_stream) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     served.faults.error_every, served.faults.retry_after = 3, "4"

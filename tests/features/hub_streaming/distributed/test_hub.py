@@ -23,17 +23,14 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.commands import main
 from tests.support.float8 import quantize_folder
 from tests.support.hub import SMALL, run, stored_weights, stream, weight_bytes
-from tests.support.hub_server import HubServer, commit_of
+from tests.support.hub_server import commit_of
 from tests.support.models import headers, save_as_loaded
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.features.hub_streaming import fetch as exchange
 from tp_transformers.features.hub_streaming import hub
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.memory import plan_memory
 from tp_transformers.features.presharded.offline import shard_checkpoint
-
-pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +45,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("size", wide([3, 2, 1], 1))
 @pytest.mark.parametrize("which", ["llama", "mixtral"])
 def test_parameters_are_those_of_the_folder_and_bytes_travel_once(
-    hub_pool: Any, served: HubServer, cases: Any, mixtral: str, tmp_path: Path, which: str, size: int, sizes: Any
+    hub_pool, served, cases, mixtral, tmp_path, which, size, sizes
 ) -> None:
     folder = cases(9, 3).folder if which == "llama" else mixtral
     served.add("org/model", folder)
@@ -63,7 +60,7 @@ def test_parameters_are_those_of_the_folder_and_bytes_travel_once(
     ), "the Hub is asked once for each file"
 
 
-def test_values_and_scales_in_fp8_travel_once(hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path) -> None:
+def test_values_and_scales_in_fp8_travel_once(hub_pool, served, mixtral, tmp_path) -> None:
     expected = quantize_folder(mixtral, tmp_path / "float8", (16, 16))
     shutil.copytree(mixtral, tmp_path / "plain", ignore=shutil.ignore_patterns("model*"))
     save_file(expected, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
@@ -81,9 +78,7 @@ def shard(name: str, target: str, arguments: dict[str, Any]) -> dict[str, bytes]
     return {path.name: path.read_bytes() for path in Path(target).glob("rank-*")}
 
 
-def test_sharding_needs_no_download_and_every_byte_once(
-    hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path
-) -> None:
+def test_sharding_needs_no_download_and_every_byte_once(hub_pool, served, mixtral, tmp_path) -> None:
     served.add("org/model", mixtral)
     arguments = {"tp_stream": True, "cache_dir": str(tmp_path / "cache")}
     (streamed,) = hub_pool.run(1, shard, "org/model", str(tmp_path / "streamed"), arguments)
@@ -92,14 +87,14 @@ def test_sharding_needs_no_download_and_every_byte_once(
     assert streamed == shard(mixtral, str(tmp_path / "local"), {})
 
 
-def test_casts_are_staged_in_blocks(hub_pool: Any, served: HubServer, mixtral: str, tmp_path: Path) -> None:
+def test_casts_are_staged_in_blocks(hub_pool, served, mixtral, tmp_path) -> None:
     served.add("org/model", mixtral)
     results = run(hub_pool, 3, "org/model", mixtral, str(tmp_path), dtype=torch.bfloat16)
     assert all(result == {**result, "different": [], "dtype": torch.bfloat16} for result in results)
     assert served.weights_sent() < 1.03 * weight_bytes(mixtral)
 
 
-def test_what_ranks_hold_twice_travels_once(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_what_ranks_hold_twice_travels_once(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 1).folder
     served.add("org/model", folder)
     plan = {"model.layers.*.mlp.up_proj": "colwise_rep"}
@@ -129,7 +124,7 @@ def _beside_nccl(folder: str, cache: str) -> dict[str, Any]:
     return {**result, "groups": len(dist.distributed_c10d._world.pg_map) - known}
 
 
-def test_a_channel_beside_a_group_of_gpus(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_a_channel_beside_a_group_of_gpus(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     served.add("org/model", folder)
     for size in (2, 3):
@@ -140,7 +135,7 @@ def test_a_channel_beside_a_group_of_gpus(hub_pool: Any, served: HubServer, case
 # -- ways to name a checkpoint
 
 
-def test_ways_to_name_a_checkpoint(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_ways_to_name_a_checkpoint(hub_pool, served, cases, tmp_path) -> None:
     folder = Path(cases(8, 4).folder)
     other = tmp_path / "other"
     AutoModelForCausalLM.from_pretrained(folder).half().save_pretrained(other)  # a single file
@@ -165,7 +160,7 @@ def test_ways_to_name_a_checkpoint(hub_pool: Any, served: HubServer, cases: Any,
     assert stored_weights(tmp_path / "cache") == []
 
 
-def test_a_folder_is_just_loaded(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_a_folder_is_just_loaded(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     assert all(not result["different"] for result in run(hub_pool, 2, folder, folder, str(tmp_path)))
     assert not served.seen
@@ -176,7 +171,7 @@ def _by_environment(name: str, folder: str, cache: str) -> dict[str, Any]:
         return stream(name, folder, cache, tp_stream=None)
 
 
-def test_the_environment_variable(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_the_environment_variable(hub_pool, served, cases, tmp_path) -> None:
     folder = cases(8, 4).folder
     served.add("org/model", folder)
     hub_pool.run(2, _by_environment, "org/model", folder, str(tmp_path))
@@ -187,7 +182,7 @@ def _stream_on_rank_1(cache: str) -> None:
     stream("org/model", None, cache, tp_stream=os.environ["RANK"] == "1")
 
 
-def test_ranks_have_to_agree(hub_pool: Any, served: HubServer, cases: Any, tmp_path: Path) -> None:
+def test_ranks_have_to_agree(hub_pool, served, cases, tmp_path) -> None:
     served.add("org/model", cases(8, 4).folder)
     assert hub_pool.error(2, _stream_on_rank_1, str(tmp_path), timeout=60).startswith("MeshError: tp_stream: ")
 
@@ -201,15 +196,12 @@ def plan_alone(name: str, cache: str, *arguments: str) -> dict[str, Any]:
     return {"code": code, **(json.loads(said.getvalue()) if not code else {})}
 
 
-def test_a_plan_of_what_is_on_the_hub_reads_headers_alone(
-    hub_pool: Pool, served: HubServer, mixtral: str, tmp_path: Path
-) -> None:
+def test_a_plan_of_what_is_on_the_hub_reads_headers_alone(hub_pool, served, mixtral, tmp_path) -> None:
     served.add("org/moe", tmp_path)  # nothing; transformers 5.6 looks there for adapters, whatever the revision
     served.add("org/moe", mixtral, revision="old")
     (said,) = hub_pool.run(1, plan_alone, "org/moe", str(tmp_path), "--tp-size", "3", "--revision", "old")
     here = plan_memory(survey(mixtral), 3, context=64)  # as long as it can be
     assert [rank["total_bytes"] for rank in said["ranks"]] == list(here.total_bytes)
-    assert here.survey.stock is not None
     assert said["checkpoint"]["bytes_read"] == here.survey.stock.bytes_read == served.weights_sent() == headers(mixtral)
     assert not stored_weights(tmp_path)
     assert hub_pool.run(1, plan_alone, "org/moe", str(tmp_path), "--tp-size", "3")[0]["code"] == 2  # has no config

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 from tests.features.packed.distributed.test_packed_saves import check_saved
 from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.hub import stored_weights, weight_bytes
-from tests.support.hub_server import HubServer
 from tests.support.models import load, logits_of
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 
 def stream_packed(name: str, folder: str, cache: str, saved: str) -> bool:
@@ -32,9 +26,7 @@ def stream_packed(name: str, folder: str, cache: str, saved: str) -> bool:
         1,
     ),
 )
-def test_packed_bytes_travel_once(
-    hub_pool: Any, served: HubServer, tmp_path: Path, name: str, variant: str, size: int
-) -> None:
+def test_packed_bytes_travel_once(hub_pool, served, tmp_path, name, variant, size) -> None:
     folder, _ = packed_folder(tmp_path / "base", name, VARIANTS[variant])
     served.add("org/model", folder)
     arguments = ("org/model", str(folder), str(tmp_path / "cache"), str(tmp_path / "saved"))

@@ -15,8 +15,6 @@ from tests.support.comparisons import read_folder
 from tests.support.models import load
 from tp_transformers.features.hub_streaming import push as saving_push
 
-pytestmark = pytest.mark.distributed
-
 
 def push(folder: str, scratch: str) -> list[tuple[str, Any, list[str]]]:
     """What transformers' own upload, which is replaced, was given on this rank."""
@@ -51,7 +49,7 @@ def push(folder: str, scratch: str) -> list[tuple[str, Any, list[str]]]:
     return pushed
 
 
-def test_rank_0_pushes_what_one_process_would(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_rank_0_pushes_what_one_process_would(pool, cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     first, others = pool.run(2, push, folder, str(tmp_path))
     assert others == []

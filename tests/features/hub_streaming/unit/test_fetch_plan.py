@@ -65,7 +65,7 @@ def marked(needs: list[Need]) -> np.ndarray[Any, Any]:
 
 
 @given(needs_of_ranks(), st.sampled_from([8, 64, 1 << 20]), st.sampled_from([16, 200]))
-def test_each_needed_byte_is_fetched_once(drawn: tuple[int, list[Need]], direct: int, limit: int) -> None:
+def test_each_needed_byte_is_fetched_once(drawn, direct, limit) -> None:
     size, needs = drawn
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("DIRECT_BYTES", direct), ("RANGE_BYTES", 2 * limit), ("BLOCK_BYTES", limit)):
@@ -91,7 +91,7 @@ def test_each_needed_byte_is_fetched_once(drawn: tuple[int, list[Need]], direct:
 
 
 @given(needs_of_ranks())
-def test_span_and_shortest_range_are_those_of_the_ranges(drawn: tuple[int, list[Need]]) -> None:
+def test_span_and_shortest_range_are_those_of_the_ranges(drawn) -> None:
     for need in drawn[1]:
         ranges = sorted(need.stored.byte_ranges())
         assert (need.start, need.stop) == (ranges[0][0], max(offset + length for offset, length in ranges))
@@ -99,7 +99,7 @@ def test_span_and_shortest_range_are_those_of_the_ranges(drawn: tuple[int, list[
         assert need.spans() == [(offset, offset + length) for offset, length in ranges]
 
 
-def test_long_ranges_are_fetched_by_who_needs_them_unless_several_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_ranges_are_fetched_by_who_needs_them_unless_several_do(monkeypatch) -> None:
     monkeypatch.setattr(shares, "DIRECT_BYTES", 64)
     columns, rows, norm = (
         Stored(FILES[0], offset=offset, shape=shape, dtype=torch.int16)
@@ -134,7 +134,7 @@ def test_a_part_goes_to_its_places_and_gaps_go_nowhere() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=9), st.booleans())
-def test_ranges_are_copied_regular_or_not(ranges: list[tuple[int, int]], regular: bool) -> None:
+def test_ranges_are_copied_regular_or_not(ranges, regular) -> None:
     if regular:
         ranges = [ranges[0]] * len(ranges)
     lengths = np.array([length for length, _ in ranges])
@@ -148,7 +148,7 @@ def test_ranges_are_copied_regular_or_not(ranges: list[tuple[int, int]], regular
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
-def test_only_what_is_staged_goes_in_blocks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_staged_goes_in_blocks(dtype, monkeypatch) -> None:
     monkeypatch.setattr(shares, "BLOCK_BYTES", 64)
     stored = Stored(FILES[0], offset=8, shape=(1, 7, 16), dtype=torch.int16)
     fetches = list(split_request(Request(stored, torch.empty(stored.shape, dtype=dtype))))

@@ -51,14 +51,14 @@ def fails(server: HubServer, **changes: Any) -> str:
         ({"Content-Range": "bytes 10-1009/300001"}, "got 300001 bytes, expected 300000 bytes"),
     ],
 )
-def test_headers_that_do_not_fit_the_range(server: HubServer, headers: dict[str, str | None], says: str) -> None:
+def test_headers_that_do_not_fit_the_range(server, headers, says) -> None:
     server.faults.headers = headers
     message = fails(server)
     assert says in message
     assert len(message) < 700
 
 
-def test_a_range_that_comes_in_parts(server: HubServer) -> None:
+def test_a_range_that_comes_in_parts(server) -> None:
     def parts(answer: bytes) -> bytes:
         head, mark, body = answer.partition(b"\r\n\r\n")
         found = [line for line in head.split(b"\r\n") if line.startswith(b"Content-Range")]
@@ -88,7 +88,7 @@ def test_a_range_that_comes_in_parts(server: HubServer) -> None:
     ],
 )
 @pytest.mark.parametrize("who", ["cdn", "hub"])
-def test_redirects_that_lead_nowhere(server: HubServer, location: str | None, says: str, who: str) -> None:
+def test_redirects_that_lead_nowhere(server, location, says, who) -> None:
     if who == "cdn":
         file = remote(server)
         server.faults.refuse = {"model.safetensors": 302}
@@ -102,7 +102,7 @@ def test_redirects_that_lead_nowhere(server: HubServer, location: str | None, sa
     assert f"127.0.0.1:{server.port}/org/model" in str(caught.value) or location == "http://" + "a" * 300 + "/x"
 
 
-def test_redirects_in_a_circle(server: HubServer) -> None:
+def test_redirects_in_a_circle(server) -> None:
     file = remote(server)
     server.faults.refuse = {"model.safetensors": 302}
     server.faults.headers = {"Location": "model.safetensors?" + file.location.partition("?")[2]}
@@ -111,7 +111,7 @@ def test_redirects_in_a_circle(server: HubServer) -> None:
     assert len([seen for seen in server.seen if seen.is_weights]) == 6
 
 
-def test_redirects_that_are_relative(server: HubServer) -> None:
+def test_redirects_that_are_relative(server) -> None:
     file = remote(server)
     location = file.location.partition("//")[2].partition("/")[2]
     server.faults.hub_headers = {"Location": f"//localhost:{server.port}/{location}"}
@@ -123,7 +123,7 @@ def test_redirects_that_are_relative(server: HubServer) -> None:
 
 
 @pytest.mark.parametrize("size", ["-1", "9" * 30, "9" * 5000, "many"])
-def test_sizes_that_are_none(server: HubServer, size: str) -> None:
+def test_sizes_that_are_none(server, size) -> None:
     server.faults.hub_headers = {"X-Linked-Size": size}
     with pytest.raises(CheckpointError, match=r"got (a size of|an answer without) .*Hugging Face Hub answers"):
         remote(server)
@@ -132,9 +132,7 @@ def test_sizes_that_are_none(server: HubServer, size: str) -> None:
 # -- time
 
 
-def test_a_body_that_trickles_is_given_up(
-    server: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_body_that_trickles_is_given_up(server, monkeypatch, caplog) -> None:
     monkeypatch.setattr(tries, "PACE_SECONDS", 0.4)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
     file = remote(server)
@@ -150,7 +148,7 @@ def test_a_body_that_trickles_is_given_up(
     assert file.bytes_read < 200
 
 
-def test_a_body_that_trickles_for_a_while_is_taken_up(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_trickles_for_a_while_is_taken_up(server, monkeypatch) -> None:
     monkeypatch.setattr(tries, "PACE_SECONDS", 0.4)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.4)
     file = remote(server)
@@ -161,7 +159,7 @@ def test_a_body_that_trickles_for_a_while_is_taken_up(server: HubServer, monkeyp
     mend.join()
 
 
-def test_who_waits_longer_for_a_byte_waits_longer_for_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_longer_for_a_byte_waits_longer_for_bytes(monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 120)
     now = [0.0]
     monkeypatch.setattr(tries, "monotonic", lambda: now[0])
@@ -176,7 +174,7 @@ def test_who_waits_longer_for_a_byte_waits_longer_for_bytes(monkeypatch: pytest.
     pace.count(30 << 10)
 
 
-def test_headers_that_do_not_end_are_given_up(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_that_do_not_end_are_given_up(server, monkeypatch) -> None:
     file = remote(server)
     monkeypatch.setattr(tries, "ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(tries, "TRIES", 2)
@@ -199,7 +197,7 @@ def test_headers_that_do_not_end_are_given_up(server: HubServer, monkeypatch: py
     "headers",
     [{"Retry-After": "100000"}, {"ratelimit": '"api";r=0;t=100000'}, {"Retry-After": "100000", "ratelimit": "?"}],
 )
-def test_a_wait_that_is_too_long_is_not_begun(server: HubServer, headers: dict[str, str | None]) -> None:
+def test_a_wait_that_is_too_long_is_not_begun(server, headers) -> None:
     file = remote(server)
     server.faults.refuse, server.faults.headers = {"model.safetensors": 429}, headers
     message = fails(server, file=file)
@@ -209,9 +207,7 @@ def test_a_wait_that_is_too_long_is_not_begun(server: HubServer, headers: dict[s
     assert len([seen for seen in server.seen if seen.is_weights]) == 1
 
 
-def test_all_waits_together_are_bounded_and_told(
-    server: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_waits_together_are_bounded_and_told(server, monkeypatch, caplog) -> None:
     waits: list[float] = []
 
     class Clock(threading.Event):
@@ -229,20 +225,20 @@ def test_all_waits_together_are_bounded_and_told(
     assert lines[0].startswith("checkpoint file it: status 503; try 2 of 6 in 250 s. Interrupt the process (Ctrl-C)")
 
 
-def test_a_rate_limit_of_too_many_digits(server: HubServer) -> None:
+def test_a_rate_limit_of_too_many_digits(server) -> None:
     file = remote(server)
     server.faults.refuse = {"model.safetensors": 429}
     server.faults.headers = {"ratelimit": f'"api";r=0;t={"9" * 5000}'}
     assert "got status 429 in 6 tries" in fails(server, file=file)
 
 
-def test_a_hub_that_asks_to_wait_too_long(server: HubServer) -> None:
+def test_a_hub_that_asks_to_wait_too_long(server) -> None:
     server.faults.error_every, server.faults.error_status, server.faults.retry_after = 1, 429, "100000"
     with pytest.raises(CheckpointError, match=r"got status 429 and the server's wish to wait 100000 s"):
         resolve(f"{server.endpoint}/org/model/resolve/main/model.safetensors")
 
 
-def test_one_of_several_files_that_is_found_stops_no_other(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_files_that_is_found_stops_no_other(server, monkeypatch) -> None:
     """They share what stops their waits; the last one is answered after all others are done."""
     url = f"{server.endpoint}/org/model/resolve/main/model.safetensors"
     slow = threading.Event()

@@ -8,12 +8,10 @@ import threading
 import time
 from typing import Any
 
-import pytest
 from huggingface_hub import constants
 
 from tests.features.hub_streaming.unit.reads import CONTENT
 from tests.support.fuzz import fuzz_cases, kept
-from tests.support.hub_server import HubServer
 from tp_transformers import TensorParallelError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.hub import Weights, _inquire
@@ -95,7 +93,7 @@ def mutated(answer: bytes, rng: random.Random) -> bytes:
     return whole
 
 
-def test_mutated_answers(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_answers(server, monkeypatch) -> None:
     for name, value in {"TRIES": 3, "FIRST_WAIT": 0.001, "LONGEST_RETRY_AFTER": 0.05, "ANSWER_SECONDS": 1.0}.items():
         monkeypatch.setattr(tries, name, value)
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.saving import made
@@ -11,9 +9,7 @@ from tp_transformers.features.hub_streaming import push
 from tp_transformers.ranks.group import GROUP
 
 
-def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(tmp_path, monkeypatch) -> None:
     saved = made(tmp_path / "saved", 1)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -27,9 +23,7 @@ def test_a_link_that_leads_nowhere_is_no_hindrance_to_an_upload(
     assert sorted(uploaded) == ["config.json", "generation_config.json", "model.safetensors"]
 
 
-def test_an_option_that_a_save_ignores_is_an_error_as_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_option_that_a_save_ignores_is_an_error_as_in_transformers(tmp_path, monkeypatch) -> None:
     group = GROUP.of(made(tmp_path / "saved", 1).model)
     monkeypatch.setattr(push._Saved, "push_to_hub", lambda self, **options: None)
     with pytest.raises(TypeError, match="privat"):

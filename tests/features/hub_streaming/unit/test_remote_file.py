@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -13,13 +12,13 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from tests.features.hub_streaming.unit.reads import CONTENT, read, remote
 from tests.support import hub_server
-from tests.support.hub_server import HubServer, commit_of
+from tests.support.hub_server import commit_of
 from tp_transformers import CheckpointError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.tries import resolve
 
 
-def test_what_a_hub_says(server: HubServer) -> None:
+def test_what_a_hub_says(server) -> None:
     found = resolve(f"{server.endpoint}/org/model/resolve/main/model.safetensors")
     assert found.commit_hash == commit_of("org/model", "main")
     assert found.size == len(CONTENT)
@@ -32,7 +31,7 @@ def test_what_a_hub_says(server: HubServer) -> None:
         resolve(f"{server.endpoint}/org/model/resolve/v9/model.safetensors")
 
 
-def test_one_range_fills_buffers_one_after_the_other(server: HubServer) -> None:
+def test_one_range_fills_buffers_one_after_the_other(server) -> None:
     file = remote(server)
     assert read(file, 1000, 10, 0, 70_000, 1) == [CONTENT[1000:1010], b"", CONTENT[1010:71_010], CONTENT[71_010:71_011]]
     (seen,) = [seen for seen in server.seen if seen.is_weights]
@@ -40,7 +39,7 @@ def test_one_range_fills_buffers_one_after_the_other(server: HubServer) -> None:
     assert (file.bytes_read, file.reads) == (70_011, 1)
 
 
-def test_what_is_known_of_the_start_is_not_asked_for(server: HubServer) -> None:
+def test_what_is_known_of_the_start_is_not_asked_for(server) -> None:
     file = remote(server, head=CONTENT[:100])
     assert read(file, 20, 30, 50) == [CONTENT[20:50], CONTENT[50:100]]
     assert not [seen for seen in server.seen if seen.is_weights]
@@ -49,7 +48,7 @@ def test_what_is_known_of_the_start_is_not_asked_for(server: HubServer) -> None:
     assert read(file, 100, 7) == [CONTENT[100:107]]
 
 
-def test_a_broken_answer_is_taken_up_where_it_broke(server: HubServer) -> None:
+def test_a_broken_answer_is_taken_up_where_it_broke(server) -> None:
     server.faults.drop_every = 2
     file = remote(server)
     for _ in range(4):
@@ -59,7 +58,7 @@ def test_a_broken_answer_is_taken_up_where_it_broke(server: HubServer) -> None:
     assert file.bytes_read == 4 * len(CONTENT), "no byte is read twice"
 
 
-def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_read_at_once(server, monkeypatch) -> None:
     monkeypatch.setattr(tries, "TRIES", 30)  # half of all requests fail, in any order
     server.faults.error_every, server.faults.drop_every, server.faults.expire_after = 7, 5, 9
     file = remote(server)
@@ -87,9 +86,7 @@ def test_threads_read_at_once(server: HubServer, monkeypatch: pytest.MonkeyPatch
         ({}, {"location": "http://127.0.0.1:9/nothing"}, "got ConnectError: "),
     ],
 )
-def test_what_does_not_pass_is_one_error(
-    server: HubServer, faults: dict[str, Any], changes: dict[str, Any], says: str
-) -> None:
+def test_what_does_not_pass_is_one_error(server, faults, changes, says) -> None:
     file = remote(server, **changes)
     for name, value in faults.items():
         setattr(server.faults, name, value)
@@ -98,7 +95,7 @@ def test_what_does_not_pass_is_one_error(
     assert says in str(caught.value)
 
 
-def test_plain_bytes_are_asked_for_and_may_be_called_so(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_bytes_are_asked_for_and_may_be_called_so(server, monkeypatch) -> None:
     head = hub_server._Handler._head
     monkeypatch.setattr(
         hub_server._Handler,
@@ -110,7 +107,7 @@ def test_plain_bytes_are_asked_for_and_may_be_called_so(server: HubServer, monke
     assert seen.headers["Accept-Encoding"] == "identity"
 
 
-def test_a_file_that_is_another_after_its_url_expired(server: HubServer) -> None:
+def test_a_file_that_is_another_after_its_url_expired(server) -> None:
     file = remote(server, etag="another")
     server.faults.expire_after = 1
     assert read(file, 0, 10) == [CONTENT[:10]]
@@ -118,7 +115,7 @@ def test_a_file_that_is_another_after_its_url_expired(server: HubServer) -> None
         read(file, 0, 10)
 
 
-def test_an_etag_of_any_text_is_told_in_a_short_line(server: HubServer) -> None:
+def test_an_etag_of_any_text_is_told_in_a_short_line(server) -> None:
     file = remote(server, etags={f"http://localhost:{server.port}": "\n\x1b[2J" * 2000})
     with pytest.raises(CheckpointError, match="The file changed while it was read") as caught:
         read(file, 0, 10)
@@ -126,7 +123,7 @@ def test_an_etag_of_any_text_is_told_in_a_short_line(server: HubServer) -> None:
     assert len(str(caught.value)) < 1500
 
 
-def test_etags_of_one_host_are_the_same_for_all_who_ask(server: HubServer) -> None:
+def test_etags_of_one_host_are_the_same_for_all_who_ask(server) -> None:
     first = remote(server)
     read(first, 0, 10)
     assert list(first.etags) == [f"http://localhost:{server.port}"]
@@ -135,7 +132,7 @@ def test_etags_of_one_host_are_the_same_for_all_who_ask(server: HubServer) -> No
         read(remote(server, etags=first.etags), 0, 10)
 
 
-def test_a_server_says_how_long_to_wait(server: HubServer) -> None:
+def test_a_server_says_how_long_to_wait(server) -> None:
     file = remote(server)
     server.faults.error_every, server.faults.error_status, server.faults.retry_after = 2, 429, "1"
     started = time.monotonic()
@@ -145,16 +142,14 @@ def test_a_server_says_how_long_to_wait(server: HubServer) -> None:
 
 
 @pytest.mark.parametrize("retry_after", ["²", "9" * 5000, "-1", "soon"])
-def test_nonsense_of_how_long_to_wait_is_left_alone(
-    server: HubServer, retry_after: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonsense_of_how_long_to_wait_is_left_alone(server, retry_after, monkeypatch) -> None:
     monkeypatch.setattr(tries, "FIRST_WAIT", 0.01)
     file = remote(server)
     server.faults.error_every, server.faults.error_status, server.faults.retry_after = 2, 429, retry_after
     assert [read(file, 0, 10), read(file, 0, 10)] == [[CONTENT[:10]]] * 2
 
 
-def test_a_stalled_answer_is_given_up(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_answer_is_given_up(server, monkeypatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
     server.faults.stall_every, server.faults.stall = 2, 5.0
     file = remote(server)
@@ -162,7 +157,7 @@ def test_a_stalled_answer_is_given_up(server: HubServer, monkeypatch: pytest.Mon
         assert read(file, 0, len(CONTENT)) == [CONTENT]
 
 
-def test_closing_ends_reads_that_wait(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_reads_that_wait(server, monkeypatch) -> None:
     monkeypatch.setattr(tries, "FIRST_WAIT", 60.0)
     monkeypatch.setattr(tries, "LONGEST_WAIT", 60.0)
     file = remote(server)
@@ -189,7 +184,7 @@ def test_closing_ends_reads_that_wait(server: HubServer, monkeypatch: pytest.Mon
     assert len(server.seen) == count
 
 
-def test_the_token_goes_to_the_hub_alone(server: HubServer) -> None:
+def test_the_token_goes_to_the_hub_alone(server) -> None:
     file = remote(server, token="hf_secret")
     server.faults.expire_after = 1
     read(file, 0, 10)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,36 +11,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
+from tests.support.logged import logged
 from tests.support.models import MASK, PROMPTS, load, save_as_loaded
-from tests.support.pool import Pool
 from tests.support.remote_code import split_by_own_widths, with_code
 from tests.support.tiers import wide
 from tests.support.unplanned import unplanned
-from tp_transformers import UnsupportedError
-
-pytestmark = pytest.mark.distributed
-
-
-class Recorder(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def compare_inferred(folder: str, **arguments: Any) -> dict[str, Any]:
     """Run on every rank: the largest differences from one process, and how much of the model is cut."""
     plain = AutoModelForCausalLM.from_pretrained(folder, **arguments)
-    told = Recorder()
-    logging.getLogger("tp_transformers").addHandler(told)
-    try:
+    with logged() as told:
         model = load(folder, tp_plan="infer", **arguments)
-    finally:
-        logging.getLogger("tp_transformers").removeHandler(told)
     outputs = [each(PROMPTS, attention_mask=MASK, labels=PROMPTS) for each in (model, plain)]
     for output in outputs:
         output.loss.backward()
@@ -51,7 +31,7 @@ def compare_inferred(folder: str, **arguments: Any) -> dict[str, Any]:
         "logits": relative(outputs[0].logits.detach(), outputs[1].logits.detach()),
         "gradients": max(gradient_errors(model, gradients(model), gradients(plain)).values()),
         "tokens": torch.equal(model.generate(PROMPTS, **asked), plain.generate(PROMPTS, **asked)),
-        "whole": "\n".join(told.lines),
+        "whole": "\n".join(told),
         "share": max(model.tp_report.shares) / sum(param.nbytes for param in plain.parameters()),
     }
 
@@ -67,14 +47,14 @@ def assert_exact(results: list[dict[str, Any]], share: float) -> None:
 
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 @pytest.mark.parametrize("name", ["parallel", "fused"])
-def test_a_model_with_its_own_code_is_cut(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+def test_a_model_with_its_own_code_is_cut(pool, tmp_path, name, size) -> None:
     settings = {"hidden_size": 72, "num_attention_heads": 9} if size == 3 else {}
     settings |= {"num_key_value_heads": 3} if size == 3 and name == "parallel" else {}
     folder = with_code(tmp_path / "model", name, **settings)
     assert_exact(pool.run(size, partial(compare_inferred, trust_remote_code=True), folder), 1 / size + 0.06)
 
 
-def test_a_fused_projection_of_own_widths_stays_whole(pool: Pool, tmp_path: Path) -> None:
+def test_a_fused_projection_of_own_widths_stays_whole(pool, tmp_path) -> None:
     folder = with_code(tmp_path / "model", "fused")
     split_by_own_widths(folder)
     results = pool.run(2, partial(compare_inferred, trust_remote_code=True), folder)
@@ -84,24 +64,17 @@ def test_a_fused_projection_of_own_widths_stays_whole(pool: Pool, tmp_path: Path
         assert "split_with_sizes" in said
 
 
-def test_an_architecture_without_a_plan_is_cut(pool: Pool, tmp_path: Path) -> None:
+def test_an_architecture_without_a_plan_is_cut(pool, tmp_path) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(unplanned("falcon_h1"))
     save_as_loaded(model, tmp_path)
     assert_exact(pool.run(2, compare_inferred, str(tmp_path / "checkpoint")), 0.8)
 
 
-def test_one_that_does_not_run_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_one_that_does_not_run_is_one_error_on_all_ranks(pool, tmp_path) -> None:
     folder = with_code(tmp_path / "model", "fused")
     code = tmp_path / "model" / "modeling_fused.py"
     code.write_text(code.read_text().replace("x = self.tokens(input_ids)", "x = self.absent(input_ids)"))
-    results = pool.run(2, failing, folder)
-    assert results[0] == results[1]
-    assert "a small fused_of_tomorrow: got AttributeError" in results[0]
-
-
-def failing(folder: str) -> str:
-    """Run on every rank: what a load that cannot infer a plan says."""
-    with pytest.raises(UnsupportedError) as caught:
-        load(folder, tp_plan="infer", trust_remote_code=True)
-    return str(caught.value).partition("rank 0: ")[2] or str(caught.value)
+    error = pool.error(2, partial(load, tp_plan="infer", trust_remote_code=True), folder)
+    assert error.startswith("UnsupportedError: ")
+    assert "a small fused_of_tomorrow: got AttributeError" in error

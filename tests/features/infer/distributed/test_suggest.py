@@ -19,8 +19,6 @@ from tests.support.unplanned import CONFIGS, DBRX_RUNS, unplanned
 from tp_transformers.features.infer.suggestion import suggest
 from tp_transformers.features.verify.small_models import model as probe
 
-pytestmark = pytest.mark.distributed
-
 SHAPES = [
     *[(name, 8, 4, 2) for name in CONFIGS],
     *[("mpt", 7, 7, 3), ("falcon_h1", 8, 4, 3)],
@@ -62,9 +60,7 @@ def check(pool: Pool, path: Path, size: int, kind: str, model: Any, cls: Any, su
 
 
 @pytest.mark.parametrize(("name", "heads", "kv", "size"), wide(SHAPES, 2))
-def test_a_suggested_plan_computes_what_one_process_does(
-    name: str, heads: int, kv: int, size: int, pool: Pool, tmp_path: Path
-) -> None:
+def test_a_suggested_plan_computes_what_one_process_does(name, heads, kv, size, pool, tmp_path) -> None:
     config, cls = unplanned(name, heads, kv), getattr(transformers, CONFIGS[name])
     check(pool, tmp_path, size, CONFIGS[name], probe.make(cls, config), cls, suggest(config, size=size))
 
@@ -100,7 +96,7 @@ QUICKEST_FIRST = ("mamba2", "lfm2", "bamba", "olmo_hybrid", "zamba")
 
 
 @pytest.mark.parametrize(("kind", "size"), wide([(kind, size) for size in (2, 3) for kind in QUICKEST_FIRST], 1))
-def test_a_mixer_that_nobody_knows_is_cut(kind: str, size: int, pool: Pool, tmp_path: Path) -> None:
+def test_a_mixer_that_nobody_knows_is_cut(kind, size, pool, tmp_path) -> None:
     config_class, cls, mixer, parts = HYBRIDS[kind]
     settings = MIXERS[kind].make(8, 4).config.to_dict()
     config = config_class(

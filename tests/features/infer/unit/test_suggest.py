@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support.commands import main
 from tests.support.unplanned import unplanned
@@ -16,7 +13,7 @@ from tp_transformers.plans.bind import resolve
 from tp_transformers.verify import Verdict
 
 
-def test_a_block_that_is_found_wrong_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_is_found_wrong_stays_whole(monkeypatch) -> None:
     config = unplanned("mpt")
     suggestion = suggest(config)
 
@@ -41,7 +38,7 @@ def test_a_block_that_is_found_wrong_stays_whole(monkeypatch: pytest.MonkeyPatch
     assert not never[1].ok
 
 
-def test_the_command_writes_a_plan_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_plan_that_loads(tmp_path, capsys) -> None:
     unplanned("gptj").save_pretrained(tmp_path)
     out = tmp_path / "gptj.yaml"
     assert main(["suggest", str(tmp_path / "config.json"), str(out), "--no-verify"]) == 0

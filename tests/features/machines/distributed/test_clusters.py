@@ -17,13 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.clients import CLIENTS, EXAMPLES, Inputs, difference, outcome
 from tests.support.clusters import missing_for_ray, missing_for_slurm, on_ray, on_slurm
 from tests.support.comparisons import relative_errors, worst
-from tests.support.machines import Bed, Ended, Started, obstacle, wait
+from tests.support.machines import Bed, Ended, Started, needs_machines, wait
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
-]
+pytestmark = [pytest.mark.slow, needs_machines]
 needs_ray = pytest.mark.skipif(bool(missing_for_ray()), reason=missing_for_ray())
 needs_slurm = pytest.mark.skipif(bool(missing_for_slurm()), reason=missing_for_slurm())
 PYTHON = shlex.quote(sys.executable)
@@ -43,7 +39,7 @@ def printed(ended: Ended, expression: str) -> list[str]:
 
 
 @needs_ray
-def test_ray_actors_answer_as_one_process(small_smollm2: Path, tmp_path: Path) -> None:
+def test_ray_actors_answer_as_one_process(small_smollm2, tmp_path) -> None:
     with Bed(tmp_path, 2) as bed:
         ended = on_ray(bed, f"{PYTHON} {EXAMPLES}/ray_actors.py {small_smollm2}", 300)
         answers = printed(ended, "'.*'")
@@ -56,7 +52,7 @@ def test_ray_actors_answer_as_one_process(small_smollm2: Path, tmp_path: Path) -
 
 
 @needs_ray
-def test_ray_train_trains_as_one_process(small_smollm2: Path, tmp_path: Path) -> None:
+def test_ray_train_trains_as_one_process(small_smollm2, tmp_path) -> None:
     folder = tmp_path / "trained"
     with Bed(tmp_path, 2) as bed:
         ended = on_ray(bed, f"{PYTHON} {EXAMPLES}/ray_train.py {small_smollm2} 2 {folder}", 400)
@@ -78,7 +74,7 @@ def test_ray_train_trains_as_one_process(small_smollm2: Path, tmp_path: Path) ->
 
 
 @needs_slurm
-def test_a_batch_script_of_slurm(small_smollm2: Path, hooks: str, tmp_path: Path) -> None:
+def test_a_batch_script_of_slurm(small_smollm2, hooks, tmp_path) -> None:
     """One torchrun a node."""
     job = f"sbatch --wait --gpus-per-node=1 --output=job.log {EXAMPLES}/slurm.sh {EXAMPLES}/hooks.py {small_smollm2}"
     with Bed(tmp_path, 2) as bed:
@@ -87,7 +83,7 @@ def test_a_batch_script_of_slurm(small_smollm2: Path, hooks: str, tmp_path: Path
 
 
 @needs_slurm
-def test_ranks_that_srun_starts(small_smollm2: Path, hooks: str, tmp_path: Path) -> None:
+def test_ranks_that_srun_starts(small_smollm2, hooks, tmp_path) -> None:
     """Without torchrun: two ranks on one node and one on the other."""
     script = f"{PYTHON} -m tp_transformers {EXAMPLES}/hooks.py {small_smollm2}"
     meeting = "MASTER_ADDR=m0 MASTER_PORT=29500"
@@ -96,7 +92,7 @@ def test_ranks_that_srun_starts(small_smollm2: Path, hooks: str, tmp_path: Path)
     check(printed(ended, "(?:norms|effects) .*"), hooks)
 
 
-def test_pods_of_a_job(small_smollm2: Path, hooks: str, tmp_path: Path) -> None:
+def test_pods_of_a_job(small_smollm2, hooks, tmp_path) -> None:
     """Its pods meet by a name that the second one cannot resolve at first."""
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     spec = job["spec"]["template"]["spec"]
@@ -117,7 +113,7 @@ def test_pods_of_a_job(small_smollm2: Path, hooks: str, tmp_path: Path) -> None:
         check_all([wait(*each, 200) for each in started], hooks)
 
 
-def test_pods_of_a_training_operator(small_smollm2: Path, hooks: str, tmp_path: Path) -> None:
+def test_pods_of_a_training_operator(small_smollm2, hooks, tmp_path) -> None:
     job = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
     replicas = job["spec"]["pytorchReplicaSpecs"]
     with Bed(tmp_path, sum(spec["replicas"] for spec in replicas.values())) as bed:
@@ -131,7 +127,7 @@ def test_pods_of_a_training_operator(small_smollm2: Path, hooks: str, tmp_path: 
         check_all([wait(*each, 200) for each in started], hooks)
 
 
-def test_nodes_of_skypilot(small_smollm2: Path, hooks: str, tmp_path: Path) -> None:
+def test_nodes_of_skypilot(small_smollm2, hooks, tmp_path) -> None:
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
     with Bed(tmp_path, task["num_nodes"]) as bed:
         script = task["run"].replace("torchrun", f"{PYTHON} -m torch.distributed.run")

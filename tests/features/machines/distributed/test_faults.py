@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.machines import Bed, Ended, obstacle, start, wait
+from tests.support.machines import Bed, Ended, needs_machines, start, wait
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
-]
+pytestmark = [pytest.mark.slow, needs_machines]
 
 
 class Running:
@@ -56,7 +51,7 @@ class Running:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_machine_that_vanishes(cases: Any, tmp_path: Path, lost: int) -> None:
+def test_a_machine_that_vanishes(cases, tmp_path, lost) -> None:
     """The last one, or that of the store, where all ranks meet."""
     with Bed(tmp_path, 2) as bed:
         running = Running(bed, [2, 2], cases(9, 3).folder, 300)
@@ -68,7 +63,7 @@ def test_a_machine_that_vanishes(cases: Any, tmp_path: Path, lost: int) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_launcher_that_is_killed(cases: Any, tmp_path: Path, lost: int) -> None:
+def test_a_launcher_that_is_killed(cases, tmp_path, lost) -> None:
     """SIGKILL of torchrun and its ranks; the network stays."""
     with Bed(tmp_path, 2) as bed:
         running = Running(bed, [1, 2], cases(9, 3).folder, 300)
@@ -78,7 +73,7 @@ def test_a_launcher_that_is_killed(cases: Any, tmp_path: Path, lost: int) -> Non
         assert all(seconds < 30 for seconds, _ in errors), errors
 
 
-def test_a_link_that_stalls_for_a_moment(cases: Any, tmp_path: Path) -> None:
+def test_a_link_that_stalls_for_a_moment(cases, tmp_path) -> None:
     with Bed(tmp_path, 2) as bed:
         running = Running(bed, [1, 1], cases(9, 3).folder, 20)
         bed.machines[1].unplug()
@@ -89,7 +84,7 @@ def test_a_link_that_stalls_for_a_moment(cases: Any, tmp_path: Path) -> None:
         assert running.outputs().count("DONE") == 2
 
 
-def test_a_link_that_stalls_for_long(cases: Any, tmp_path: Path) -> None:
+def test_a_link_that_stalls_for_long(cases, tmp_path) -> None:
     with Bed(tmp_path, 2) as bed:
         running = Running(bed, [2, 1], cases(9, 3).folder, 300)
         bed.machines[1].unplug()
@@ -100,7 +95,7 @@ def test_a_link_that_stalls_for_long(cases: Any, tmp_path: Path) -> None:
         assert all(one.code not in (0, -9) for one in running.wait(0, 1, timeout=60)), running.outputs()
 
 
-def test_a_slow_network_that_loses_packets(cases: Any, tmp_path: Path) -> None:
+def test_a_slow_network_that_loses_packets(cases, tmp_path) -> None:
     """In each direction, packets are held back for 100 ms, and two of a hundred are lost."""
     with Bed(tmp_path, 2, delay=0.1, loss=0.02) as bed:
         running = Running(bed, [1, 1], cases(9, 3).folder, 20)

@@ -5,25 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.features.machines.distributed.test_machines import alone, check, results, run
 from tests.support.hub import stored_weights, weight_bytes
-from tests.support.machines import Bed, obstacle, wait
+from tests.support.machines import Bed, needs_machines, wait
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
-]
+pytestmark = [pytest.mark.slow, needs_machines]
 NAME = "org/model"
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["downloaded", "streamed"])
-def test_a_model_of_the_hub(cases: Any, tmp_path: Path, streams: bool) -> None:
+def test_a_model_of_the_hub(cases, tmp_path, streams) -> None:
     """Two machines with one and two ranks; the Hub is on a third."""
     case = cases(9, 3)
     with Bed(tmp_path, 3) as bed:

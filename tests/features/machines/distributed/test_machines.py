@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +18,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.comparisons import relative, relative_errors, worst
 from tests.support.machine_job import main, train
-from tests.support.machines import APART, PORT, SETUP, Bed, Ended, Machine, launch, obstacle, wait
+from tests.support.machines import APART, PORT, SETUP, Bed, Ended, Machine, launch, needs_machines, wait
 from tests.support.models import Case, edited
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 from tp_transformers.features.machines.network import INTERFACE
 
-pytestmark = [pytest.mark.distributed, pytest.mark.skipif(bool(obstacle()), reason=obstacle())]
+pytestmark = needs_machines
 JOB = ("-m", "tests.support.machine_job")
 NEW_MOUNTS, NEW_HOST, NEW_MEMORY, NEW_NETWORK = 0x20000, 0x4000000, 0x8000000, 0x40000000
 """Flags of unshare(2) and setns(2)."""
@@ -91,7 +90,7 @@ def run_in_pool(bed: Bed, ranks: Sequence[int], folder: str, options: dict[str, 
 
 
 @pytest.mark.parametrize(("names", "runs"), wide([("loopback", run_in_pool), ("loopback", run), ("apart", run)], 1))
-def test_names_that_no_other_machine_reaches(cases: Any, tmp_path: Path, names: Any, runs: Any) -> None:
+def test_names_that_no_other_machine_reaches(cases, tmp_path, names, runs) -> None:
     """As Debian installs a machine: its own name is 127.0.1.1 to itself. Or it has another network too."""
     case = cases(9, 3)
     with Bed(tmp_path, 2, names=names) as bed:
@@ -101,7 +100,7 @@ def test_names_that_no_other_machine_reaches(cases: Any, tmp_path: Path, names: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[3, 1], [2, 1], [1, 2], [1, 1, 1]], ids=str)
-def test_uneven_machines(cases: Any, tmp_path: Path, ranks: list[int]) -> None:
+def test_uneven_machines(cases, tmp_path, ranks) -> None:
     case = cases(9, 3)
     with Bed(tmp_path, len(ranks)) as bed:
         found = results(bed, run(bed, ranks, case.folder, {"steps": 3}), ranks)
@@ -110,14 +109,14 @@ def test_uneven_machines(cases: Any, tmp_path: Path, ranks: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_ipv6(cases: Any, tmp_path: Path) -> None:
+def test_ipv6(cases, tmp_path) -> None:
     case = cases(9, 3)
     with Bed(tmp_path, 2, only_ipv6=True) as bed:
         check(results(bed, run(bed, [2, 1], case.folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
 
 
 @pytest.mark.slow
-def test_a_machine_without_ipv4(cases: Any, tmp_path: Path) -> None:
+def test_a_machine_without_ipv4(cases, tmp_path) -> None:
     """The store is reached by IPv6; of the other's interface, gloo takes the IPv4 address."""
     with Bed(tmp_path, 2, only_ipv6=True) as bed:
         own = ["ip", "-n", bed.machines[1].namespace, "address", "add", "10.77.0.9/24", "dev", "eth0"]
@@ -154,7 +153,7 @@ time_t time(time_t *now) {
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_clocks_an_hour_apart(cases: Any, tmp_path: Path) -> None:
+def test_clocks_an_hour_apart(cases, tmp_path) -> None:
     """Torchrun's own rendezvous takes a machine for lost if it was last heard of 15 seconds ago, by its clock."""
     case = cases(9, 3)
     source, library = tmp_path / "later.c", tmp_path / "later.so"
@@ -173,7 +172,7 @@ CROSSING = "the tp axis crosses machines"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dp_replicate_size", "fsdp_size"])
-def test_copies_across_machines(cases: Any, tmp_path: Path, kind: str) -> None:
+def test_copies_across_machines(cases, tmp_path, kind) -> None:
     """By default, the ranks of a copy are on one machine."""
     case = cases(9, 3)
     with Bed(tmp_path, 2) as bed:
@@ -185,7 +184,7 @@ def test_copies_across_machines(cases: Any, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_take_turns_over_machines(cases: Any, tmp_path: Path) -> None:
+def test_ranks_that_take_turns_over_machines(cases, tmp_path) -> None:
     """As srun numbers them with --distribution=cyclic: each copy of the model is on both machines."""
     case = cases(9, 3)
     with Bed(tmp_path, 2) as bed:
@@ -213,14 +212,14 @@ def test_ranks_that_take_turns_over_machines(cases: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_checkpoint_on_one_machine_alone(cases: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_on_one_machine_alone(cases, tmp_path) -> None:
     with Bed(tmp_path, 2) as bed:
         shutil.copytree(cases(9, 3).folder, bed.machines[0].folder / "model")
         refuses(run(bed, [1, 1], f"{bed.disk}/model", {}), "rank 1: ")
 
 
 @pytest.mark.slow
-def test_another_checkpoint_on_one_machine(cases: Any, tmp_path: Path) -> None:
+def test_another_checkpoint_on_one_machine(cases, tmp_path) -> None:
     """A fine-tune of the same architecture: only the values differ."""
     folder = cases(9, 3).folder
     with Bed(tmp_path, 2) as bed:
@@ -231,14 +230,14 @@ def test_another_checkpoint_on_one_machine(cases: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["transformers", "tp_transformers"])
-def test_another_release_on_one_machine(cases: Any, tmp_path: Path, library: str) -> None:
+def test_another_release_on_one_machine(cases, tmp_path, library) -> None:
     with Bed(tmp_path, 2) as bed:
         ended = run(bed, [1, 1], cases(9, 3).folder, {"release": ["m1", library, "5.6.7"]})
         refuses(ended, "MeshError: the releases: got 'torch", f"{library} 5.6.7")
 
 
 @pytest.mark.slow
-def test_an_interface_that_no_other_machine_reaches(cases: Any, tmp_path: Path) -> None:
+def test_an_interface_that_no_other_machine_reaches(cases, tmp_path) -> None:
     with Bed(tmp_path, 2) as bed:
         ended = run(bed, [2, 1], cases(9, 3).folder, {}, environments={1: {INTERFACE: APART}})
         refuses(ended, "MeshError: the machine of rank 2 (m1): got no connection to 10.78.0.1", INTERFACE)

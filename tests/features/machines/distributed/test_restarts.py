@@ -13,14 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.machine_job import step
-from tests.support.machines import Bed, obstacle, start, wait
+from tests.support.machines import Bed, needs_machines, start, wait
 from tests.support.resuming_job import RATE
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
-]
+pytestmark = [pytest.mark.slow, needs_machines]
 JOB = ("-m", "tests.support.resuming_job")
 
 
@@ -42,7 +38,7 @@ def runs_in(output: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("killed", [0, 2], ids=["on the store's machine", "on the other"])
-def test_a_rank_that_is_killed(cases: Any, tmp_path: Path, killed: int) -> None:
+def test_a_rank_that_is_killed(cases, tmp_path, killed) -> None:
     """All ranks of all machines start again."""
     folder, saves = cases(9, 3).folder, tmp_path / "saves"
     with Bed(tmp_path, 2) as bed:
@@ -55,7 +51,7 @@ def test_a_rank_that_is_killed(cases: Any, tmp_path: Path, killed: int) -> None:
     assert all(runs_in(each.output) == [(3, 0), (3, 3)] for each in ended)
 
 
-def test_a_machine_that_vanishes_and_comes_back(cases: Any, tmp_path: Path) -> None:
+def test_a_machine_that_vanishes_and_comes_back(cases, tmp_path) -> None:
     """Two machines, one, two again: 4 ranks, 2, 4.
 
     By default, torchrun 2.13 gives a machine that joins later no address of the store: it fails after a minute.

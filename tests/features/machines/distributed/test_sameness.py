@@ -13,10 +13,8 @@ from safetensors.torch import load_file, save_file
 import tp_transformers
 from tests.support.models import bytes_read, headers, held, load
 from tests.support.needs import needs
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tp_transformers.features.machines.sameness import BLOCK_BYTES, BLOCKS
-
-pytestmark = pytest.mark.distributed
 
 FILE = "model-00004-of-00007.safetensors"
 
@@ -52,9 +50,7 @@ def another_header(folder: Path) -> None:
     ("change", "what"), [(another_fine_tune, "content"), (another_header, "header")], ids=["content", "header"]
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_another_checkpoint_on_one_node_is_one_error(
-    pool: Pool, cases: Any, tmp_path: Path, change: Any, what: str, rank: int
-) -> None:
+def test_another_checkpoint_on_one_node_is_one_error(pool, cases, tmp_path, change, what, rank) -> None:
     folders = copies(cases(9, 3).folder, tmp_path)
     before = (Path(folders[rank]) / FILE).stat().st_size
     change(Path(folders[rank]))
@@ -64,7 +60,7 @@ def test_another_checkpoint_on_one_node_is_one_error(
     assert error.startswith(start + "than on rank 0, expected the same on all ranks.")
 
 
-def test_copies_are_sampled_once_each_and_one_copy_never(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_copies_are_sampled_once_each_and_one_copy_never(pool, cases, tmp_path) -> None:
     """What is sampled is counted by itself: each rank still reads its own bytes and no others."""
     folder = cases(9, 3).folder
     files = sorted(Path(folder).glob("*.safetensors"))
@@ -78,7 +74,7 @@ def test_copies_are_sampled_once_each_and_one_copy_never(pool: Pool, cases: Any,
     assert all(result["sampled"] < most for result in (results[0], results[2])), "ranks of one node take turns"
 
 
-def test_commits_of_the_cache_are_compared(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_commits_of_the_cache_are_compared(pool, cases, tmp_path) -> None:
     """Two revisions with the same weights may differ in what the config says."""
     folders = []
     for node, commit in enumerate(("a" * 40, "b" * 40)):
@@ -89,7 +85,7 @@ def test_commits_of_the_cache_are_compared(pool: Pool, cases: Any, tmp_path: Pat
 
 
 @needs("presharded")
-def test_a_sharded_copy_that_was_changed(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_a_sharded_copy_that_was_changed(pool, cases, tmp_path) -> None:
     """At another size than it was saved at, ranks read parts of the same files."""
     pool.run(2, save_sharded, cases(9, 3).folder, str(tmp_path / "saved"))
     folders = copies(str(tmp_path / "saved"), tmp_path, 3)

@@ -13,16 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.features.machines.distributed.test_machines import alone, check, refuses, results, run
 from tests.support.comparisons import different_tensors
-from tests.support.machines import Bed, Ended, obstacle
+from tests.support.machines import Bed, Ended, needs_machines
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(obstacle()), reason=obstacle()),
-]
+pytestmark = [pytest.mark.slow, needs_machines]
 
 
-def test_shards_stay_on_their_machines(cases: Any, tmp_path: Path) -> None:
+def test_shards_stay_on_their_machines(cases, tmp_path) -> None:
     """Each machine has the files of its ranks; the same ranks load them, others name the file that is missing."""
     case = cases(9, 3)
     with Bed(tmp_path, 2) as bed:
@@ -47,7 +43,7 @@ def test_shards_stay_on_their_machines(cases: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "standard"])
-def test_a_folder_that_machines_share(cases: Any, tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_machines_share(cases, tmp_path, kind) -> None:
     case = cases(9, 3)
     shared = tmp_path / "shared"
     shared.mkdir()
@@ -58,7 +54,7 @@ def test_a_folder_that_machines_share(cases: Any, tmp_path: Path, kind: str) -> 
         check(results(bed, run(bed, [1, 1], str(shared / "saved"), {"steps": 3}), [1, 1]), case, alone(case, 3))
 
 
-def test_a_standard_save_is_on_the_first_machine(cases: Any, tmp_path: Path) -> None:
+def test_a_standard_save_is_on_the_first_machine(cases, tmp_path) -> None:
     case = cases(9, 3)
     with Bed(tmp_path, 2) as bed:
         saved = run(bed, [1, 2], case.folder, {"save": ["standard", str(bed.disk / "saved")]})
@@ -70,7 +66,7 @@ def test_a_standard_save_is_on_the_first_machine(cases: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["sharded", "standard"])
-def test_copies_on_other_machines_lack_a_save(cases: Any, tmp_path: Path, kind: str) -> None:
+def test_copies_on_other_machines_lack_a_save(cases, tmp_path, kind) -> None:
     """The first copy of the model writes."""
     with Bed(tmp_path, 2) as bed:
         options = {"save": [kind, str(bed.disk / "saved")], "config": {"tp_size": 2, "dp_replicate_size": 2}}
@@ -80,7 +76,7 @@ def test_copies_on_other_machines_lack_a_save(cases: Any, tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared folder", "own folders"])
-def test_checkpoints_of_trainer(cases: Any, tmp_path: Path, shares: bool) -> None:
+def test_checkpoints_of_trainer(cases, tmp_path, shares) -> None:
     """Training goes on from its middle, to the bit; without a shared folder, once all machines have all files."""
     folder, shared = cases(9, 3).folder, tmp_path / "shared"
     shared.mkdir()
@@ -116,7 +112,7 @@ def test_checkpoints_of_trainer(cases: Any, tmp_path: Path, shares: bool) -> Non
     ],
     ids=["best", "each"],
 )
-def test_trainer_without_a_shared_folder(cases: Any, tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+def test_trainer_without_a_shared_folder(cases, tmp_path, settings, says) -> None:
     with Bed(tmp_path, 2) as bed:
         refuses(run(bed, [1, 1], cases(9, 3).folder, trainer(bed.disk / "trained", None, **settings)), says)
 

@@ -31,7 +31,7 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_machine_takes_the_interface_that_others_reach(rank: int) -> None:
+def test_a_machine_takes_the_interface_that_others_reach(rank) -> None:
     """Ranks beside the store see a loopback; those of the other machine know an address of both."""
     address, interface = ("10.0.0.2", "eth3") if rank == 2 else ("10.0.0.1", "eth1")
     assert _choose([HEAD, HEAD, OTHER], rank) == [address]
@@ -57,7 +57,7 @@ def test_the_address_that_is_tried_is_the_one_that_gloo_takes() -> None:
     assert os.environ[INTERFACE] == "eth2"
 
 
-def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_addresses_of_an_interface(monkeypatch) -> None:
     assert "127.0.0.1" in _addresses("lo")
     assert _addresses("no such one") == []
 
@@ -69,9 +69,7 @@ def test_the_addresses_of_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no-such-host.invalid", "this machine knows no address of no-such-host.invalid .*--local-addr"),
     ],
 )
-def test_a_rank_that_waits_says_for_what(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, says: str
-) -> None:
+def test_a_rank_that_waits_says_for_what(monkeypatch, caplog, host, says) -> None:
     monkeypatch.setattr(network, "PATIENCE", 0.01)
     for name, value in {"RANK": "1", "MASTER_ADDR": host, "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
@@ -82,7 +80,7 @@ def test_a_rank_that_waits_says_for_what(
     assert re.match(f"rank 1 has waited 0 s for the other ranks to start: {says}", caplog.messages[0])
 
 
-def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch) -> None:
     """torchrun restarts ranks on the store of the earlier ones, of which there may have been more."""
     monkeypatch.setattr(mesh, "LATE", timedelta(seconds=10))
     store = dist.HashStore()
@@ -97,7 +95,7 @@ def test_ranks_that_start_again_do_not_meet_those_that_ended(monkeypatch: pytest
         assert found == [[[f"{name} {rank}", "", ""] for rank in range(size)]] * size
 
 
-def test_rank_0_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_names_those_that_do_not_come(monkeypatch) -> None:
     monkeypatch.setattr(mesh, "LATE", timedelta(seconds=0.1))
     with pytest.raises(MeshError, match="no sign of rank 1, 2 of 3 within 0 s"):
         _meet(dist.HashStore(), 0, 3, HEAD)
@@ -106,7 +104,7 @@ def test_rank_0_names_those_that_do_not_come(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_store_that_is_lost_is_not_taken_for_a_late_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_lost_is_not_taken_for_a_late_rank(rank, monkeypatch) -> None:
     class Lost(dist.Store):
         def set(self, key: str, value: bytes) -> None:
             raise dist.DistStoreError("its machine has gone")

@@ -53,7 +53,7 @@ def check(monkeypatch: pytest.MonkeyPatch, own: Source, other: Source) -> int:
     return check_same_files(group, given[1])  # type: ignore[arg-type]
 
 
-def test_the_same_of_one_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_same_of_one_commit(monkeypatch, tmp_path) -> None:
     assert check(monkeypatch, remote(), remote()) == 0
     with cached(tmp_path) as here:
         assert check(monkeypatch, here, remote()) == 0
@@ -63,9 +63,7 @@ def test_the_same_of_one_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "trait"), [({"etag": "f" * 64}, "etag"), ({"commit": "d" * 40}, "commit"), ({"size": 9}, "size")]
 )
-def test_others_are_refused(
-    changes: dict[str, Any], trait: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_others_are_refused(changes, trait, monkeypatch, tmp_path) -> None:
     says = f"got another {trait} on rank 1 .*than on rank 0"
     with pytest.raises(CheckpointError, match=f"^checkpoint file org/model@cccccccc/model.safetensors: {says}"):
         check(monkeypatch, remote(), remote(**changes))
@@ -74,7 +72,7 @@ def test_others_are_refused(
 
 
 @pytest.mark.parametrize("size", [1, BLOCK_BYTES, BLOCK_BYTES + 1, BLOCKS * BLOCK_BYTES, 10 * BLOCKS * BLOCK_BYTES + 7])
-def test_samples_are_bounded_and_of_the_first_and_the_last_byte(tmp_path: Path, size: int) -> None:
+def test_samples_are_bounded_and_of_the_first_and_the_last_byte(tmp_path, size) -> None:
     path = tmp_path / "file"
     found = set()
     for changed in (None, 0, size - 1):
@@ -90,7 +88,7 @@ def test_samples_are_bounded_and_of_the_first_and_the_last_byte(tmp_path: Path, 
     assert len(found) == (2 if size == 1 else 3)
 
 
-def test_a_header_is_known_once_it_is_read(tmp_path: Path) -> None:
+def test_a_header_is_known_once_it_is_read(tmp_path) -> None:
     for name in ("a", "b", "c"):
         save_file({"x" if name != "c" else "y": torch.ones(3)}, tmp_path / f"{name}.safetensors")
     with Checkpoint([tmp_path / "a.safetensors"]) as a, Checkpoint([tmp_path / "b.safetensors"]) as b:

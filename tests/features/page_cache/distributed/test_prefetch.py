@@ -14,13 +14,9 @@ from tests.distributed.loading.test_report import error_of, report, stored_bytes
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.features.page_cache import prefetch
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize("evict", [False, True])
-def test_the_ranks_of_a_node_fill_a_cold_cache_together(
-    pool: Any, cases: Any, tmp_path: Path, evict: bool, monkeypatch: Any
-) -> None:
+def test_the_ranks_of_a_node_fill_a_cold_cache_together(pool, cases, tmp_path, evict, monkeypatch) -> None:
     """Each byte once, whichever ranks need it; what they read then is in the cache, so that maps can be used."""
     case = cases(9, 3)
     folder = shutil.copytree(case.folder, tmp_path / "cold")
@@ -36,7 +32,7 @@ def small_blocks(folder: str) -> dict[str, Any]:
         return report(folder, True, True)
 
 
-def test_blocks_are_shared_out(pool: Any, cases: Any) -> None:
+def test_blocks_are_shared_out(pool, cases) -> None:
     case = cases(9, 3)
     ranks = pool.run(3, small_blocks, case.folder)
     total = stored_bytes(case.folder)
@@ -56,7 +52,7 @@ def one_page_missing(folder: str) -> dict[str, Any]:
         return report(folder, None, False)
 
 
-def test_only_the_blocks_that_are_missing_are_fetched(pool: Any, cases: Any) -> None:
+def test_only_the_blocks_that_are_missing_are_fetched(pool, cases) -> None:
     case = cases(9, 3)
     ranks = pool.run(2, one_page_missing, case.folder)
     files = len(list(Path(case.folder).glob("*.safetensors")))
@@ -69,7 +65,7 @@ def short_of_memory(folder: str) -> dict[str, Any]:
         return report(folder, True, False)
 
 
-def test_a_cache_without_room_is_left_alone(pool: Any, cases: Any) -> None:
+def test_a_cache_without_room_is_left_alone(pool, cases) -> None:
     case = cases(9, 3)
     for rank in pool.run(2, short_of_memory, case.folder):
         assert rank["report"].prefetched == 0
@@ -83,7 +79,7 @@ def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("how", [[None, True], [True, False]], ids=str)
-def test_a_cold_node_beside_one_that_is_not(pool: Any, cases: Any, how: list[bool | None]) -> None:
+def test_a_cold_node_beside_one_that_is_not(pool, cases, how) -> None:
     """Nodes decide for themselves whether they fill their caches, and still meet in the same collectives."""
     case = cases(9, 3)
     ranks = pool.run(2, on_nodes_of_their_own, case.folder, how)

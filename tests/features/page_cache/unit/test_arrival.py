@@ -32,7 +32,7 @@ def columns(checkpoint: Checkpoint) -> jobs.Request:
     return jobs.Request(checkpoint.tensors["x"].select(1, [(0, 32)]), torch.empty(64, 32))
 
 
-def test_ranges_wait_until_the_bytes_have_been_read(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_wait_until_the_bytes_have_been_read(checkpoint, monkeypatch) -> None:
     """The cache seems empty but for headers until the prefetch has run, which starts after the read of the shard."""
     arrived, waits = threading.Event(), threading.Event()
     order: list[str] = []
@@ -63,7 +63,7 @@ def test_ranges_wait_until_the_bytes_have_been_read(checkpoint: Checkpoint, monk
     assert torch.equal(request.destination, torch.arange(4096.0).view(64, 64)[:, :32])
 
 
-def test_bytes_that_never_arrive_are_read_all_the_same(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_never_arrive_are_read_all_the_same(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: list(spans) == [(0, 1)])
     monkeypatch.setattr(prefetch, "_PATIENCE", 0.01)
     request = columns(checkpoint)
@@ -72,7 +72,7 @@ def test_bytes_that_never_arrive_are_read_all_the_same(checkpoint: Checkpoint, m
     assert torch.equal(request.destination, torch.arange(4096.0).view(64, 64)[:, :32])
 
 
-def test_a_file_system_that_cannot_tell_is_read_before(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_cannot_tell_is_read_before(checkpoint, monkeypatch) -> None:
     fetched: list[int] = []
     monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: False)
     monkeypatch.setattr(prefetch, "fetch", lambda file, start, stop: fetched.append(stop - start))
@@ -82,7 +82,7 @@ def test_a_file_system_that_cannot_tell_is_read_before(checkpoint: Checkpoint, m
         assert all(file is None or file.wait is None for file in checkpoint.opened)
 
 
-def test_a_disk_that_fails_ends_the_load(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_ends_the_load(checkpoint, monkeypatch) -> None:
     """Also if no shard is read: those in maps would end the process."""
 
     def fails(file: LocalFile, start: int, stop: int) -> None:
@@ -95,10 +95,9 @@ def test_a_disk_that_fails_ends_the_load(checkpoint: Checkpoint, monkeypatch: py
     assert all(file is None or file.wait is None for file in checkpoint.opened)
 
 
-def test_patience_ends_once(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_once(checkpoint, monkeypatch) -> None:
     """Of many reads that wait in vain for another rank, the first uses the time up."""
     (file,) = checkpoint.opened
-    assert isinstance(file, LocalFile)
     looks: list[bool] = []
     monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: bool(looks.append(True)))
     monkeypatch.setattr(prefetch, "sleep", lambda seconds: None)

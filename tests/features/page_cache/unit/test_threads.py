@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -13,13 +11,12 @@ from tests.unit.ranks.test_threads import GPU, Device, device, group  # noqa: F4
 from tp_transformers.checkpoint.reading import jobs
 from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.features.page_cache import prefetch
-from tp_transformers.ranks.group import TensorParallelGroup
 
 
 def test_threads_that_prefetch(
-    device: Device,  # noqa: F811
-    group: TensorParallelGroup,  # noqa: F811
-    tmp_path: Path,
+    device,  # noqa: F811
+    group,  # noqa: F811
+    tmp_path,
 ) -> None:
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
@@ -31,10 +28,10 @@ def test_threads_that_prefetch(
 
 
 def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(
-    device: Device,  # noqa: F811
-    group: TensorParallelGroup,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    device,  # noqa: F811
+    group,  # noqa: F811
+    tmp_path,
+    monkeypatch,
 ) -> None:
     """Two ranks read 16 KiB into weights of 16 KiB each: 48 KiB on CPUs, 16 KiB with weights on GPUs."""
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from transformers import LlamaForCausalLM
 
 from tests.support import quantized
 from tests.support.models import llama_config, load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.features.planner.dry_load import survey
 from tp_transformers.features.planner.memory import plan_memory
-
-pytestmark = pytest.mark.distributed
 
 FORMATS = {
     "int4": partial(quantized.compressed, bits=4, group=32),
@@ -35,7 +31,7 @@ def held(folder: str) -> tuple[tuple[int, ...], list[str]]:
 
 @pytest.mark.parametrize("size", wide([3, 2, 1], 1))
 @pytest.mark.parametrize("name", wide(FORMATS, 3))
-def test_packed_weights_count_as_a_load_holds_them(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+def test_packed_weights_count_as_a_load_holds_them(pool, tmp_path, name, size) -> None:
     torch.manual_seed(0)
     config = llama_config(9, 3, hidden_size=288, head_dim=32, intermediate_size=352, dtype="bfloat16")
     LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "plain")

@@ -117,7 +117,7 @@ def write(folder: Path, config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", wide(EXPECTED, 6))
-def test_packed_bytes_of_a_config_are_those_counted_by_hand(tmp_path: Path, name: str) -> None:
+def test_packed_bytes_of_a_config_are_those_counted_by_hand(tmp_path, name) -> None:
     config, quantization, expected = EXPECTED[name]
     folder = write(tmp_path, {**config, "quantization_config": quantization})
     # No operator of ours has a layout of its own in float16, nor for MXFP4.
@@ -140,7 +140,7 @@ ALONE = [name for name in VARIANTS if name != "mxfp4" and "ModelOpt" not in name
         *wide([("qwen3_moe", name) for name in ALONE], 1),
     ],
 )
-def test_a_config_has_the_packed_bytes_of_its_checkpoint(tmp_path: Path, model: str, variant: str) -> None:
+def test_a_config_has_the_packed_bytes_of_its_checkpoint(tmp_path, model, variant) -> None:
     packed, _ = packed_folder(tmp_path, model, VARIANTS[variant])
     (tmp_path / "alone").mkdir()
     shutil.copy(packed / "config.json", tmp_path / "alone")
@@ -149,7 +149,7 @@ def test_a_config_has_the_packed_bytes_of_its_checkpoint(tmp_path: Path, model: 
         assert plan_memory(alone, size).parameter_bytes == plan_memory(stored, size).parameter_bytes
 
 
-def test_parts_that_the_settings_are_not_of_stay_in_floating_point(tmp_path: Path) -> None:
+def test_parts_that_the_settings_are_not_of_stay_in_floating_point(tmp_path) -> None:
     """A text config's quantization_config says nothing of the vision tower, and patterns leave out attention."""
     text = {key: LLAMA_3[key] for key in LLAMA_3 if key not in ("architectures", "torch_dtype")}
     text |= {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024}
@@ -175,9 +175,7 @@ def test_parts_that_the_settings_are_not_of_stay_in_floating_point(tmp_path: Pat
         ({}, torch.bfloat16, "bfloat16 is a guess"),
     ],
 )
-def test_the_dtype_is_that_of_a_part_or_a_guess(
-    tmp_path: Path, where: dict[str, Any], dtype: torch.dtype, said: str | None
-) -> None:
+def test_the_dtype_is_that_of_a_part_or_a_guess(tmp_path, where, dtype, said) -> None:
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = {
         "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", **where,
@@ -190,16 +188,14 @@ def test_the_dtype_is_that_of_a_part_or_a_guess(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_dtype_without_an_operator_is_said(tmp_path: Path, dtype: str) -> None:
+def test_a_dtype_without_an_operator_is_said(tmp_path, dtype) -> None:
     config, quantization, _ = EXPECTED["awq"]
     small = {**config, "num_hidden_layers": 1, "quantization_config": quantization, "torch_dtype": dtype}
     found = survey(write(tmp_path, small), packed=True)
     assert any("--dtype bf16 has an operator" in note for note in found.notes) is (dtype == "float16")
 
 
-def test_packed_without_quantised_weights_has_no_effect_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packed_without_quantised_weights_has_no_effect_and_says_so(tmp_path, capsys) -> None:
     config = {**LLAMA_3, "num_hidden_layers": 1}
     assert main(["plan", write(tmp_path, config), "--tp-size", "2", "--packed", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notes"] == ["--packed has no effect: nothing is quantised"]
@@ -215,9 +211,7 @@ def test_packed_without_quantised_weights_has_no_effect_and_says_so(
         1,
     ),
 )
-def test_packed_weights_fit_where_a_config_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, memory: str, said: str
-) -> None:
+def test_packed_weights_fit_where_a_config_says_so(tmp_path, capsys, config, memory, said) -> None:
     folder = write(tmp_path, {**config[0], "quantization_config": config[1]})
     assert main(["plan", folder, "--memory", memory, "--tp-size", "2", "--packed"]) == 0
     assert f"it fits: the fullest rank holds {said}" in capsys.readouterr().out
@@ -236,7 +230,7 @@ def cache_bytes(model: Any, ids: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["bert, both ways", "modernbert-decoder", "gpt_neo", "parakeet_encoder"])
-def test_a_cache_is_counted_where_a_model_keeps_one(name: str) -> None:
+def test_a_cache_is_counted_where_a_model_keeps_one(name) -> None:
     tiny = MODELS[name]
     if not tiny.runs:
         pytest.skip("transformers has no such model yet")
@@ -256,9 +250,7 @@ def test_a_cache_is_counted_where_a_model_keeps_one(name: str) -> None:
         ({"vocab_size": 9, "pad_token_id": 99}, "adding_idx"),
     ],
 )
-def test_an_error_of_a_config_is_complete_and_names_the_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, Any], part: str
-) -> None:
+def test_an_error_of_a_config_is_complete_and_names_the_config(tmp_path, capsys, wrong, part) -> None:
     folder = write(tmp_path, {**LLAMA_3, "num_hidden_layers": 1, **wrong})
     with pytest.raises((UsageError, CheckpointError)) as raised:
         survey(folder)

@@ -40,7 +40,7 @@ def llama(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("name", sampled(ARCHITECTURES, 5))
-def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> None:
+def test_the_smallest_size_is_the_first_that_fits(name, tmp_path) -> None:
     found = survey(config_of(name, *ARCHITECTURES[name].variants[-1], tmp_path))
     planned = {size: plan_memory(found, size, batch=3, context=9) for size in (1, 2, 3)}
     fullest = {size: max(each.total_bytes) for size, each in planned.items()}
@@ -68,7 +68,7 @@ def test_the_smallest_size_is_the_first_that_fits(name: str, tmp_path: Path) -> 
         4,
     ),
 )
-def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: int, tmp_path: Path) -> None:
+def test_states_are_those_that_one_process_keeps(name, heads, groups, tmp_path) -> None:
     model = MIXERS[name].make(heads, groups).float()
     model.config._experts_implementation = "eager"  # torch 2.8 has no grouped products on a CPU
     model.save_pretrained(tmp_path)
@@ -87,7 +87,7 @@ def test_states_are_those_that_one_process_keeps(name: str, heads: int, groups: 
     assert plan_memory(found, 2, batch=2).states == ()
 
 
-def test_states_that_no_mixer_makes_are_not_counted(tmp_path: Path) -> None:
+def test_states_that_no_mixer_makes_are_not_counted(tmp_path) -> None:
     MIXERS["rwkv"].make(8, 8).save_pretrained(tmp_path)
     planned = plan_memory(survey(str(tmp_path)), 2, batch=2, context=7)
     assert {states.nbytes for states in planned.states} == {None}
@@ -118,10 +118,9 @@ def llama_70b(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_seventy_billion_parameters_are_planned_from_headers(llama_70b: str) -> None:
+def test_seventy_billion_parameters_are_planned_from_headers(llama_70b) -> None:
     found = survey(llama_70b)
     stock = found.stock
-    assert stock is not None
     assert (stock.files, stock.missing, stock.unexpected) == (30, (), ())
     assert stock.bytes_read == sum(8 + length_of(file) for file in Path(llama_70b).glob("*.safetensors"))
     assert stock.bytes_read < 1e-6 * stock.nbytes
@@ -138,7 +137,7 @@ def length_of(file: Path) -> int:
         return int.from_bytes(stream.read(8), "little")
 
 
-def test_what_is_missing_and_unexpected_is_what_a_load_reports(tmp_path: Path) -> None:
+def test_what_is_missing_and_unexpected_is_what_a_load_reports(tmp_path) -> None:
     folder = llama(tmp_path, tie_word_embeddings=True)
     tensors = load_file(tmp_path / "model.safetensors")
     assert survey(folder).stock.missing == ()  # type: ignore[union-attr] # the head is tied
@@ -147,7 +146,6 @@ def test_what_is_missing_and_unexpected_is_what_a_load_reports(tmp_path: Path) -
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     _, told = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
     stock = survey(folder).stock
-    assert stock is not None
     assert set(stock.missing) == set(told["missing_keys"]) == {"model.layers.1.mlp.up_proj.weight"}
     assert set(stock.unexpected) == set(told["unexpected_keys"])
     assert stock.bytes_read == headers(folder)
@@ -161,7 +159,7 @@ def test_what_is_missing_and_unexpected_is_what_a_load_reports(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, "auto"])
-def test_dtypes_are_those_of_a_load(tmp_path: Path, dtype: Any) -> None:
+def test_dtypes_are_those_of_a_load(tmp_path, dtype) -> None:
     ARCHITECTURES["t5"].make(6, 6).save_pretrained(tmp_path)  # float16 leaves its `wo` in float32
     model = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=dtype)
     planned = plan_memory(survey(str(tmp_path), dtype=dtype), 1)
@@ -169,17 +167,16 @@ def test_dtypes_are_those_of_a_load(tmp_path: Path, dtype: Any) -> None:
     assert planned.parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
 
 
-def test_what_is_quantised_counts_as_it_is_held(tmp_path: Path) -> None:
+def test_what_is_quantised_counts_as_it_is_held(tmp_path) -> None:
     llama(tmp_path / "plain", dtype="bfloat16")
     quantize_folder(tmp_path / "plain", tmp_path / "fp8", (16, 16))
     found = survey(str(tmp_path / "fp8"))
     model = load(tmp_path / "fp8", LlamaForCausalLM)
     assert plan_memory(found, 1).parameter_bytes == (sum(param.nbytes for param in model.parameters()),)
-    assert found.stock is not None
     assert (found.stock.missing, found.stock.unexpected) == ((), ())
 
 
-def test_what_stays_packed_counts_as_it_is_held(tmp_path: Path) -> None:
+def test_what_stays_packed_counts_as_it_is_held(tmp_path) -> None:
     llama(tmp_path / "plain", dtype="bfloat16")
     compressed(tmp_path / "plain", tmp_path / "packed", bits=8)
     planned = plan_memory(survey(str(tmp_path / "packed"), packed=True), 1)
@@ -190,7 +187,7 @@ def test_what_stays_packed_counts_as_it_is_held(tmp_path: Path) -> None:
     assert sum(halves) < 1.5 * model.tp_report.share
 
 
-def test_a_strategy_that_replicates_is_named(tmp_path: Path) -> None:
+def test_a_strategy_that_replicates_is_named(tmp_path) -> None:
     Qwen3Config(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2).save_pretrained(
         tmp_path
     )
@@ -198,7 +195,7 @@ def test_a_strategy_that_replicates_is_named(tmp_path: Path) -> None:
     assert found["model.layers.0.self_attn.q_norm.weight"] == "the strategy is replicated_with_grad_allreduce"
 
 
-def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
+def test_every_whole_parameter_has_its_reason(tmp_path) -> None:
     folder = llama(tmp_path, attention_bias=True, mlp_bias=True)
 
     def reasons(size: int, plan: Any = "auto") -> dict[str, str | None]:
@@ -221,7 +218,7 @@ def test_every_whole_parameter_has_its_reason(tmp_path: Path) -> None:
         reasons(2, {"model.norm": "colwize"})
 
 
-def test_heads_and_ties_and_a_config_alone(tmp_path: Path) -> None:
+def test_heads_and_ties_and_a_config_alone(tmp_path) -> None:
     llama_config(9, 3, tie_word_embeddings=True).save_pretrained(tmp_path)
     found = survey(str(tmp_path), dtype="auto")
     assert found.stock is None
@@ -236,11 +233,10 @@ def test_heads_and_ties_and_a_config_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="transformers drafts with MTP since 5.24")
-def test_layers_that_draft_tokens_are_counted(tmp_path: Path) -> None:
+def test_layers_that_draft_tokens_are_counted(tmp_path) -> None:
     found = survey(config_of("deepseek_v3", *ARCHITECTURES["deepseek_v3"].variants[-1], tmp_path))
     layers = modeling_layers.MtpModel(found.model, 1).layers
     numbers = sum(param.numel() for param in layers.parameters())
     for size, share in ((1, 1.0), (2, 0.6)):
         held = draft_bytes(plan_memory(found, size))
-        assert held is not None
         assert held[0] / numbers / found.model.dtype.itemsize == pytest.approx(share, rel=0.1)

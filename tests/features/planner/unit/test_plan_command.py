@@ -48,7 +48,7 @@ def pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
-def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_folds_layers_and_ranks(folder, capsys) -> None:
     code, out, _ = plan(capsys, folder, "--tp-size", "2", "--context", "8")
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line}
     assert code == 0
@@ -64,9 +64,7 @@ def test_text_folds_layers_and_ranks(folder: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_lines_are_as_wide_as_the_terminal(
-    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_lines_are_as_wide_as_the_terminal(folder, capsys, monkeypatch, width) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(folder)
     _, out, _ = plan(capsys, ".", "--tp-size", "5", "--gpu-memory", "1MB")
@@ -80,14 +78,14 @@ def test_lines_are_as_wide_as_the_terminal(
     assert max(map(len, plan(capsys, ".", "--tp-size", "5")[1].splitlines())) <= 120  # a pipe
 
 
-def test_an_invariant_plan_shards_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invariant_plan_shards_outputs(tmp_path, capsys) -> None:
     LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
     code, out, _ = plan(capsys, str(tmp_path), "--tp-size", "2", "--invariant")
     assert code == 0
     assert "down_proj.weight 4096 x 11008 2048 x 11008 invariant_rowwise" in " ".join(out.split())
 
 
-def test_layers_that_differ_are_folded_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_that_differ_are_folded_apart(tmp_path, capsys) -> None:
     types = ["full_attention" if index == 2 else "sliding_attention" for index in range(6)]
     settings = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16}
     config = Gemma3TextConfig(num_hidden_layers=6, layer_types=types, sliding_window=16, **settings)
@@ -108,7 +106,7 @@ def test_layers_that_differ_are_folded_apart(tmp_path: Path, capsys: pytest.Capt
     assert "layers.2.self_attn: 99 tokens" in out
 
 
-def test_json_is_all_of_the_outline(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_of_the_outline(folder, capsys) -> None:
     code, out, _ = plan(
         capsys,
         folder,
@@ -142,7 +140,7 @@ def test_json_is_all_of_the_outline(folder: str, capsys: pytest.CaptureFixture[s
     assert said["smallest_tp_size"] == 1
 
 
-def test_the_exit_code_says_whether_it_fits(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_it_fits(folder, capsys) -> None:
     held = plan_memory(survey(folder), 2, context=8).total_bytes[0]
     arguments = [folder, "--context", "8", "--tp-size", "2", "--gpu-memory"]
     assert plan(capsys, *arguments, f"{held}B")[0] == 0
@@ -153,7 +151,7 @@ def test_the_exit_code_says_whether_it_fits(folder: str, capsys: pytest.CaptureF
     assert "none up to 64 ranks" in plan(capsys, *arguments, "1 KB")[1]
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_seen_enough_is_no_error(folder, monkeypatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `head` does
     with os.fdopen(writer, "w") as pipe:
@@ -176,9 +174,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(folder: str, monkeypatch: pyt
         (["{quantised}", "--tp-size", "2"], "a checkpoint quantised with hqq"),
     ],
 )
-def test_a_wrong_request_is_told_in_a_line(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
+def test_a_wrong_request_is_told_in_a_line(folder, tmp_path, capsys, arguments, says) -> None:
     folders = {name: str(tmp_path / name) for name in ("empty", "broken", "quantised")}
     for path in folders.values():
         Path(path).mkdir()
@@ -198,7 +194,7 @@ def test_words() -> None:
     assert [size(nbytes) for nbytes in (0, 950, 1_250_000, 24 * 10**9)] == ["0", "0.9 kB", "1.2 MB", "24.00 GB"]
 
 
-def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_lists_every_plan(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # nothing is folded
     assert main(["plans", "--json"]) == 0
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -210,9 +206,7 @@ def test_plans_lists_every_plan(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert all(any(line.startswith(entry.title) for line in lines) for entry in catalogue())
 
 
-def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(tmp_path, capsys) -> None:
     ARCHITECTURES["mixtral"].make(8, 4).config.save_pretrained(tmp_path)
     rules = "".join(f"  layers.*.mlp.experts.{name}_proj: grouped_gemm\n" for name in ("gate_up", "down"))
     (tmp_path / "plan.yaml").write_text(f"extends: mixtral\nbase_model:\n{rules}")

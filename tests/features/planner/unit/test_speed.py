@@ -52,7 +52,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return code, *capsys.readouterr()
 
 
-def test_one_rank_by_hand(tmp_path: Path) -> None:
+def test_one_rank_by_hand(tmp_path) -> None:
     found = speed_of(tiny(tmp_path, 1, context=4), [SLOW])
     weights = 4 * (2 * (A_LAYER + 2 * 8) + 8 + 10 * 8)  # norms, and the head; of the embedding, one row is read
     keys_and_values = 2 * 4 * 2 * 8 * 4  # layers, tokens, kinds, features, bytes
@@ -64,7 +64,7 @@ def test_one_rank_by_hand(tmp_path: Path) -> None:
     assert found.prefilled == pytest.approx(4 / (0.02 + prompt / 1e6))
 
 
-def test_two_ranks_by_hand(tmp_path: Path) -> None:
+def test_two_ranks_by_hand(tmp_path) -> None:
     decode = speed_of(tiny(tmp_path, 2, batch=3, context=4), [SLOW, SLOW]).decode
     weights = 4 * (2 * (A_LAYER / 2 + 2 * 8) + 8 + 10 * 8 / 2)
     assert decode.reads == pytest.approx((weights + 3 * 256) / 1e6)
@@ -72,7 +72,7 @@ def test_two_ranks_by_hand(tmp_path: Path) -> None:
     assert decode.sums == pytest.approx(6e-3 + sent / 1e6)
 
 
-def test_the_slowest_of_unlike_devices_decides(tmp_path: Path) -> None:
+def test_the_slowest_of_unlike_devices_decides(tmp_path) -> None:
     memory = tiny(tmp_path, 2)
     fast = Device("fast", 0, bandwidth=1e7, flops=1e7, link=1e7, latency=1e-4, gap=1e-3)
     assert speed_of(memory, [fast, SLOW]).decode == speed_of(memory, [SLOW, SLOW]).decode
@@ -80,7 +80,7 @@ def test_the_slowest_of_unlike_devices_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("batch", "read"), [(1, 0.5), (2, 0.75), (3, 0.875)])
-def test_experts_are_read_if_a_token_chooses_them(tmp_path: Path, batch: int, read: float) -> None:
+def test_experts_are_read_if_a_token_chooses_them(tmp_path, batch, read) -> None:
     config = MixtralConfig(**WIDTHS, **HEADS, num_local_experts=4, num_experts_per_tok=2)
     decode = speed_of(planned(tmp_path, config, 1, batch=batch), [SLOW]).decode
     experts, rest = 2 * 4 * 3 * 8 * 16, 2 * (4 * 64 + 4 * 8 + 2 * 8) + 8 + 80
@@ -94,7 +94,7 @@ def test_the_bound_is_the_largest_part() -> None:
     assert Times(3, 2, 1, 4).seconds == 8
 
 
-def test_shares_for_speed_are_within_memory(tmp_path: Path) -> None:
+def test_shares_for_speed_are_within_memory(tmp_path) -> None:
     memory = plan_memory(survey(large(tmp_path)), 3)
     one, half, small = (Device(str(speed), 0, speed * 1e12, 1e14, 1e10, 1e-5) for speed in (1.0, 0.5, 0.25))
     held = with_fast_shares(memory, [one, half, small]).parameter_bytes
@@ -106,7 +106,7 @@ def test_shares_for_speed_are_within_memory(tmp_path: Path) -> None:
     assert held[1] / held[2] == pytest.approx(2, rel=0.02)
 
 
-def test_a_number_of_ranks_that_the_plan_does_not_fit_is_left_out(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_number_of_ranks_that_the_plan_does_not_fit_is_left_out(tmp_path, monkeypatch) -> None:
     def refuse(planned: MemoryPlan, **options: Any) -> MemoryPlan:
         if options["size"] == 6:
             raise PlanError("6 ranks", got="8 features", expected="fewer ranks", fix="Take fewer.")
@@ -117,7 +117,7 @@ def test_a_number_of_ranks_that_the_plan_does_not_fit_is_left_out(tmp_path: Path
     assert [one.planned.size for one in found] == [1, 2, 3, 4, 8]
 
 
-def test_a_gpu_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_by_its_name(tmp_path, capsys) -> None:
     folder = large(tmp_path)
     code, out, _ = plan(capsys, folder, "--tp-size", "2", "--device", "rtx4090", "--json")
     rows = json.loads(out)["speeds"]
@@ -132,7 +132,7 @@ def test_a_gpu_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(out)["gpu_memory"] == 24 * 10**9, "the memory of the device is that of each rank"
 
 
-def test_figures_of_a_data_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_figures_of_a_data_sheet(tmp_path, capsys) -> None:
     said = [
         json.loads(plan(capsys, large(tmp_path), "--tp-size", "2", "--json", "--device", device)[1])["speeds"]
         for device in ("24GB:1008GB:165T:32GB:25", "RTX 4090")
@@ -141,7 +141,7 @@ def test_figures_of_a_data_sheet(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row["prefill"] for row in said[0]] == [row["prefill"] for row in said[1]]
 
 
-def test_unlike_devices_have_shares_for_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unlike_devices_have_shares_for_speed(tmp_path, capsys) -> None:
     code, out, _ = plan(capsys, large(tmp_path), "--device", "RTX 4060,RTX 4090,RTX 4070 Ti")
     assert code == 0
     assert "1 rank: RTX 4090  " in out
@@ -152,21 +152,21 @@ def test_unlike_devices_have_shares_for_speed(tmp_path: Path, capsys: pytest.Cap
     assert [line.split()[-1] for line in out.splitlines() if "RTX 4060" in line][:3] == ["no", "no", "yes"]
 
 
-def test_memory_replaces_that_of_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_replaces_that_of_devices(tmp_path, capsys) -> None:
     arguments = ["--device", "RTX 4090", "--memory", "24GB,6GB", "--json"]
     said = json.loads(plan(capsys, large(tmp_path), *arguments)[1])
     held = [rank["total_bytes"] for rank in said["ranks"]]
     assert 5.7e9 < held[1] <= 6e9 < held[0]
 
 
-def test_the_fastest_number_of_ranks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_number_of_ranks_is_named(tmp_path, capsys) -> None:
     slow_link = ["--tp-size", "2", "--device", "80GB:2039GB:312T:300GB:300"]
     assert "decode is fastest on 1 rank, bound by memory" in plan(capsys, large(tmp_path), *slow_link)[1]
     quick_link = ["--tp-size", "2", "--device", "80GB:2039GB:312T:300GB:40"]
     assert "decode is fastest on 8 ranks, bound by" in plan(capsys, str(tmp_path), *quick_link)[1]
 
 
-def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_this_machine_is_measured(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(measured, "WIDTH", 256)
     monkeypatch.setattr(measured, "SECONDS", 0.01)
     LlamaConfig(**WIDTHS, **HEADS).save_pretrained(tmp_path)
@@ -183,7 +183,7 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert device.gap > 0
 
 
-def test_packed_weights_are_read_at_a_speed_of_their_own(tmp_path: Path) -> None:
+def test_packed_weights_are_read_at_a_speed_of_their_own(tmp_path) -> None:
     config = LlamaConfig(**WIDTHS, **HEADS)
     config.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     config.save_pretrained(tmp_path)
@@ -207,9 +207,7 @@ def test_packed_weights_are_read_at_a_speed_of_their_own(tmp_path: Path) -> None
         (["--device", "A100,H100,H100"], "number of ranks: got --tp-size for 2 and --device for 3"),
     ],
 )
-def test_a_wrong_device_is_told_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
+def test_a_wrong_device_is_told_in_a_line(tmp_path, capsys, arguments, says) -> None:
     LlamaConfig(**WIDTHS, **HEADS).save_pretrained(tmp_path)
     code, out, err = plan(capsys, str(tmp_path), "--tp-size", "2", *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)

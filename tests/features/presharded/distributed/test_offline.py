@@ -26,8 +26,6 @@ from tp_transformers.features.presharded import offline
 from tp_transformers.features.presharded.offline import shard_checkpoint
 from tp_transformers.features.presharded.save import SummedWriter
 
-pytestmark = pytest.mark.distributed
-
 SAVE = "0123abcd"
 
 
@@ -63,7 +61,7 @@ NAMES = ["llama in FP8", "tied", "tied, differently", "mixtral", "deepseek_v3", 
 
 
 @pytest.mark.parametrize("name", wide(NAMES, 5))
-def test_files_are_those_that_ranks_save(pool: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_those_that_ranks_save(pool, tmp_path, name, monkeypatch) -> None:
     folder = checkpoint(name, tmp_path)
     dtype = "bfloat16" if name == "mixtral" else "auto"
     pool.run(2, save, folder, str(tmp_path / "ranks"), dtype)
@@ -81,9 +79,7 @@ def logits(folder: str) -> torch.Tensor:
     return model(torch.arange(7)[None]).logits.detach()
 
 
-def test_any_number_of_ranks_loads_it(
-    pool: Any, cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_any_number_of_ranks_loads_it(pool, cases, tmp_path, capsys) -> None:
     """By the command, with a tokenizer, and sharded once more for another number of ranks into the same folder."""
     folder, out = cases(9, 3).folder, tmp_path / "out"
     expected = logits(folder)
@@ -106,7 +102,7 @@ def test_any_number_of_ranks_loads_it(
     assert torch.equal(logits(str(out)), expected)
 
 
-def test_pieces_are_read_one_at_a_time(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_read_one_at_a_time(cases, tmp_path, monkeypatch) -> None:
     """Nothing larger than what one rank holds of a parameter is read, and every byte that is cut only once."""
     read: list[int] = []
     original = offline._Value.read
@@ -126,9 +122,7 @@ def test_pieces_are_read_one_at_a_time(cases: Any, tmp_path: Path, monkeypatch: 
     assert max(read) == largest
 
 
-def test_a_save_that_breaks_off_leaves_what_was_there(
-    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_that_breaks_off_leaves_what_was_there(cases, tmp_path, monkeypatch, capsys) -> None:
     folder, out = cases(9, 3).folder, tmp_path / "out"
     shard_checkpoint(folder, out, size=2)
     before = sorted(path.name for path in out.iterdir())
@@ -149,7 +143,7 @@ def test_a_save_that_breaks_off_leaves_what_was_there(
     verify_sharded(out)
 
 
-def test_wrong_requests_are_told(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_requests_are_told(cases, tmp_path, capsys) -> None:
     folder = cases(9, 3).folder
 
     def told(*arguments: str) -> str:
@@ -163,7 +157,7 @@ def test_wrong_requests_are_told(cases: Any, tmp_path: Path, capsys: pytest.Capt
     assert not (tmp_path / "out").exists()
 
 
-def test_weights_that_a_load_would_initialise_are_refused(tmp_path: Path) -> None:
+def test_weights_that_a_load_would_initialise_are_refused(tmp_path) -> None:
     model = LlamaForCausalLM(llama_config(9, 3))
     model.save_pretrained(tmp_path / "plain")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")

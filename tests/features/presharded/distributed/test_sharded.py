@@ -28,8 +28,6 @@ from tp_transformers.checkpoint import verify_sharded
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.features.presharded.save import SummedWriter
 
-pytestmark = pytest.mark.distributed
-
 
 def save(folder: str, target: str, experts: bool = False) -> None:
     save_sharded(load(folder, tp_expert_parallel=experts), target)
@@ -132,9 +130,7 @@ QUICK = ("8/2 heads", "tied", "phi3", "gpt_oss")
 
 @pytest.mark.parametrize("size", wide([3, 2, 1, 4], 1))
 @pytest.mark.parametrize("name", wide(sorted(MODELS, key=lambda name: name not in QUICK), len(QUICK)))
-def test_shards_are_the_checkpoint_at_any_size(
-    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str, size: int
-) -> None:
+def test_shards_are_the_checkpoint_at_any_size(pool, checkpoint, sharded, tmp_path, name, size) -> None:
     saved_at = SAVED_AT.get(name, 2)
     folder, shards = checkpoint(name), sharded(name, saved_at)
     results = pool.run(size, load_both_ways, folder, shards, str(tmp_path / "back"))
@@ -154,7 +150,7 @@ def names_in(folder: str) -> set[str]:
     return {name for file in files for name in load_file(file)}
 
 
-def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded: Any) -> None:
+def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded) -> None:
     tied = names_in(sharded("tied", 2))
     assert "model.embed_tokens.weight" in tied
     assert "lm_head.weight" not in tied
@@ -163,9 +159,7 @@ def test_tied_parameters_are_stored_once_and_buffers_where_they_persist(sharded:
 
 
 @pytest.mark.parametrize("name", wide(["mixtral", "gpt_oss"], 1))
-def test_cut_experts_become_whole_ones_and_back(
-    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str
-) -> None:
+def test_cut_experts_become_whole_ones_and_back(pool, checkpoint, sharded, tmp_path, name) -> None:
     folder = checkpoint(name)
     for size in (2, 3):
         results = pool.run(size, load_both_ways, folder, sharded(name, 2), None, True)
@@ -185,7 +179,7 @@ def prefetched(folder: str, shards: str) -> tuple[bool, int, int]:
     return equal_shards(model, again), again.tp_report.prefetched, held(again)
 
 
-def test_a_cold_page_cache_is_filled_by_those_who_need_a_file(pool: Pool, checkpoint: Any, sharded: Any) -> None:
+def test_a_cold_page_cache_is_filled_by_those_who_need_a_file(pool, checkpoint, sharded) -> None:
     folder, shards = checkpoint("9/3 heads"), sharded("9/3 heads", 2)
     for same, brought_in, kept in pool.run(2, prefetched, folder, shards):
         assert same
@@ -201,7 +195,7 @@ def shard_again(shards: str, target: str, dtype: torch.dtype | None = None) -> N
     save_sharded(model if dtype is None else model.to(dtype), target)
 
 
-def test_shards_of_shards(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path) -> None:
+def test_shards_of_shards(pool, checkpoint, sharded, tmp_path) -> None:
     folder = checkpoint("mixtral")
     pool.run(3, shard_again, sharded("mixtral", 2), str(tmp_path / "again"))
     assert_same_load(pool.run(2, load_both_ways, folder, str(tmp_path / "again"), str(tmp_path / "back")))
@@ -215,7 +209,7 @@ def same_cast(folder: str, shards: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["tied", "9/3 heads"])  # DTensors, which a cast makes anew, and plain tensors
-def test_a_model_that_was_cast(pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, name: str) -> None:
+def test_a_model_that_was_cast(pool, checkpoint, sharded, tmp_path, name) -> None:
     pool.run(2, shard_again, sharded(name, 2), str(tmp_path / "cast"), torch.bfloat16)
     assert pool.run(3, same_cast, checkpoint(name), str(tmp_path / "cast")) == [True] * 3
 
@@ -241,7 +235,7 @@ def on_mesh(folder: str, target: str, parallel: bool) -> tuple[bool, list[str]]:
 
 
 @pytest.mark.parametrize("parallel", wide([True, False], 1))
-def test_the_first_copy_saves_for_all(pool: Pool, checkpoint: Any, tmp_path: Path, parallel: bool) -> None:
+def test_the_first_copy_saves_for_all(pool, checkpoint, tmp_path, parallel) -> None:
     folder, target = checkpoint("9/3 heads"), tmp_path / "s"
     for is_same, (of_a_writer, of_a_folder) in pool.run(4, on_mesh, folder, str(target), parallel):
         assert is_same
@@ -264,7 +258,7 @@ def on_some_ranks(folder: str, target: str) -> bool:
     return (Path(target) / MANIFEST_NAME).is_file()
 
 
-def test_copies_on_some_ranks_beside_a_group_of_the_users_own(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
+def test_copies_on_some_ranks_beside_a_group_of_the_users_own(pool, checkpoint, tmp_path) -> None:
     assert pool.run(3, on_some_ranks, checkpoint("9/3 heads"), str(tmp_path / "s"), timeout=60) == [True] * 3
 
 
@@ -305,9 +299,7 @@ def damage_manifest(file: Path, other: Path) -> None:
         (damage_manifest, "cannot be read as JSON"),
     ],
 )
-def test_damaged_folders(
-    pool: Pool, sharded: Any, another: str, tmp_path: Path, damage: Any, says: str, size: int
-) -> None:
+def test_damaged_folders(pool, sharded, another, tmp_path, damage, says, size) -> None:
     folder = tmp_path / "sharded"
     shutil.copytree(sharded("9/3 heads", 2), folder)
     damage(max(folder.glob("rank-*")), max(Path(another).glob("rank-*")))  # of rank 1
@@ -337,9 +329,7 @@ def fail_on(rank: int, model: Any, target: str) -> None:
 
 
 @pytest.mark.parametrize("rank", wide([1, 0], 1))
-def test_a_save_that_fails_leaves_what_was_there(
-    pool: Pool, checkpoint: Any, sharded: Any, tmp_path: Path, rank: int
-) -> None:
+def test_a_save_that_fails_leaves_what_was_there(pool, checkpoint, sharded, tmp_path, rank) -> None:
     folder, target = checkpoint("9/3 heads"), tmp_path / "target"
     error = pool.error(2, save_and_fail_on, rank, folder, str(target), timeout=60)
     assert f"rank {rank}: OSError: no space left on device" in error
@@ -356,7 +346,7 @@ def save_to_own(folder: str, targets: list[str]) -> None:
     save_sharded(load(folder), targets[int(os.environ["RANK"])])
 
 
-def test_a_folder_that_ranks_do_not_share_is_told(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
+def test_a_folder_that_ranks_do_not_share_is_told(pool, checkpoint, tmp_path) -> None:
     targets = [str(tmp_path / "a"), str(tmp_path / "b")]
     error = pool.error(2, save_to_own, checkpoint("9/3 heads"), targets, timeout=60)
     assert error.startswith("CheckpointError: rank 0: ")
@@ -368,6 +358,6 @@ def load_own(folders: list[str]) -> None:
     load(folders[int(os.environ["RANK"])])
 
 
-def test_ranks_that_load_different_saves_all_stop(pool: Pool, sharded: Any, another: str) -> None:
+def test_ranks_that_load_different_saves_all_stop(pool, sharded, another) -> None:
     error = pool.error(2, load_own, [sharded("9/3 heads", 2), another], timeout=60)
     assert error.startswith("CheckpointError: the checkpoint: got another list of files on rank 1 than on rank 0")

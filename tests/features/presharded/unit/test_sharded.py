@@ -28,7 +28,7 @@ def saved(cases: Any, tmp_path: Path) -> tuple[str, Path]:
     return folder, tmp_path / "sharded"
 
 
-def test_one_process_saves_and_loads(saved: tuple[str, Path], tmp_path: Path) -> None:
+def test_one_process_saves_and_loads(saved, tmp_path) -> None:
     folder, sharded = saved
     model, info = load(sharded, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -42,7 +42,7 @@ def test_one_process_saves_and_loads(saved: tuple[str, Path], tmp_path: Path) ->
     assert_same_files(folder, str(tmp_path / "back"))
 
 
-def test_nothing_is_renamed_again(saved: tuple[str, Path], tmp_path: Path) -> None:
+def test_nothing_is_renamed_again(saved, tmp_path) -> None:
     folder, sharded = saved
     model, info = load(
         sharded, key_mapping={"^lm_head": "model.head", "gate_proj": "up_proj"}, output_loading_info=True
@@ -55,7 +55,7 @@ def test_nothing_is_renamed_again(saved: tuple[str, Path], tmp_path: Path) -> No
     assert_same_files(folder, str(tmp_path / "back"))
 
 
-def test_dtypes(saved: tuple[str, Path], tmp_path: Path) -> None:
+def test_dtypes(saved, tmp_path) -> None:
     folder, sharded = saved
     plain = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     cast = load(sharded, dtype=torch.bfloat16)
@@ -69,13 +69,13 @@ def test_dtypes(saved: tuple[str, Path], tmp_path: Path) -> None:
     assert load(tmp_path / "cast", dtype=torch.float32).dtype == torch.float32
 
 
-def test_a_base_model_is_loaded_too(saved: tuple[str, Path]) -> None:
+def test_a_base_model_is_loaded_too(saved) -> None:
     folder, sharded = saved
     base, plain = load(sharded, AutoModel), AutoModel.from_pretrained(folder)
     assert equal_parameters(base, plain)
 
 
-def test_without_a_plan_there_is_an_error_and_no_model(saved: tuple[str, Path]) -> None:
+def test_without_a_plan_there_is_an_error_and_no_model(saved) -> None:
     _, sharded = saved
     with tp_transformers.enable():
         for auto in (AutoModelForCausalLM, LlamaForCausalLM):
@@ -85,7 +85,7 @@ def test_without_a_plan_there_is_an_error_and_no_model(saved: tuple[str, Path]) 
         AutoModelForCausalLM.from_pretrained(sharded)
 
 
-def test_ordinary_weights_beside_sharded_ones_are_refused(saved: tuple[str, Path], tmp_path: Path) -> None:
+def test_ordinary_weights_beside_sharded_ones_are_refused(saved, tmp_path) -> None:
     folder, sharded = saved
     model = load(sharded)
     with pytest.raises(CheckpointError, match=r"got a folder that holds model\.safetensors\.index\.json"):
@@ -98,13 +98,13 @@ def test_ordinary_weights_beside_sharded_ones_are_refused(saved: tuple[str, Path
         LlamaForCausalLM.from_pretrained(sharded)  # without a plan there is no doubt what is meant
 
 
-def test_a_plain_model_is_refused(cases: Any, tmp_path: Path) -> None:
+def test_a_plain_model_is_refused(cases, tmp_path) -> None:
     with pytest.raises(UnsupportedError, match="LlamaForCausalLM that was loaded without tp_plan"):
         save_sharded(LlamaForCausalLM.from_pretrained(cases(8, 4).folder), tmp_path / "s")
     assert not (tmp_path / "s").exists()
 
 
-def test_a_save_replaces_the_one_before_it(saved: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_replaces_the_one_before_it(saved, monkeypatch) -> None:
     _, sharded = saved
     before = sorted(path.name for path in sharded.iterdir())
     (sharded / "rank-00007-of-00008-0123abcd.safetensors.tmp").write_bytes(b"of a save that was killed")
@@ -130,7 +130,7 @@ def test_a_save_replaces_the_one_before_it(saved: tuple[str, Path], monkeypatch:
     verify_sharded(sharded)
 
 
-def test_the_manifest_says_where_the_model_is_from(saved: tuple[str, Path], tmp_path: Path) -> None:
+def test_the_manifest_says_where_the_model_is_from(saved, tmp_path) -> None:
     folder, sharded = saved
     commit = "5f1" + "0" * 37
     cached = tmp_path / "models--tiny" / "snapshots" / commit  # as the Hub's cache has it
@@ -139,10 +139,8 @@ def test_the_manifest_says_where_the_model_is_from(saved: tuple[str, Path], tmp_
     save_sharded(load(tmp_path / "from-cache"), tmp_path / "again")
     for target in ("from-cache", "again"):
         manifest = Manifest.find(tmp_path / target)
-        assert manifest is not None
         assert manifest.source == {"name": str(cached), "commit_hash": commit}
     manifest = Manifest.find(sharded)
-    assert manifest is not None
     assert manifest.source == {"name": folder, "commit_hash": None}
     assert manifest.dtype == "float32"
     assert manifest.plan["model.layers.*.self_attn.q_proj"] == "colwise"

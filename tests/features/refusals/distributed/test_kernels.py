@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -19,9 +17,6 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES, LOGITS_TOLERANCE
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS
-from tests.support.pool import Pool
-
-pytestmark = pytest.mark.distributed
 
 
 def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -86,7 +81,7 @@ def replace(folder: str) -> dict[str, Any]:
     return {**found, "said": said}
 
 
-def test_a_kernel_that_leaves_out_what_ranks_communicate_is_refused(pool: Pool, tmp_path: Path) -> None:
+def test_a_kernel_that_leaves_out_what_ranks_communicate_is_refused(pool, tmp_path) -> None:
     ARCHITECTURES["gpt_oss"].make(8, 2).save_pretrained(tmp_path)
     for found in pool.run(2, replace, str(tmp_path)):
         assert found["kept"] < LOGITS_TOLERANCE

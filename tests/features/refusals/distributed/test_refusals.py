@@ -16,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load, logits_of
-from tests.support.pool import Pool, WorkerError
-
-pytestmark = pytest.mark.distributed
+from tests.support.pool import WorkerError
 
 
 def transformed(model: Any) -> Any:
@@ -70,7 +68,7 @@ def refuse(folder: str) -> float:
 
 
 @pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 4), marks=pytest.mark.slow)])
-def test_code_of_others_is_refused_or_right(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
+def test_code_of_others_is_refused_or_right(pool, cases, heads) -> None:
     for worst in pool.run(2, refuse, cases(*heads).folder):
         assert worst < 1e-3  # one process quantises the same values; a rank's sums may round to a neighbour
 
@@ -80,7 +78,7 @@ def transform_on_one_rank(folder: str) -> None:
     transformed(model) if model.tp_group.rank == 1 else model(PROMPTS)
 
 
-def test_a_refusal_on_one_rank_is_told_on_the_others(pool: Pool, cases: Any) -> None:
+def test_a_refusal_on_one_rank_is_told_on_the_others(pool, cases) -> None:
     with pytest.raises(WorkerError) as caught:
         pool.run(2, transform_on_one_rank, cases(9, 3).folder, timeout=60)
     told = "UnsupportedError: torch.func of a tensor-parallel model: got a forward inside of vmap"
@@ -88,7 +86,7 @@ def test_a_refusal_on_one_rank_is_told_on_the_others(pool: Pool, cases: Any) -> 
     assert caught.value.errors[1].startswith(told)
 
 
-def test_models_that_are_whole_take_the_wrapper(pool: Pool, cases: Any) -> None:
+def test_models_that_are_whole_take_the_wrapper(pool, cases) -> None:
     assert all(pool.run(2, wrap_whole, cases(9, 3).folder))
 
 
@@ -121,6 +119,6 @@ def replace_modules(folder: str) -> list[float]:
     return [*differences, relative(logits_of(model), logits_of(full))]
 
 
-def test_a_module_in_the_place_of_a_sharded_one_is_refused_or_right(pool: Pool, cases: Any) -> None:
+def test_a_module_in_the_place_of_a_sharded_one_is_refused_or_right(pool, cases) -> None:
     for differences in pool.run(3, replace_modules, cases(9, 3).folder):
         assert max(differences) < 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:
     assert resolve(replace(plan, declared=False), model, 2).notes == ()
 
 
-def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share(tmp_path: Path) -> None:
+def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share(tmp_path) -> None:
     config = LlavaConfig(
         vision_config={
             "model_type": "vit_msn",
@@ -56,7 +55,6 @@ def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share(tmp_path: Path
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(config)
     plan = Plan.for_model(model)
-    assert plan is not None
     assert plan.declared
     (note,) = resolve(plan, model, 2).notes
     assert "replicates 2 of 2 model.vision_tower." in note
@@ -64,7 +62,6 @@ def test_a_declared_plan_that_leaves_a_tower_loads_with_its_share(tmp_path: Path
     assert plan.as_dict()["lm_head"] == "colwise_rep"  # of the plan for the language model
     (tmp_path / "own.yaml").write_text("rules: {model.language_model.norm: replicate}")
     own = Plan.for_model(model, tmp_path / "own.yaml")
-    assert own is not None
     assert own.as_dict() == {"model.language_model.norm": "replicate"}
 
 

@@ -44,7 +44,7 @@ def meta_model(**changes: object) -> LlamaForCausalLM:
         ),
     ],
 )
-def test_linears_that_do_not_fit_together_are_named(rules: dict[str, str], says: str) -> None:
+def test_linears_that_do_not_fit_together_are_named(rules, says) -> None:
     plan = Plan.from_dict({MLP + name: strategy for name, strategy in rules.items()})
     with pytest.raises(PlanError) as caught:
         resolve(plan, meta_model(), 2)
@@ -61,7 +61,7 @@ def test_linears_that_do_not_fit_together_are_named(rules: dict[str, str], says:
     ],
 )
 @pytest.mark.parametrize("width", [100, 64], ids=["wide", "square"])  # in a square MLP, anything could feed anything
-def test_linears_that_fit_together_are_left_alone(rules: dict[str, str], width: int) -> None:
+def test_linears_that_fit_together_are_left_alone(rules, width) -> None:
     plan = Plan.from_dict({MLP + name: strategy for name, strategy in rules.items()})
     resolve(plan, meta_model(intermediate_size=width), 3)
 

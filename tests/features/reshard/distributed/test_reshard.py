@@ -17,14 +17,11 @@ from tests.features.quantized.distributed.test_quantized import VARIANTS, packed
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import full_gradients, read_folder, relative, relative_errors, worst
 from tests.support.models import MASK, PROMPTS, load, save_as_loaded
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS
 from tp_transformers.features.reshard.reshard import REPORT
 from tp_transformers.ranks.mesh import join
 from tp_transformers.strategies import layout_of, local_tensor
-
-pytestmark = pytest.mark.distributed
 
 STEPS = (4, 3, 1, 2, 5, (2, 1, 1), (1, 1))
 """Numbers of ranks, or their shares."""
@@ -150,7 +147,7 @@ WALKS = [("tied", (3, 1, 4, (2, 1, 1))), *((name, STEPS if name != "llama 9/3" e
 
 
 @pytest.mark.parametrize(("name", "steps"), wide(WALKS, 1))
-def test_a_model_goes_from_ranks_to_ranks(pool: Pool, tmp_path: Path, name: str, steps: tuple[Any, ...]) -> None:
+def test_a_model_goes_from_ranks_to_ranks(pool, tmp_path, name, steps) -> None:
     save_as_loaded(MAKERS[name](), tmp_path)
     folder, reference = str(tmp_path / "checkpoint"), str(tmp_path / "reference.pt")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -171,7 +168,7 @@ def test_a_model_goes_from_ranks_to_ranks(pool: Pool, tmp_path: Path, name: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), [("gpt_oss", "mxfp4"), ("llama", "gptq"), ("qwen3_moe", "awq")])
-def test_packed_weights_stay_packed(pool: Pool, tmp_path: Path, name: str, variant: str) -> None:
+def test_packed_weights_stay_packed(pool, tmp_path, name, variant) -> None:
     folder = str(packed_folder(tmp_path, name, VARIANTS[variant])[0])
     options = {"dtype": torch.bfloat16, "tp_dequantize": False}
     steps = (4, 3, 1, 2, 5)
@@ -202,7 +199,7 @@ def modes(folder: str) -> tuple[Any, ...]:
     return before, found()
 
 
-def test_modes_and_options_stay(pool: Pool, cases: Any) -> None:
+def test_modes_and_options_stay(pool, cases) -> None:
     for before, after in pool.run(2, modes, cases(9, 3).folder):
         assert before == after
         assert before["options"] == {"tp_map": False}

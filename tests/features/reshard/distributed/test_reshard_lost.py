@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import tp_transformers
 from tests.features.reshard.distributed.test_reshard import MAKERS, check_saved, differing, loaded, mesh_of
 from tests.support.comparisons import read_folder
 from tests.support.models import load, save_as_loaded
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.features.reshard import moves
 from tp_transformers.features.reshard.reshard import REPORT
@@ -22,8 +20,6 @@ from tp_transformers.ranks.mesh import join
 from tp_transformers.slices.layout import union
 from tp_transformers.strategies import layout_of, local_tensor, unsharded_like
 from tp_transformers.training import reshard
-
-pytestmark = pytest.mark.distributed
 
 
 def lose(lost: int, place: str) -> bool:
@@ -69,7 +65,7 @@ def go_on(folder: str, place: str, lost: int, to: Any, saved: str) -> Any:
         [("llama 9/3", 1, 2), ("llama 9/3", 0, (2, 1)), ("mixtral", 2, 2), ("gpt_oss", 1, 1), ("qwen3_next", 0, 2)], 1
     ),
 )
-def test_only_what_a_lost_rank_had_is_read_again(pool: Pool, tmp_path: Path, name: str, lost: int, to: Any) -> None:
+def test_only_what_a_lost_rank_had_is_read_again(pool, tmp_path, name, lost, to) -> None:
     save_as_loaded(MAKERS[name](), tmp_path)
     folder = str(tmp_path / "checkpoint")
     results = pool.run(3, go_on, folder, str(tmp_path / "meet"), lost, to, str(tmp_path / "saved"))
@@ -107,7 +103,7 @@ def refused(folder: str, place: str, case: str) -> str | None:
 
 
 @pytest.mark.parametrize("case", wide(["weights", "states", "data"], 0))
-def test_trained_values_of_a_lost_rank_are_one_error(pool: Pool, cases: Any, tmp_path: Path, case: str) -> None:
+def test_trained_values_of_a_lost_rank_are_one_error(pool, cases, tmp_path, case) -> None:
     first, _, second = pool.run(3, refused, cases(9, 3).folder, str(tmp_path / "meet"), case)
     assert first == second
     assert ("only a lost rank had" if case != "data" else "other values") in first
@@ -128,7 +124,7 @@ def from_save(folder: str, place: str, saved: str) -> Any:
 
 
 @pytest.mark.slow
-def test_a_save_of_now_replaces_a_lost_rank(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_a_save_of_now_replaces_a_lost_rank(pool, cases, tmp_path) -> None:
     results = pool.run(3, from_save, cases(9, 3).folder, str(tmp_path / "meet"), str(tmp_path / "saved"))
     assert [result for result in results if result is not None] == [["plan"], ["plan"]]  # configs name the first load
 
@@ -144,9 +140,7 @@ def replaced(folder: str, place: str) -> Any:
     return differing(model, loaded(folder, 2, mesh_of(2), dtype=torch.float64))
 
 
-def test_a_rank_that_joins_gets_what_another_reads_in_the_dtype_of_the_model(
-    pool: Pool, cases: Any, tmp_path: Path
-) -> None:
+def test_a_rank_that_joins_gets_what_another_reads_in_the_dtype_of_the_model(pool, cases, tmp_path) -> None:
     assert pool.run(3, replaced, cases(9, 3).folder, str(tmp_path / "meet")) == [[], [], []]
 
 
@@ -171,7 +165,7 @@ def interrupted(folder: str) -> str:
     return ""
 
 
-def test_a_rank_that_fails_on_the_way_leaves_no_rank_waiting(pool: Pool, cases: Any) -> None:
+def test_a_rank_that_fails_on_the_way_leaves_no_rank_waiting(pool, cases) -> None:
     first, second = pool.run(2, interrupted, cases(9, 3).folder)
     assert first == second
     assert "full" in first
@@ -206,6 +200,6 @@ def misused(folder: str, case: str) -> str:
         ("others", "(0, 1) on rank 0 and (0,) on rank 1"),
     ],
 )
-def test_a_refusal_changes_nothing(pool: Pool, cases: Any, case: str, said: str) -> None:
+def test_a_refusal_changes_nothing(pool, cases, case, said) -> None:
     for message in pool.run(2, partial(misused, cases(9, 3).folder), case):
         assert said in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -16,14 +15,11 @@ from transformers import AutoModelForCausalLM
 from tests.features.reshard.distributed.test_reshard import MAKERS, in_float64, mesh_of
 from tests.support.comparisons import full_parameters, relative, relative_errors, worst
 from tests.support.models import load, save_as_loaded
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import TensorParallelError, UnsupportedError
 from tp_transformers.features.reshard.moves import Moves
 from tp_transformers.ranks.mesh import join
 from tp_transformers.training import reshard
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-9  # float64: the order of the sums, through the square roots of Adam
 STEPS = (3, 2, 4, (2, 1, 1))
@@ -81,7 +77,7 @@ def train(folder: str, reference: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", wide(["llama 9/3", "tied", "mixtral", "phi3"], 1))
-def test_training_goes_on_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_training_goes_on_as_if_nothing_had_happened(pool, tmp_path, name) -> None:
     save_as_loaded(MAKERS[name](), tmp_path)
     folder, reference = str(tmp_path / "checkpoint"), str(tmp_path / "reference.pt")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -128,7 +124,7 @@ def refused(folder: str) -> tuple[str, list[int]]:
     return message, alive
 
 
-def test_an_error_keeps_the_optimizer_whose_states_are_freed_one_by_one(pool: Pool, cases: Any) -> None:
+def test_an_error_keeps_the_optimizer_whose_states_are_freed_one_by_one(pool, cases) -> None:
     results = pool.run(3, refused, cases(9, 3).folder)
     assert len({message for message, _ in results}) == 1
     for _, alive in results[:2]:

@@ -57,13 +57,13 @@ def check(new: Split, old: Split, survivors: dict[int, int]) -> Counter[int]:
 
 
 @pytest.mark.parametrize(("before", "after"), [*product(SIZES, SIZES)])
-def test_every_index_of_every_new_shard_has_one_source(before: int, after: int) -> None:
+def test_every_index_of_every_new_shard_has_one_source(before, after) -> None:
     for old, new in zip(splits(before).values(), splits(after).values(), strict=True):
         check(new, old, {rank: rank for rank in range(before)})
 
 
 @pytest.mark.parametrize(("before", "lost"), [(2, 0), (3, 1), (4, 3), (5, 2)])
-def test_after_a_loss_only_what_nobody_holds_is_read(before: int, lost: int) -> None:
+def test_after_a_loss_only_what_nobody_holds_is_read(before, lost) -> None:
     left = [rank for rank in range(before) if rank != lost]
     for (_, old), (_, new) in product(splits(before).items(), splits(before - 1).items()):
         if old.length == new.length:

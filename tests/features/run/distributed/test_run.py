@@ -7,13 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tp_transformers
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, TensorParallelError
 from tp_transformers.__main__ import main
@@ -61,9 +58,7 @@ WITH_ERROR = "tp-transformers run: ranks? (0|1|0-1) ended with this error"
         2,
     ),
 )
-def test_an_error_is_printed_once(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], how: str, code: int, says: list[str], ranks: int
-) -> None:
+def test_an_error_is_printed_once(tmp_path, capfd, how, code, says, ranks) -> None:
     """By 2 ranks that import no torch, or by the command, of which one start is quick: on 1 rank."""
     script = tmp_path / "script.py"
     if not ranks:
@@ -84,7 +79,7 @@ def test_an_error_is_printed_once(
         assert re.fullmatch(expected, line)
 
 
-def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
+def test_errors_of_ranks_that_differ_are_all_told(tmp_path) -> None:
     for rank, text in (("0", "RemoteRankError: rank 1 failed"), ("1", "ValueError: b"), ("2", "ValueError: c\nd")):
         (tmp_path / f"{rank}.rank").write_text(json.dumps([text, f"Traceback ...\n{text}\n"]))
     (tmp_path / "codes.json").write_text(json.dumps({"1": 1, "3": -15, "4": -9}))
@@ -102,9 +97,7 @@ class _RefusedError(TensorParallelError):
 
 
 @pytest.mark.parametrize("first", [RemoteRankError("rank 1 failed"), _RefusedError("a model: got none")])
-def test_a_refusal_is_its_text_and_hides_no_other_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Exception
-) -> None:
+def test_a_refusal_is_its_text_and_hides_no_other_error(tmp_path, monkeypatch, first) -> None:
     monkeypatch.setenv("TP_TRANSFORMERS_ERRORS", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -119,7 +112,7 @@ def test_a_refusal_is_its_text_and_hides_no_other_error(
 
 
 @pytest.mark.slow
-def test_verbose_prints_all(tmp_path: Path) -> None:
+def test_verbose_prints_all(tmp_path) -> None:
     (tmp_path / "script.py").write_text(FAILING)
     ended = command("run", "-n", "2", "--verbose", str(tmp_path / "script.py"), "all")
     assert ended.returncode == 1
@@ -140,7 +133,7 @@ def as_rank(*arguments: str) -> object:
 
 
 @pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_scripts_run_with_the_hook_on(pool: Pool, tmp_path: Path, by_command: bool) -> None:
+def test_scripts_run_with_the_hook_on(pool, tmp_path, by_command) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -161,7 +154,7 @@ def test_scripts_run_with_the_hook_on(pool: Pool, tmp_path: Path, by_command: bo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [("run", "-n", "2"), ()])
-def test_full_copies_on_ranks_are_told(cases: Any, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_full_copies_on_ranks_are_told(cases, tmp_path, launcher) -> None:
     load = f"from transformers import LlamaForCausalLM as L\nL.from_pretrained({cases(9, 3).folder!r})\n"
     script = tmp_path / "script.py"
     script.write_text(load)
@@ -184,7 +177,7 @@ def test_full_copies_on_ranks_are_told(cases: Any, tmp_path: Path, launcher: tup
         (["run", "-n", "2", os.devnull + "/script.py"], "no such file"),
     ],
 )
-def test_a_wrong_request_is_told_on_stderr(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_request_is_told_on_stderr(arguments, says, capsys) -> None:
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
     assert says in captured.err

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, signal, sys, time
@@ -71,9 +71,7 @@ def wait_until(condition: object) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end")
 @pytest.mark.parametrize(("way", "name", "code", "told", "has_saved"), TABLE)
-def test_what_comes_of_the_launcher_and_its_ranks(
-    tmp_path: Path, way: str, name: str, code: int | None, told: str, has_saved: bool | None
-) -> None:
+def test_what_comes_of_the_launcher_and_its_ranks(tmp_path, way, name, code, told, has_saved) -> None:
     if way == "PID 1" and (not shutil.which("unshare") or subprocess.run([*CONTAINER, "true"], check=False).returncode):
         pytest.skip("no container can be made here")
     folder, script = tmp_path / "ranks", tmp_path / "script.py"

@@ -49,9 +49,7 @@ def launched(tmp_path: Path, **environment: str) -> list[str]:
     return (tmp_path / "output").read_text().splitlines()
 
 
-def test_threads_of_ranks_share_the_cores_that_the_process_may_use(
-    agent: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_of_ranks_share_the_cores_that_the_process_may_use(agent, tmp_path, monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
@@ -59,9 +57,7 @@ def test_threads_of_ranks_share_the_cores_that_the_process_may_use(
     assert launched(tmp_path, OMP_NUM_THREADS="5")[1] == "{'OMP_NUM_THREADS': '5'}"
 
 
-def test_a_cluster_and_the_name_of_the_host_have_no_say(
-    agent: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_and_the_name_of_the_host_have_no_say(agent, tmp_path, monkeypatch) -> None:
     """Kubeflow sets PET_NNODES and others in every pod; a host's name may have no address."""
     for name, value in {"NNODES": "2", "NODE_RANK": "1", "RDZV_BACKEND": "etcd"}.items():
         monkeypatch.setenv(f"PET_{name}", value)
@@ -101,7 +97,7 @@ def signalled(tmp_path: Path, *numbers: Any, again: str = "1", ignored: int | No
 
 
 @pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("HUP", 129), ("INT", 1)])
-def test_a_launcher_waits_for_its_ranks(agent: None, tmp_path: Path, name: str, code: int) -> None:
+def test_a_launcher_waits_for_its_ranks(agent, tmp_path, name, code) -> None:
     number = getattr(signal, f"SIG{name}")
     ended, printed = signalled(tmp_path, number, number)  # twice: timeout(1) sends to the process, too
     assert printed.splitlines()[:2] == [f"told SIG{name}", f"ended by SIG{name}"]
@@ -109,11 +105,11 @@ def test_a_launcher_waits_for_its_ranks(agent: None, tmp_path: Path, name: str, 
     assert ended == (-signal.SIGINT if name == "INT" else code)
 
 
-def test_a_signal_that_is_ignored_stays_so(agent: None, tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_so(agent, tmp_path) -> None:
     """SIGHUP under nohup."""
     assert signalled(tmp_path, signal.SIGHUP, ignored=signal.SIGHUP) == (0, "")
 
 
-def test_a_second_request_reaches_the_ranks_but_no_third(agent: None, tmp_path: Path) -> None:
+def test_a_second_request_reaches_the_ranks_but_no_third(agent, tmp_path) -> None:
     _, printed = signalled(tmp_path, *[signal.SIGINT] * 3, again="0")
     assert printed.count("told SIGINT") == 2

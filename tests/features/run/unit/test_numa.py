@@ -33,13 +33,13 @@ def machine(folder: Path, *lists: str) -> Path:
         ([*["9"] * 2, "0", *["9"] * 8, "1"], 2, [{0}, {1}]),  # node 11 follows node 2
     ],
 )
-def test_neighbouring_ranks_share_a_node(tmp_path: Path, lists: list[str], size: int, expected: list[set[int]]) -> None:
+def test_neighbouring_ranks_share_a_node(tmp_path, lists, size, expected) -> None:
     nodes = machine(tmp_path, *lists)
     assert [numa.cores_of(rank, size, set(range(8)), nodes) for rank in range(size)] == expected
 
 
 @pytest.mark.skipif(len(ALL) < 2, reason="has one core")
-def test_a_rank_keeps_to_its_cores(tmp_path: Path) -> None:
+def test_a_rank_keeps_to_its_cores(tmp_path) -> None:
     first, second, *_ = ALL
     machine(tmp_path, str(first), str(second))
     program = (

@@ -10,13 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 
 api = pytest.importorskip("transformers.generation.continuous_batching.continuous_api")
 continuous_batching = pytest.importorskip("transformers.generation.configuration_utils")
-
-pytestmark = pytest.mark.distributed
 
 PROMPTS = [[5, 9, 41, 150], [23, 9, 41, 198, 3, 77, 12], [17, 5, 98, 150, 4]]
 NEW = 8
@@ -34,7 +31,7 @@ def batched(folder: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 1), 3)], 1))
-def test_batches_are_answered_as_by_one_process(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
+def test_batches_are_answered_as_by_one_process(pool, cases, heads, size) -> None:
     folder = cases(*heads).folder
     one = AutoModelForCausalLM.from_pretrained(folder)
     expected = [
@@ -83,7 +80,7 @@ by_requests_to_one_rank = pytest.mark.skipif(
 
 
 @by_requests_to_one_rank
-def test_a_seed_of_one_rank_is_that_of_all(pool: Pool, cases: Any) -> None:
+def test_a_seed_of_one_rank_is_that_of_all(pool, cases) -> None:
     folder = cases(9, 3).folder
     expected = sampled(AutoModelForCausalLM.from_pretrained(folder))[1:]
     assert len({tuple(tokens) for tokens in expected}) == len(PROMPTS)
@@ -91,6 +88,6 @@ def test_a_seed_of_one_rank_is_that_of_all(pool: Pool, cases: Any) -> None:
 
 
 @by_requests_to_one_rank
-def test_ranks_that_decode_other_texts_are_told(pool: Pool, cases: Any) -> None:
+def test_ranks_that_decode_other_texts_are_told(pool, cases) -> None:
     for error, *_ in pool.run(2, sampled_astray, cases(9, 3).folder):
         assert error.startswith("continuous batching: got other requests or tokens on some ranks")

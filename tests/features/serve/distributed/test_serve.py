@@ -29,7 +29,7 @@ openai = pytest.importorskip("openai")
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package)
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 QUESTIONS = ["w5 w17", "w98", "w3 w77 w12 w9", "w150 w41"]
 NEW = 8
@@ -134,7 +134,7 @@ def wait_for_end(folder: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_concurrent_answers_are_those_of_one_process(folder: str, ranks: int) -> None:
+def test_concurrent_answers_are_those_of_one_process(folder, ranks) -> None:
     expected = answers(folder)
     with served(folder, ranks) as (client, process):
         assert [ask(client, folder, question, False) for question in QUESTIONS] == expected
@@ -168,7 +168,7 @@ BAD = [
 """(endpoint, fields, part of the reason) of requests that cannot be answered."""
 
 
-def test_what_cannot_be_answered_is_refused_and_the_server_goes_on(folder: str) -> None:
+def test_what_cannot_be_answered_is_refused_and_the_server_goes_on(folder) -> None:
     expected = answers(folder)
     with served(folder, 2) as (client, process):
         for endpoint, fields, said in BAD:
@@ -182,7 +182,7 @@ def test_what_cannot_be_answered_is_refused_and_the_server_goes_on(folder: str) 
 
 
 @pytest.mark.parametrize("drain", [2, 60])
-def test_requests_are_drained_for_a_time_that_can_be_set(folder: str, tmp_path: Path, drain: int) -> None:
+def test_requests_are_drained_for_a_time_that_can_be_set(folder, tmp_path, drain) -> None:
     with (
         (tmp_path / "output").open("wb") as output,
         served(folder, 2, options=["--drain", str(drain)], stdout=output, stderr=output) as (client, process),
@@ -212,7 +212,7 @@ def test_requests_are_drained_for_a_time_that_can_be_set(folder: str, tmp_path: 
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_dies_ends_all(folder: str, tmp_path: Path, killed: int) -> None:
+def test_a_rank_that_dies_ends_all(folder, tmp_path, killed) -> None:
     with (tmp_path / "said").open("wb") as said, served(folder, 2, stderr=said) as (client, process):
         ask(client, folder, QUESTIONS[0], False)
         os.kill(ranks_of(folder)[killed], signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_ends_all(folder: str, tmp_path: Path, killed: int) -> 
     assert "Traceback" not in told
 
 
-def test_a_rank_that_is_paused_ends_all(folder: str, tmp_path: Path) -> None:
+def test_a_rank_that_is_paused_ends_all(folder, tmp_path) -> None:
     """A request meets a rank that gives no sign of life for `--watch` seconds."""
     with (tmp_path / "said").open("wb") as said, served(folder, 2, ["--watch", "3"], stderr=said) as (client, process):
         assert ask(client, folder, QUESTIONS[0], stream=False)
@@ -241,7 +241,7 @@ def test_a_rank_that_is_paused_ends_all(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_an_interrupt_in_the_terminal_ends_all_in_silence(folder: str, tmp_path: Path, asked: bool) -> None:
+def test_an_interrupt_in_the_terminal_ends_all_in_silence(folder, tmp_path, asked) -> None:
     with (
         (tmp_path / "output").open("wb") as output,
         served(folder, 2, stdout=output, stderr=output) as (client, process),
@@ -259,7 +259,7 @@ def test_an_interrupt_in_the_terminal_ends_all_in_silence(folder: str, tmp_path:
     assert "SIG" not in printed
 
 
-def test_a_port_in_use_is_told_before_the_load(folder: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_told_before_the_load(folder, capfd) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -283,7 +283,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_told_once(folder: str, tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_served_is_told_once(folder, tmp_path, name) -> None:
     empty, bare = tmp_path / "empty", tmp_path / "bare"
     empty.mkdir()
     bare.mkdir()
@@ -298,7 +298,7 @@ def test_what_cannot_be_served_is_told_once(folder: str, tmp_path: Path, name: s
     assert "Loading" not in done.stderr
 
 
-def test_an_interrupt_ends_an_answer(folder: str) -> None:
+def test_an_interrupt_ends_an_answer(folder) -> None:
     with served(folder, 2, ["--drain", "2"]) as (client, process):
         chat = [{"role": "user", "content": QUESTIONS[0]}]
         answer = client.chat.completions.create(
@@ -309,7 +309,7 @@ def test_an_interrupt_ends_an_answer(folder: str) -> None:
         wait_for_end(folder)
 
 
-def test_a_stop_before_any_request_ends_all(folder: str) -> None:
+def test_a_stop_before_any_request_ends_all(folder) -> None:
     with served(folder, 2) as (_, process):
         process.send_signal(signal.SIGTERM)
         wait_for_end(folder)
@@ -318,7 +318,7 @@ def test_a_stop_before_any_request_ends_all(folder: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end")
 @pytest.mark.parametrize("is_asked", [False, True])
 @pytest.mark.parametrize("killed", ["the command", "torchrun"])
-def test_a_launcher_that_is_killed_ends_all(folder: str, killed: str, is_asked: bool) -> None:
+def test_a_launcher_that_is_killed_ends_all(folder, killed, is_asked) -> None:
     with served(folder, 2) as (client, process):
         if is_asked:
             ask(client, folder, QUESTIONS[0], False)
@@ -327,7 +327,7 @@ def test_a_launcher_that_is_killed_ends_all(folder: str, killed: str, is_asked: 
         wait_for_end(folder)
 
 
-def test_chat_answers_as_one_process(folder: str) -> None:
+def test_chat_answers_as_one_process(folder) -> None:
     """In a terminal of its own, which shows nothing of the server, behind a proxy that does not answer, and offline."""
     said = f"{QUESTIONS[0]}\nn\n!exit\n"  # n: do not go on with an answer that has reached its length
     flags = [f"max_new_tokens={NEW}", "do_sample=False"]
@@ -342,7 +342,7 @@ def test_chat_answers_as_one_process(folder: str) -> None:
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_chat_that_is_ended_ends_its_server_and_its_terminal(folder: str, by: signal.Signals) -> None:
+def test_a_chat_that_is_ended_ends_its_server_and_its_terminal(folder, by) -> None:
     command = [sys.executable, "-m", "tp_transformers", "chat", folder, "-n", "2"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **pipes) as process:  # type: ignore[call-overload]

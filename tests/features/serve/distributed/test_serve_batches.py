@@ -10,13 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 from tests.support.models import load
-from tests.support.pool import Pool
 
 pytest.importorskip("transformers.generation.continuous_batching.distributed")
 batches = pytest.importorskip("tp_transformers.features.serve.batches")
 requests = pytest.importorskip("tp_transformers.features.serve.requests")
-
-pytestmark = pytest.mark.distributed
 
 NEW = 8
 PROMPT = [5, 9, 41, 150]
@@ -70,7 +67,7 @@ def expected_of(folder: str, settings: Mapping[str, Any]) -> list[int]:
     return found
 
 
-def test_requests_are_sampled_as_each_asks(pool: Pool, cases: Any) -> None:
+def test_requests_are_sampled_as_each_asks(pool, cases) -> None:
     folder = cases(9, 3).folder
     one = AutoModelForCausalLM.from_pretrained(folder)
     greedy = [
@@ -95,7 +92,7 @@ def cached(folder: str, free: int) -> int:
         return int(nbytes)
 
 
-def test_caches_are_sized_by_the_free_memory_of_the_container(pool: Pool, cases: Any) -> None:
+def test_caches_are_sized_by_the_free_memory_of_the_container(pool, cases) -> None:
     for size in (1, 2):
         for found in pool.run(size, cached, cases(9, 3).folder, 1 << 30):
             assert 0 < found * size <= 0.1 * (1 << 30)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 import signal
@@ -24,11 +23,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp
 from tests.features.quantized.distributed.test_quantized import SIZES, packed_folder
 from tests.features.serve.distributed.test_serve import client_of, served, serving
 from tests.support import quantized
+from tests.support.logged import logged
 from tests.support.models import load
 from tests.support.pool import Pool, free_port
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 QUESTION, NEW = "w5 w17", 8
 TEMPLATE = (
@@ -68,14 +66,11 @@ def serve_in_pool(folder: str, port: int, options: list[str]) -> tuple[list[Any]
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("tp_transformers").addHandler(handler)
     if os.environ["RANK"] == "0":
         threading.Thread(target=ask).start()
-    rank.main([*options, "--", folder, *serving(port)])
-    return found, logged
+    with logged() as said:
+        rank.main([*options, "--", folder, *serving(port)])
+    return found, said
 
 
 OPTIONS = ["--packed", "--dtype", "fp32"]
@@ -93,7 +88,7 @@ OPTIONS = ["--packed", "--dtype", "fp32"]
         1,
     ),
 )
-def test_text_and_its_end_are_those_of_one_process(name: str, quantise: Any, by_command: bool, tmp_path: Path) -> None:
+def test_text_and_its_end_are_those_of_one_process(name, quantise, by_command, tmp_path) -> None:
     """By the command, or by ranks that a pool has started."""
     packed, plain = packed_folder(tmp_path, name, quantise)
     undone = {"quantization_config": Mxfp4Config(dequantize=True)} if quantise is quantized.mxfp4 else {}
@@ -113,10 +108,10 @@ def test_text_and_its_end_are_those_of_one_process(name: str, quantise: Any, by_
     else:
         pool = Pool()  # whose ranks keep the handlers of signals and the patches of a server
         try:
-            ((found,), logged), (nobody, _) = pool.run(2, serve_in_pool, str(packed), free_port(), OPTIONS)
+            ((found,), told), (nobody, _) = pool.run(2, serve_in_pool, str(packed), free_port(), OPTIONS)
         finally:
             pool.close()
-        said = "\n".join(logged)
+        said = "\n".join(told)
         assert nobody == []
     assert found == expected
     assert "dequantised" not in said
@@ -149,7 +144,7 @@ ROUNDS, LONG = 3, 48
 
 
 @pytest.mark.slow
-def test_memory_and_speed_packed_and_dequantised(pool: Pool, real: Path) -> None:
+def test_memory_and_speed_packed_and_dequantised(pool, real) -> None:
     """Two servers side by side, asked in turn; prints the row of the feature's page."""
     other = real.with_name("dequantised")  # another name, by which the ranks of each server are found
     other.symlink_to(real)
@@ -185,7 +180,7 @@ def test_memory_and_speed_packed_and_dequantised(pool: Pool, real: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_chat_ends_at_the_end_of_a_turn(smollm2: Path, tmp_path: Path) -> None:
+def test_a_chat_ends_at_the_end_of_a_turn(smollm2, tmp_path) -> None:
     """Also where the config knows the end of a text alone."""
     folder = tmp_path / "chatting"
     shutil.copytree(smollm2, folder)

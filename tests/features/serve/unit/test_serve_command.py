@@ -15,9 +15,7 @@ from tp_transformers.features.serve.ports import bound
 
 
 @pytest.mark.parametrize("name", ["serve", "chat"])
-def test_a_server_without_its_packages_is_one_line(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_without_its_packages_is_one_line(name, monkeypatch, capsys) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda package: None)
     monkeypatch.setattr("subprocess.Popen", None)  # nothing is started
     with pytest.raises(SystemExit) as ended:
@@ -29,9 +27,7 @@ def test_a_server_without_its_packages_is_one_line(
     )
 
 
-def test_a_port_in_use_is_told_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_told_before_anything_starts(monkeypatch, capsys) -> None:
     monkeypatch.setattr(serve, "find_spec", lambda package: package)
     monkeypatch.setattr("subprocess.Popen", None)
     with socket.socket() as taken:
@@ -51,7 +47,7 @@ def test_a_port_in_use_is_told_before_anything_starts(
 
 
 @pytest.mark.parametrize("packed", [[], ["--packed"]])
-def test_ranks_get_the_own_options_of_the_command(packed: list[str]) -> None:
+def test_ranks_get_the_own_options_of_the_command(packed) -> None:
     parser = argparse.ArgumentParser()
     serve.configure(parser)
     given = parser.parse_args(["model", "-n", "2", "--drain", "3", *packed])

@@ -59,7 +59,7 @@ def test_a_silent_rank_is_known_by_the_verdict_of_the_watch_and_not_by_a_text() 
 
 
 @pytest.mark.parametrize("option", ["--compile", "--device=cpu", "--quantization=bnb-4bit"])
-def test_an_option_of_the_server_without_an_effect_is_refused(option: str) -> None:
+def test_an_option_of_the_server_without_an_effect_is_refused(option) -> None:
     with pytest.raises(UsageError, match=f"{option.partition('=')[0]}: got .*, expected an option with an effect"):
         rank.read_options("model", [option])
     assert rank.read_options("model", ["--port", "8001"]).params["port"] == 8001

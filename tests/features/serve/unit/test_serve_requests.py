@@ -34,7 +34,7 @@ IGNORED = {"n", "best_of", "logprobs", "response_format", "user", "stream_option
         ({"input": [{"role": "user", "content": ["w5"]}]}, "content of a message: got type 'w5'"),
     ],
 )
-def test_what_would_be_ignored_is_refused(body: dict[str, Any], said: str) -> None:
+def test_what_would_be_ignored_is_refused(body, said) -> None:
     with pytest.raises(fastapi.HTTPException) as refused:
         requests.check_fields(body, IGNORED)
     assert refused.value.status_code == 400
@@ -55,7 +55,7 @@ def test_what_would_be_ignored_is_refused(body: dict[str, Any], said: str) -> No
         {"temperature": 0.5, "seed": 3, "max_tokens": 5, "prompt": "w5", "input": "w5"},
     ],
 )
-def test_what_changes_nothing_is_accepted(body: dict[str, Any]) -> None:
+def test_what_changes_nothing_is_accepted(body) -> None:
     requests.check_fields(body, IGNORED)
 
 
@@ -97,9 +97,7 @@ CLOSED = "{% for message in messages %}{{ message['content'] }}{{ closing }} {% 
         (2, None, [2, 5]),
     ],
 )
-def test_answers_end_at_the_end_tokens_of_model_tokenizer_and_chat(
-    configured: int | list[int] | None, template: str | None, expected: list[int]
-) -> None:
+def test_answers_end_at_the_end_tokens_of_model_tokenizer_and_chat(configured, template, expected) -> None:
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(10)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w5", chat_template=template)
@@ -112,7 +110,7 @@ def test_answers_end_at_the_end_tokens_of_model_tokenizer_and_chat(
         assert config.eos_token_id == expected
 
 
-def test_a_prompt_longer_than_the_models_context_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_longer_than_the_models_context_is_refused(monkeypatch) -> None:
     """A model with learned positions would raise in the batch, and so end the server for all requests."""
     asked: list[int] = []
     config = GenerationConfig(max_new_tokens=50)

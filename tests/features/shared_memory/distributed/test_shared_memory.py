@@ -7,8 +7,6 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.pool import Pool
+from tests.support.logged import logged
 from tests.support.tiers import wide
 from tp_transformers import MeshError
 from tp_transformers.features.shared_memory import joining, memory, segment
@@ -24,8 +22,6 @@ from tp_transformers.features.shared_memory.segment import FOLDER, SLOT
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.direct import BACKEND, MAX, SUM, transport_of
 from tp_transformers.ranks.mesh import join
-
-pytestmark = pytest.mark.distributed
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
 LENGTHS = (0, 1, 7, 2048, (SLOT >> 2) - 1, (SLOT >> 2) + 1, (SLOT >> 1) + 3, (3 * SLOT >> 2) + 5)
@@ -101,7 +97,7 @@ def all_sizes() -> list[str]:
 
 
 @pytest.mark.parametrize("size", wide([3, 2, 4, 8], 1))
-def test_collectives_are_those_of_the_reference(pool: Pool, size: int) -> None:
+def test_collectives_are_those_of_the_reference(pool, size) -> None:
     assert pool.run(size, all_sizes) == [[]] * size
 
 
@@ -136,7 +132,7 @@ def in_any_order(seed: int) -> bool:
 
 
 @pytest.mark.parametrize(("size", "seed"), wide([(3, 0), (2, 1), (4, 2), (8, 3), (16, 4)], 1))
-def test_collectives_come_in_any_order(pool: Pool, size: int, seed: int) -> None:
+def test_collectives_come_in_any_order(pool, size, seed) -> None:
     assert pool.run(size, in_any_order, seed) == [True] * size
 
 
@@ -159,38 +155,13 @@ def in_two_threads() -> bool:
     return all(found) and len(found) == 40
 
 
-def test_any_thread_may_call(pool: Pool) -> None:
+def test_any_thread_may_call(pool) -> None:
     assert pool.run(2, in_two_threads) == [True, True]
-
-
-class Said(logging.Handler):
-    """Keeps messages."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-@contextmanager
-def said() -> Iterator[list[str]]:
-    handler, logger = Said(), logging.getLogger(joining.__name__)
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield handler.messages
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def without(how: str) -> tuple[bool, list[str], list[str], float]:
     """Run on every rank: whether there is memory, what is said, files that stay, and a sum."""
-    patch = pytest.MonkeyPatch()
-    with said() as messages, patch.context() as context:
+    with logged(joining.__name__, logging.INFO) as messages, pytest.MonkeyPatch.context() as context:
         if how == "variable":
             context.setenv(joining.VARIABLE, "0")
         elif how == "processor":
@@ -219,7 +190,7 @@ def without(how: str) -> tuple[bool, list[str], list[str], float]:
         ("", ""),
     ],
 )
-def test_ranks_that_may_not_share_memory_say_why_once(pool: Pool, how: str, why: str) -> None:
+def test_ranks_that_may_not_share_memory_say_why_once(pool, how, why) -> None:
     for has_memory, messages, _, summed in pool.run(2, without, how):
         assert has_memory == (not how)
         assert summed == 3.0
@@ -238,7 +209,7 @@ def leaves() -> list[str]:
     return [line.split()[-2] for line in mapped if line.split()[-2] in map(str, FOLDER.iterdir())]
 
 
-def test_the_file_has_no_name_once_all_have_mapped_it(pool: Pool) -> None:
+def test_the_file_has_no_name_once_all_have_mapped_it(pool) -> None:
     for _ in range(3):
         assert pool.run(2, leaves) == [[], []]
 
@@ -263,7 +234,7 @@ def in_a_fork() -> tuple[str, float]:
         return pipe.read(), x.item()
 
 
-def test_a_fork_of_a_rank_is_no_rank(pool: Pool) -> None:
+def test_a_fork_of_a_rank_is_no_rank(pool) -> None:
     for message, summed in pool.run(2, in_a_fork):
         assert message == "DistBackendError: a collective through shared memory: this process is a fork of a rank"
         assert summed == 2.0
@@ -286,7 +257,7 @@ def different() -> list[str]:
     return raised
 
 
-def test_ranks_in_different_collectives_do_not_take_one_for_the_other(pool: Pool) -> None:
+def test_ranks_in_different_collectives_do_not_take_one_for_the_other(pool) -> None:
     first, second = pool.run(2, different)
     assert first == second
     assert ["a vote" in error and "all_reduce of float32 (3,)" in error for error in first] == [True, True]
@@ -319,7 +290,7 @@ def compiled_and_not() -> tuple[bool, bool]:
     return own == 5, all(torch.equal(a, b) for found in (both, one) for a, b in zip(found, expected, strict=True))
 
 
-def test_compiled_collectives_go_through_memory(pool: Pool) -> None:
+def test_compiled_collectives_go_through_memory(pool) -> None:
     assert pool.run(2, compiled_and_not) == [(True, True)] * 2
 
 

@@ -16,15 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.pool import Pool, free_port
+from tests.support.pool import free_port
 from tests.support.tiers import wide
 from tp_transformers.features.shared_memory import joining
 from tp_transformers.features.shared_memory.segment import FOLDER, nbytes
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.direct import BACKEND, connect, transport_of
 from tp_transformers.ranks.mesh import join
-
-pytestmark = pytest.mark.distributed
 
 
 def launch(scripts: Sequence[str], script: Path, *arguments: str, last: int | None = None) -> list[tuple[int, str]]:
@@ -98,9 +96,7 @@ def in_own(options: str) -> str:
         ([in_own("size=64m"), in_own("size=64m")], [], "gloo", "rank 1 cannot map the memory of rank 0"),
     ],
 )
-def test_memory_is_used_where_all_ranks_see_it(
-    tmp_path: Path, scripts: list[str], users: list[str], way: str, why: str
-) -> None:
+def test_memory_is_used_where_all_ranks_see_it(tmp_path, scripts, users, way, why) -> None:
     (tmp_path / "script.py").write_text(SUMS)
     for code, output in launch(scripts, tmp_path / "script.py", *users):
         assert code == 0, output
@@ -124,7 +120,7 @@ for x in tensors:
 
 
 @pytest.mark.parametrize("size", wide([2, 4], 1))
-def test_a_process_that_ends_just_after_a_collective_of_gloo_is_not_aborted(tmp_path: Path, size: int) -> None:
+def test_a_process_that_ends_just_after_a_collective_of_gloo_is_not_aborted(tmp_path, size) -> None:
     (tmp_path / "script.py").write_text(ENDS_AT_ONCE)
     assert launch([""] * size, tmp_path / "script.py") == [(0, "")] * size
 
@@ -183,7 +179,7 @@ os._exit(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(17))
 @pytest.mark.parametrize("how", ["raise", "SIGSTOP", "SIGKILL"])
-def test_a_rank_that_fails_within_collectives_is_told_to_all(tmp_path: Path, how: str, seed: int) -> None:
+def test_a_rank_that_fails_within_collectives_is_told_to_all(tmp_path, how, seed) -> None:
     """Where the bad rank fails in the middle of a step, too."""
     (tmp_path / "script.py").write_text(FAULTS)
     bad = 1 + seed % 2  # rank 0 has the store, if no launcher has
@@ -229,7 +225,7 @@ def many_groups(times: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("times", wide([50, 1000], 1))
-def test_process_groups_leave_nothing_behind(pool: Pool, times: int) -> None:
+def test_process_groups_leave_nothing_behind(pool, times) -> None:
     for first, last in pool.run(2, many_groups, times):
         assert last[0] <= first[0] + 2
         assert last[1] <= first[1]
@@ -237,7 +233,7 @@ def test_process_groups_leave_nothing_behind(pool: Pool, times: int) -> None:
 
 
 @pytest.mark.slow
-def test_jobs_leave_no_file_and_do_not_disturb_each_other(tmp_path: Path) -> None:
+def test_jobs_leave_no_file_and_do_not_disturb_each_other(tmp_path) -> None:
     (tmp_path / "script.py").write_text(SUMS)
     for _ in range(10):  # five at once
         with ThreadPoolExecutor(5) as executor:
@@ -266,7 +262,7 @@ def on_machines(machines: list[str], lengths: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("machines", wide(["aab", "aabb", "abab", "abbcc"], 1))
-def test_ranks_of_several_machines_have_the_same_bits(pool: Pool, machines: str) -> None:
+def test_ranks_of_several_machines_have_the_same_bits(pool, machines) -> None:
     lengths, size = [1, 1000, 700_000], len(machines)
     ranks = pool.run(size, on_machines, list(machines), lengths)
     for found in ranks[1:]:

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import PROMPTS, load
-from tests.support.pool import Pool
 from tp_transformers import MeshError, RemoteRankError, renew_process_group
 from tp_transformers.features.shared_memory.memory import SharedMemory
 from tp_transformers.features.shared_memory.segment import SLOT
@@ -24,9 +23,6 @@ from tp_transformers.ranks import direct
 from tp_transformers.ranks.collectives import reduce_scatter_from_region
 from tp_transformers.ranks.direct import connect, transport_of
 from tp_transformers.ranks.mesh import join
-
-pytestmark = pytest.mark.distributed
-
 
 # -- under torch.compile
 
@@ -58,7 +54,7 @@ def sums_of_uneven_shards() -> tuple[list[float], list[float]]:
     return eager, compiled
 
 
-def test_a_compiled_graph_keeps_the_order_of_collectives(pool: Pool) -> None:
+def test_a_compiled_graph_keeps_the_order_of_collectives(pool) -> None:
     for eager, compiled in pool.run(2, sums_of_uneven_shards):
         assert eager == compiled == [2.0, 200.0]
 
@@ -66,7 +62,6 @@ def test_a_compiled_graph_keeps_the_order_of_collectives(pool: Pool) -> None:
 def unused_results() -> tuple[list[int], list[float]]:
     """Run on every rank: collectives whose result one rank has no use for."""
     group = join()
-    assert group.process_group is not None
     widths = (4, 0)
 
     def of_rows(x: Tensor) -> Tensor:
@@ -78,7 +73,6 @@ def unused_results() -> tuple[list[int], list[float]]:
         return total[: widths[group.rank]].sum()
 
     memory, counts, results = transport_of(group.process_group), [], []
-    assert memory is not None
     with torch.no_grad():
         for function in (of_rows, of_a_slice):
             compiled = torch.compile(function)
@@ -89,7 +83,7 @@ def unused_results() -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.slow
-def test_a_compiled_graph_makes_collectives_that_a_rank_has_no_use_for(pool: Pool) -> None:
+def test_a_compiled_graph_makes_collectives_that_a_rank_has_no_use_for(pool) -> None:
     assert pool.run(2, unused_results) == [([1, 1], [24.0, 48.0]), ([1, 1], [0.0, 0.0])]
 
 
@@ -122,7 +116,7 @@ def after_modes() -> tuple[set[torch.dtype], list[float]]:
     return seen.dtypes, x.tolist()
 
 
-def test_modes_neither_see_nor_make_slots(pool: Pool) -> None:
+def test_modes_neither_see_nor_make_slots(pool) -> None:
     for dtypes, summed in pool.run(2, after_modes):
         assert dtypes == {torch.float32}
         assert summed == [2.0] * 7
@@ -135,7 +129,6 @@ def odd_tensors() -> list[bool]:
     """Run on every rank: non-contiguous tensors, parameters, and dtypes that torch cannot add."""
     group = join()
     pg = group.process_group
-    assert pg is not None
     numbers = torch.arange(600 * 1024, dtype=torch.float)  # more than a slot
     sent = numbers.view(600, 1024).t()
     taken = sent.clone(memory_format=torch.preserve_format) * (group.rank == 0)
@@ -157,7 +150,7 @@ def odd_tensors() -> list[bool]:
     ]
 
 
-def test_tensors_of_any_kind(pool: Pool) -> None:
+def test_tensors_of_any_kind(pool) -> None:
     assert pool.run(2, odd_tensors) == [[True] * 4] * 2
 
 
@@ -189,7 +182,7 @@ def broken_off() -> tuple[str, str]:
     return raised[0] if group.rank == 0 else "", raised[-1]
 
 
-def test_a_collective_that_is_broken_off_anywhere_is_the_last(pool: Pool) -> None:
+def test_a_collective_that_is_broken_off_anywhere_is_the_last(pool) -> None:
     (first, after), (_, other) = pool.run(2, broken_off)
     assert first == "interrupted"
     assert "an earlier one was broken off" in after
@@ -202,7 +195,6 @@ def in_a_handler() -> str:
     second = dist.new_group(timeout=timedelta(seconds=20))
     connect(second)
     memory, raised = transport_of(second), ""
-    assert memory is not None
     if group.rank == 0:
         before = signal.signal(signal.SIGUSR1, lambda *_: memory.messages(b""))
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
@@ -215,7 +207,7 @@ def in_a_handler() -> str:
     return raised
 
 
-def test_a_signal_handler_may_not_call_a_collective_inside_of_another(pool: Pool) -> None:
+def test_a_signal_handler_may_not_call_a_collective_inside_of_another(pool) -> None:
     first, _ = pool.run(2, in_a_handler)
     assert "called by a signal handler inside of another one" in first
 
@@ -232,7 +224,7 @@ def of_other_lengths() -> tuple[str, float]:
     return raised, x.sum().item() / len(x)
 
 
-def test_pieces_of_a_long_tensor_are_not_taken_for_short_ones(pool: Pool) -> None:
+def test_pieces_of_a_long_tensor_are_not_taken_for_short_ones(pool) -> None:
     for raised, mean in pool.run(2, of_other_lengths):
         assert f"all_reduce of float32 ({SLOT // 2},)" in raised
         assert f"all_reduce of float32 ({SLOT // 4},)" in raised
@@ -244,7 +236,6 @@ def interrupted_everywhere(folder: str) -> tuple[str, bool]:
     model = load(folder)
     expected = model(PROMPTS).logits
     memory = transport_of(model.tp_group.process_group)
-    assert memory is not None
     memory.end("an earlier one was broken off")
     dist.barrier()
     said = ""
@@ -257,5 +248,5 @@ def interrupted_everywhere(folder: str) -> tuple[str, bool]:
     return said, torch.equal(model(PROMPTS).logits, expected)
 
 
-def test_ranks_that_were_all_interrupted_go_on_with_a_new_process_group(pool: Pool, cases: Any) -> None:
+def test_ranks_that_were_all_interrupted_go_on_with_a_new_process_group(pool, cases) -> None:
     assert pool.run(2, interrupted_everywhere, cases(9, 3).folder) == [("RemoteRankError", True)] * 2

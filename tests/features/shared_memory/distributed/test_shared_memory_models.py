@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.models import PROMPTS, load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.debug import check_replicas
 from tp_transformers.ranks.direct import BACKEND, transport_of
-
-pytestmark = pytest.mark.distributed
 
 
 def watched_on(folder: str, ranks: list[int]) -> tuple[Tensor, int, int]:
@@ -31,7 +27,7 @@ def watched_on(folder: str, ranks: list[int]) -> tuple[Tensor, int, int]:
 
 
 @pytest.mark.parametrize("ranks", wide([[1], [0, 1], []], 1))
-def test_a_mode_that_listens_on_some_ranks_sees_collectives(pool: Pool, cases: Any, ranks: list[int]) -> None:
+def test_a_mode_that_listens_on_some_ranks_sees_collectives(pool, cases, ranks) -> None:
     folder = cases(9, 3).folder
     found = pool.run(2, watched_on, folder, ranks)
     plain = pool.run(2, watched_on, folder, [])
@@ -55,7 +51,5 @@ def after_a_hundred_steps(folder: str) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 1), 3), ((8, 2), 4)])
-def test_ranks_have_the_same_bits_after_a_hundred_steps(
-    pool: Pool, cases: Any, heads: tuple[int, int], size: int
-) -> None:
+def test_ranks_have_the_same_bits_after_a_hundred_steps(pool, cases, heads, size) -> None:
     assert pool.run(size, after_a_hundred_steps, cases(*heads).folder) == [{}] * size

@@ -172,7 +172,7 @@ def model(
     ("size", "collectives", "kills"),
     [(2, "ssss", 2), (2, "lsls", 2), (3, "ss", 2), (3, "ls", 1), (4, "s", 2)],
 )
-def test_no_interleaving_breaks_the_protocol(size: int, collectives: str, kills: int) -> None:
+def test_no_interleaving_breaks_the_protocol(size, collectives, kills) -> None:
     states, fault = model(size, collectives, kills=kills).explore()
     print(states)
     assert not fault
@@ -189,5 +189,5 @@ def test_no_interleaving_breaks_the_protocol(size: int, collectives: str, kills:
     ],
     ids=["a counter before the copy", "one slot", "nobody looks for ended processes", "no first report"],
 )
-def test_a_wrong_protocol_is_found(fault: str, size: int, collectives: str, how: dict[str, Any]) -> None:
+def test_a_wrong_protocol_is_found(fault, size, collectives, how) -> None:
     assert fault in model(size, collectives, **how).explore()[1]

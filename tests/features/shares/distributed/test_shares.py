@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,12 +31,10 @@ from tests.features.quantized.distributed.test_quantized import (
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant
 from tests.support.comparisons import assert_same_files, equal_parameters, relative
 from tests.support.models import load, logits_of, with_shares
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tests.support.training import LOSS_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
 from tp_transformers.strategies import ColwiseParallel, RowwiseParallel
-
-pytestmark = pytest.mark.distributed
 
 SHARES: list[Sequence[float]] = [[2, 1], [3, 1], [1, 2, 1], [5, 3, 1], [2, 1, 1, 4]]
 KINDS = ["llama", "mixtral", "phi3", "gpt_oss", "t5", "deepseek_v3", "olmo2", "falcon"]
@@ -64,9 +61,7 @@ def fixed_cases() -> list[tuple[str, Variant, Sequence[float]]]:
 @pytest.mark.parametrize(
     ("name", "variant", "shares"), [*wide(fixed_cases(), len(KINDS) - 2), *wide(random_cases(40), 1)], ids=str
 )
-def test_any_shares_match_one_process(
-    pool: Pool, made: Any, name: str, variant: Variant, shares: Sequence[float]
-) -> None:
+def test_any_shares_match_one_process(pool, made, name, variant, shares) -> None:
     case, size = made(name, variant), len(shares)
     with tempfile.TemporaryDirectory() as saved:
         results = pool.run(size, compare_and_save, name, case.folder, case.reference, saved, shares)
@@ -108,9 +103,7 @@ def load_saved(folder: str, saved: str, shares: Sequence[float] | None) -> dict[
 
 
 @pytest.mark.parametrize("loads", wide([LOADS[:3], LOADS[3:]], 1))
-def test_a_pre_sharded_checkpoint_keeps_its_shares_and_loads_with_any_others(
-    pool: Pool, made: Any, tmp_path: Path, loads: Any
-) -> None:
+def test_a_pre_sharded_checkpoint_keeps_its_shares_and_loads_with_any_others(pool, made, tmp_path, loads) -> None:
     folder, saved = made("llama", (9, 3)).folder, str(tmp_path / "saved")
     pool.run(2, save, folder, saved, [3, 1])
     for size, shares, expected in loads:
@@ -142,7 +135,7 @@ def ask_badly(folder: str) -> list[str]:
     return errors
 
 
-def test_bad_shares_are_one_error(pool: Pool, made: Any) -> None:
+def test_bad_shares_are_one_error(pool, made) -> None:
     first, second = pool.run(2, ask_badly, made("llama", (9, 3)).folder)
     assert first == second
     for error, (_, expected) in zip(first, BAD, strict=True):
@@ -159,7 +152,7 @@ def measured(folder: str, kind: str, numbers: Sequence[Any]) -> Any:
     return model.tp_report, logits_of(model)
 
 
-def test_shares_by_speed_are_inverse_to_seconds(pool: Pool, made: Any) -> None:
+def test_shares_by_speed_are_inverse_to_seconds(pool, made) -> None:
     case = made("llama", (9, 3))
     for report, logits in pool.run(2, measured, case.folder, "speed", [(0.001, 0.1), (0.002, 0.2)]):
         assert report.tp_shares == (667, 333)
@@ -167,7 +160,7 @@ def test_shares_by_speed_are_inverse_to_seconds(pool: Pool, made: Any) -> None:
         assert relative(logits, torch.load(case.reference)["logits"]) < LOGITS_TOLERANCE
 
 
-def test_shares_by_memory_fill_each_device_alike(pool: Pool, made: Any) -> None:
+def test_shares_by_memory_fill_each_device_alike(pool, made) -> None:
     case, memory = made("llama", (9, 3)), [800_000, 400_000, 400_000]
     for report, logits in pool.run(3, measured, case.folder, "memory", memory):
         filled = [held / room for held, room in zip(report.shares, memory, strict=True)]
@@ -188,7 +181,7 @@ def shares_of_copies(folder: str, kind: Any) -> Any:
     return model.tp_report.tp_shares
 
 
-def test_copies_of_a_model_have_the_same_shares(pool: Pool, made: Any) -> None:
+def test_copies_of_a_model_have_the_same_shares(pool, made) -> None:
     folder = made("llama", (9, 3)).folder
     assert pool.run(4, shares_of_copies, folder, "speed") == [(667, 333)] * 4
     with pytest.raises(
@@ -205,7 +198,7 @@ def by_a_plan_of_styles(folder: str) -> str:
     return str(caught.value)
 
 
-def test_shares_of_one_strategy_in_a_plan_are_refused(pool: Pool, made: Any) -> None:
+def test_shares_of_one_strategy_in_a_plan_are_refused(pool, made) -> None:
     for error in pool.run(2, by_a_plan_of_styles, made("llama", (9, 3)).folder):
         assert "with_shares is for parallelize_module; a plan has one tp_shares for all rules" in error
 
@@ -215,7 +208,7 @@ def really_measured(folder: str) -> list[Any]:
     return [load(folder, tp_shares=kind).tp_report for kind in ("memory", "speed")]
 
 
-def test_devices_are_measured(pool: Pool, made: Any) -> None:
+def test_devices_are_measured(pool, made) -> None:
     reports = pool.run(2, really_measured, made("llama", (9, 3)).folder)
     for by_memory, by_speed in reports:
         assert "(by memory: " in str(by_memory)
@@ -236,7 +229,7 @@ def split_mlp(shares: Sequence[float]) -> tuple[float, list[tuple[int, ...]]]:
     return relative(mlp(x), expected), shapes
 
 
-def test_styles_with_shares_in_torchs_parallelize_module(pool: Pool) -> None:
+def test_styles_with_shares_in_torchs_parallelize_module(pool) -> None:
     (first, of_first), (second, of_second) = pool.run(2, split_mlp, [3, 1])
     assert max(first, second) < LOGITS_TOLERANCE
     assert of_first == [(8, 6), (6, 8)]
@@ -259,9 +252,7 @@ def test_styles_with_shares_in_torchs_parallelize_module(pool: Pool) -> None:
     ),
     ids=str,
 )
-def test_quantised_weights_follow_shares(
-    pool: Pool, tmp_path: Path, name: str, variant: str, shares: Sequence[int]
-) -> None:
+def test_quantised_weights_follow_shares(pool, tmp_path, name, variant, shares) -> None:
     packed, plain = map(str, packed_folder(tmp_path, name, VARIANTS[variant]))
     text = ",".join(map(str, shares))
     for rank in pool.run(len(shares), with_shares, text, compare_decoded, packed, plain, variant, torch.bfloat16):
@@ -272,16 +263,16 @@ def test_quantised_weights_follow_shares(
 
 
 @pytest.mark.slow
-def test_adapters_follow_shares(pool: Pool, made: Any, tmp_path: Path) -> None:
+def test_adapters_follow_shares(pool, made, tmp_path) -> None:
     pool.run(2, with_shares, "3,1", train_all, made("llama", (9, 3)).folder, str(tmp_path))
 
 
 @pytest.mark.slow
-def test_compiled_models_follow_shares(pool: Pool, tmp_path: Path) -> None:
+def test_compiled_models_follow_shares(pool, tmp_path) -> None:
     check(pool, tmp_path, 2, "llama", (9, 3), options={"tp_shares": (3, 1)})
 
 
-def test_the_trainer_trains_by_shares(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_the_trainer_trains_by_shares(pool, cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, False)
     found = pool.run(2, with_shares, "3,1", with_trainer, folder, str(tmp_path / "two"), 1, False, False, False, True)
@@ -310,7 +301,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.slow
-def test_a_model_that_fits_by_memory_alone(made: Any, tmp_path: Path) -> None:
+def test_a_model_that_fits_by_memory_alone(made, tmp_path) -> None:
     """Three ranks of which two have half the memory; the model needs more than these have, if split evenly."""
     torch.manual_seed(0)
     config = LlamaConfig(

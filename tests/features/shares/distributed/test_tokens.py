@@ -11,10 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.support.models import MASK, PROMPTS, load
-from tests.support.pool import Pool
 from tp_transformers import MeshError
-
-pytestmark = pytest.mark.distributed
 
 BATCH = {"inputs": PROMPTS, "attention_mask": MASK, "max_new_tokens": 6}
 SAMPLED: dict[str, dict[str, Any]] = {"sampling": {"do_sample": True}, "beams": {"do_sample": True, "num_beams": 3}}
@@ -48,7 +45,7 @@ def other_device(rank: int) -> Any:
     return mock.patch.object(torch.backends.cpu, "get_cpu_capability", return_value=("AVX512", "AVX2")[rank])
 
 
-def test_ranks_on_devices_of_two_kinds_take_the_tokens_of_rank_0(pool: Pool, cases: Any) -> None:
+def test_ranks_on_devices_of_two_kinds_take_the_tokens_of_rank_0(pool, cases) -> None:
     for *are_equal, assisted, looked_up in pool.run(2, draw_on_other_devices, cases(9, 3).folder):
         assert are_equal == [True] * len(SAMPLED)
         assert "assistant_model: got ranks on AVX2 and AVX512" in assisted

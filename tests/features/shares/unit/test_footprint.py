@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from transformers import LlamaConfig
 from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
 from tests.support.commands import main
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tp_transformers import PlanError
 from tp_transformers.features.command_line.arguments import shares_of
 from tp_transformers.features.planner.dry_load import survey
@@ -43,7 +39,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("ratios", [(2, 1), (48, 24, 24), (1, 1, 1), (24, 24, 24, 24, 80), (16, 8), (3, 5, 8)], ids=str)
 @pytest.mark.parametrize("context", [1, 4096])
-def test_ranks_of_unlike_memory_are_filled_alike(wide: str, ratios: Sequence[int], context: int) -> None:
+def test_ranks_of_unlike_memory_are_filled_alike(wide, ratios, context) -> None:
     memory = [ratio * 10**6 for ratio in ratios]
     found = survey(wide)
     planned = fit_shares(found, memory, context=context)
@@ -55,7 +51,7 @@ def test_ranks_of_unlike_memory_are_filled_alike(wide: str, ratios: Sequence[int
     assert plan_memory(again, len(memory), context=context).total_bytes == planned.total_bytes
 
 
-def test_replicated_bytes_come_off_before_the_shares(tmp_path: Path) -> None:
+def test_replicated_bytes_come_off_before_the_shares(tmp_path) -> None:
     """A vocabulary that every rank holds leaves a small rank less of the rest than its memory alone would."""
     WIDE.save_pretrained(tmp_path)
     rules = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
@@ -64,12 +60,11 @@ def test_replicated_bytes_come_off_before_the_shares(tmp_path: Path) -> None:
     room = plan_memory(found, 1).total_bytes[0]
     planned = fit_shares(found, [room, room // 2])
     shares = planned.survey.plan.shares
-    assert isinstance(shares, tuple)
     assert shares[0] > 4 * shares[1]
     assert max(planned.total_bytes[0] / room, planned.total_bytes[1] / (room // 2)) < 1
 
 
-def test_training_counts_gradients_and_states(wide: str) -> None:
+def test_training_counts_gradients_and_states(wide) -> None:
     found = survey(wide)
     alone = plan_memory(found, 2)
     for optimizer, tensors in (("sgd", 1), ("momentum", 2), ("adamw", 3)):
@@ -80,12 +75,11 @@ def test_training_counts_gradients_and_states(wide: str) -> None:
         assert list(planned.total_bytes) == expected
 
 
-def test_what_would_fit(wide: str) -> None:
+def test_what_would_fit(wide) -> None:
     found, memory = survey(wide), [60 * 10**6, 30 * 10**6]
     planned = fit_shares(found, memory, context=8192)
     assert fullest(planned, memory) > 1
     context = longest_context(planned, memory)
-    assert context is not None
 
     def with_context(tokens: int) -> float:
         again = found.with_shares(planned.survey.plan.shares)
@@ -93,7 +87,6 @@ def test_what_would_fit(wide: str) -> None:
 
     assert with_context(context) <= 1 < with_context(context + 1)
     count = more_ranks(planned, memory)
-    assert count is not None
     for ranks, fits in ((count, True), (count - 1, False)):
         room = [*memory, *[min(memory)] * ranks]
         assert (fullest(fit_shares(found, room, context=8192), room) <= 1) is fits
@@ -101,7 +94,7 @@ def test_what_would_fit(wide: str) -> None:
     assert longest_context(planned, [10**4, 10**4]) is None
 
 
-def test_a_context_is_no_longer_than_the_models_own(wide: str) -> None:
+def test_a_context_is_no_longer_than_the_models_own(wide) -> None:
     found = survey(wide)  # of 2048 tokens
     planned = plan_memory(found, 2, context=50_000)
     room = [*plan_memory(found, 2, context=20_000).total_bytes]
@@ -109,9 +102,7 @@ def test_a_context_is_no_longer_than_the_models_own(wide: str) -> None:
     assert longest_context(planned, [*plan_memory(found, 2, context=1000).total_bytes]) == 1000
 
 
-def test_plan_prints_shares_for_the_memory_of_each_rank(
-    wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_prints_shares_for_the_memory_of_each_rank(wide, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     arguments = ["plan", wide, "--context", "64", "--memory"]
     assert main([*arguments, "60MB,30MB,30MB"]) == 0
@@ -137,25 +128,22 @@ def test_plan_prints_shares_for_the_memory_of_each_rank(
     assert "training" in out
 
 
-def test_no_memory_helps_a_context_that_the_model_does_not_take(
-    wide: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_memory_helps_a_context_that_the_model_does_not_take(wide, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["plan", wide, "--context", "200000", "--memory", "90MB,45MB"]) == 1
     remedies = [line for line in capsys.readouterr().out.splitlines() if "would fit" in line]
     assert remedies == ["it would fit with --context 2048, the most that the model takes"]
 
 
-def test_other_shares_are_named_before_more_ranks(wide: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shares_are_named_before_more_ranks(wide, capsys) -> None:
     assert main(["plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", "1,1"]) == 1
     out = capsys.readouterr().out
     remedy = re.search(r"it would fit with --shares (\S+)", out)
-    assert remedy is not None
     assert "more rank" not in out
     assert main(["plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", remedy[1]]) == 0
 
 
-def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> None:
+def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path) -> None:
     packed_folder(tmp_path, "qwen3_moe", VARIANTS["int8 by rows"])
     found = survey(str(tmp_path / "plain"))
     total = plan_memory(found, 1).total_bytes[0]
@@ -166,7 +154,7 @@ def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path: Path) -> N
 
 
 @needs("architectures")
-def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantised_model_would_fit_packed(tmp_path, capsys) -> None:
     folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
     dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))
     room = (dense + packed) // 3
@@ -185,9 +173,7 @@ def test_a_quantised_model_would_fit_packed(tmp_path: Path, capsys: pytest.Captu
         (["--tp-size", "2", "--optimizer", "lion"], "--optimizer: got 'lion', expected sgd, momentum, adam, adamw"),
     ],
 )
-def test_contradictions_are_told(
-    wide: str, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
+def test_contradictions_are_told(wide, capsys, arguments, says) -> None:
     assert main(["plan", wide, *arguments]) == 2
     assert says in capsys.readouterr().err
 
@@ -201,7 +187,7 @@ def test_shares_of_a_command_are_a_number_for_each_rank_or_a_name() -> None:
 
 
 @pytest.mark.parametrize("shares", [[], [2, 0], [2, True], "half", [1, float("inf")], [10**400, 1], {"a": 1}])
-def test_malformed_shares_are_refused(shares: Any) -> None:
+def test_malformed_shares_are_refused(shares) -> None:
     with pytest.raises(PlanError, match=r"tp_shares: got .*, expected a positive number for each rank, \"memory\" or"):
         check_arguments(None, {"tp_shares": shares}, {})
 
@@ -225,7 +211,7 @@ def limited(limit: int) -> tuple[int, list[int]]:
     return free, found
 
 
-def test_free_memory_follows_the_limits_of_the_process(pool: Pool) -> None:
+def test_free_memory_follows_the_limits_of_the_process(pool) -> None:
     limit = 40 * 2**30
     ((free, found),) = pool.run(1, limited, limit)
     for each in found:
@@ -233,7 +219,7 @@ def test_free_memory_follows_the_limits_of_the_process(pool: Pool) -> None:
     assert measures.free_memory(torch.device("cpu"), 2) <= measures.free_memory(torch.device("cpu")) / 1.9
 
 
-def test_sharers_of_a_processor_share_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharers_of_a_processor_share_what_is_available(monkeypatch) -> None:
     monkeypatch.setattr(measures, "available_memory", lambda: 4300)
     assert measures.free_memory(torch.device("cpu")) == 4300
     assert measures.free_memory(torch.device("cpu"), 4) == 1075

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -21,12 +20,9 @@ from tests.support.adapters import shake
 from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of
-from tests.support.pool import Pool
 from tp_transformers.slices.layout import Ranks, Split
 from tp_transformers.strategies import STRATEGIES, Signature, State, TensorParallelLayer
 from tp_transformers.verify import verify
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -170,19 +166,13 @@ def local_width(layer: Any) -> int:
     return int(tp_transformers.local_tensor(layer.weight).shape[1])
 
 
-def test_a_new_kind_lives_as_the_others_do(pool: Pool, cases: Any, tmp_path: Any) -> None:
+def test_a_new_kind_lives_as_the_others_do(pool, cases, tmp_path) -> None:
     plan = changed(tmp_path, "llama", RULES)
     for errors in pool.run(3, live, cases(8, 4).folder, os.fspath(plan), os.fspath(tmp_path / "saved")):
         assert max(errors) < TOLERANCE, errors
 
 
-def test_a_new_kind_is_planned_and_proven(
-    cases: Any,
-    tmp_path: Any,
-    in_pool: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_new_kind_is_planned_and_proven(cases, tmp_path, in_pool, monkeypatch, capsys) -> None:
     for name, kind in KINDS.items():
         monkeypatch.setitem(STRATEGIES, name, kind)
     folder, plan = cases(8, 4).folder, os.fspath(changed(tmp_path, "llama", RULES))

@@ -15,8 +15,6 @@ from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
 from tp_transformers.verify import verify
 
-pytestmark = pytest.mark.distributed
-
 SIZES: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1000,
@@ -43,7 +41,7 @@ COMPRESSED = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"
     ),
 )
 @pytest.mark.usefixtures("in_pool")
-def test_a_quantised_config_is_proven_in_floating_point(settings: dict[str, Any], title: str) -> None:
+def test_a_quantised_config_is_proven_in_floating_point(settings, title) -> None:
     experts = {"num_local_experts": 4} if title == "MXFP4" else {}
     config = (GptOssConfig if experts else Qwen3Config)(**SIZES, **experts, quantization_config=settings)
     (verdict,) = verify(config)
@@ -99,9 +97,7 @@ HEADS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_pro
     ),
 )
 @pytest.mark.usefixtures("in_pool", "own_strategies")
-def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
-    tmp_path: Path, rules: dict[str, Any], fault: str | None
-) -> None:
+def test_rounding_is_far_from_any_fault_in_gated_delta_nets(tmp_path, rules, fault) -> None:
     """In float32 rounding alone makes errors of up to 1e-3, since the recurrence multiplies it."""
     plan = {"base_model": {**GATED_RULES, **rules}, "attention": {"layers.*.self_attn": HEADS}}
     path = tmp_path / "plan.yaml"
@@ -109,8 +105,6 @@ def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
     (verdict,) = verify(GATED, plan=path, grads=fault is None)
     assert verdict.ok is (fault is None), verdict.faults
     if fault is None:
-        assert verdict.logits is not None
-        assert verdict.gradient is not None
         assert verdict.logits < 1e-9
         assert verdict.gradient[1] < 1e-8
     else:
@@ -118,9 +112,7 @@ def test_rounding_is_far_from_any_fault_in_gated_delta_nets(
 
 
 @pytest.mark.slow
-def test_attention_that_counts_heads_by_a_name_of_its_own_is_told_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attention_that_counts_heads_by_a_name_of_its_own_is_told_so(tmp_path, capsys) -> None:
     folder = with_code(tmp_path / "model", "fused")
     code = Path(folder) / "modeling_fused.py"
     text = code.read_text().replace("x.shape[:-1], -1, self.head_dim", "x.shape[:-1], self.nh, self.head_dim")

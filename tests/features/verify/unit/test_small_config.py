@@ -72,7 +72,7 @@ PLANNED = [name for name in available_plans() if name in CONFIG_MAPPING and (nam
 
 
 @pytest.mark.parametrize("model_type", wide(sorted(PLANNED, key=lambda name: name not in SETTINGS), 10))
-def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
+def test_a_small_config_has_the_same_counts_and_kinds(model_type) -> None:
     config = CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
     if not known_class(config):
         pytest.skip("a tower without a class of its own")
@@ -94,7 +94,6 @@ def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
     assert kinds == all_kinds
     assert sum(param.numel() for param in model.parameters()) <= LIMIT
     plan = Plan.for_model(model)
-    assert plan is not None
     cut, cut_small = (
         {name: layout and layout.dim for name, layout in resolve(plan, each, 3).layouts.items()}
         for each in (true, model)
@@ -103,7 +102,7 @@ def test_a_small_config_has_the_same_counts_and_kinds(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "phi3", "mixtral", "gemma3_text", "deepseek_v3"])
-def test_a_wider_small_model_has_a_block_of_columns_for_each_rank(model_type: str) -> None:
+def test_a_wider_small_model_has_a_block_of_columns_for_each_rank(model_type) -> None:
     config = CONFIG_MAPPING[model_type]()
     small = shrink(config, sizes=of_kernels(3))
     assert small.get_text_config().num_attention_heads == config.get_text_config().num_attention_heads
@@ -139,7 +138,7 @@ REAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_small_model_of_a_published_one_answers_with_all_it_has(name: str) -> None:
+def test_a_small_model_of_a_published_one_answers_with_all_it_has(name) -> None:
     model_type, settings = REAL[name]
     small = shrink(CONFIG_MAPPING[model_type](**settings))
     model = probe.make(generating_class(small), small)
@@ -147,7 +146,6 @@ def test_a_small_model_of_a_published_one_answers_with_all_it_has(name: str) -> 
     assert has_image == hasattr(small, "vision_config")
     seen = probe.Observation()
     probe.observe(model, [question, prompt], seen)
-    assert seen.logits is not None
     assert seen.logits.isfinite().all()
     assert seen.tokens is not None
     grown = probe.gradients(model, question)
@@ -173,7 +171,7 @@ OTHERS = (
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
-def test_a_config_with_constraints_of_its_own_shrinks_too(model_type: str) -> None:
+def test_a_config_with_constraints_of_its_own_shrinks_too(model_type) -> None:
     if model_type not in CONFIG_MAPPING:
         pytest.skip("a later release has it")
     small = shrink(CONFIG_MAPPING[model_type]())
@@ -195,7 +193,7 @@ MEDIA = {
 @pytest.mark.parametrize(
     "model_type", [name if name == "glm4v" else pytest.param(name, marks=pytest.mark.slow) for name in MEDIA]
 )
-def test_a_small_model_is_given_images_or_sound(model_type: str) -> None:
+def test_a_small_model_is_given_images_or_sound(model_type) -> None:
     small = shrink(CONFIG_MAPPING[model_type]())
     model = probe.make(generating_class(small), small)
     question, _, given = probe.questions(model)
@@ -213,7 +211,7 @@ def test_a_config_that_cannot_be_shrunk_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model_type", ["idefics2", "xglm", "dinov2", "mamba"])
-def test_a_config_that_names_no_heads_shrinks_too(model_type: str) -> None:
+def test_a_config_that_names_no_heads_shrinks_too(model_type) -> None:
     """Nor a level of one: the perceiver of Idefics 2 has `resampler_n_heads`, XGLM `attention_heads`."""
     config = CONFIG_MAPPING[model_type]()
     small = shrink(config)

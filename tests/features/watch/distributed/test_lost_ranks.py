@@ -6,15 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed.test_torchrun import torchrun
 from tests.support.pool import free_port
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os, signal, sys, time
@@ -57,9 +55,7 @@ except tp_transformers.RemoteRankError as error:
         ("SIGSTOP", 0, "rank 0 gave no sign of life", 15),
     ],
 )
-def test_all_ranks_name_the_one_that_is_lost(
-    cases: Any, tmp_path: Path, how: str, bad: int, says: str, bound: int
-) -> None:
+def test_all_ranks_name_the_one_that_is_lost(cases, tmp_path, how, bad, says, bound) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = torchrun(3, str(tmp_path / "script.py"), cases(9, 3).folder, how, str(bad))
     raised = re.findall(r"raised after ([\d.]+) s: (.*)", done.stdout)
@@ -93,7 +89,7 @@ def without_launcher(size: int, *command: str) -> tuple[list[str], list[int]]:
     return printed, [rank.returncode for rank in ranks]
 
 
-def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases: Any, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases, tmp_path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     printed, codes = without_launcher(3, str(tmp_path / "script.py"), cases(9, 3).folder, "SIGKILL", "2")
     for output in printed[:2]:
@@ -125,7 +121,7 @@ except tp_transformers.RemoteRankError as error:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_rank_that_is_killed_during_a_load_is_named(cases: Any, tmp_path: Path, bad: int) -> None:
+def test_a_rank_that_is_killed_during_a_load_is_named(cases, tmp_path, bad) -> None:
     (tmp_path / "script.py").write_text(DURING_A_LOAD)
     printed, codes = without_launcher(3, str(tmp_path / "script.py"), cases(9, 3).folder, str(bad))
     for rank in {0, 1, 2} - {bad}:
@@ -155,7 +151,7 @@ else:
 
 
 @pytest.mark.parametrize("after", [3, 0])
-def test_an_error_is_its_own_where_nobody_can_be_told(cases: Any, tmp_path: Path, after: int) -> None:
+def test_an_error_is_its_own_where_nobody_can_be_told(cases, tmp_path, after) -> None:
     """Rank 0, which keeps the store, has ended before rank 1 fails, or ends while rank 1 waits for the others."""
     (tmp_path / "script.py").write_text(AFTER_THE_OTHERS)
     printed, codes = without_launcher(2, str(tmp_path / "script.py"), cases(8, 4).folder, str(after))

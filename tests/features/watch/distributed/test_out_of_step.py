@@ -15,8 +15,6 @@ from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import MeshError
 
-pytestmark = pytest.mark.distributed
-
 SECONDS = 8.0
 """Most seconds until all ranks raise; less than the time after which a rank reports that it waits."""
 
@@ -96,14 +94,14 @@ def call(folder: str, name: str, transport: str = "memory") -> None:
 
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 @pytest.mark.parametrize("name", CALLS)
-def test_ranks_out_of_step_raise(pool: Any, cases: Any, size: int, name: str) -> None:
+def test_ranks_out_of_step_raise(pool, cases, size, name) -> None:
     error = pool.error(size, call, cases(9, 3).folder, name, timeout=30)
     assert error.startswith("MeshError: ")
     assert CALLS[name][1] in error
 
 
 @pytest.mark.parametrize("name", wide(["sizes", "lengths", "as many", "autocast", "generate"], 1))
-def test_without_shared_memory(pool: Any, cases: Any, name: str) -> None:
+def test_without_shared_memory(pool, cases, name) -> None:
     error = pool.error(2, call, cases(9, 3).folder, name, "gloo", timeout=60)
     assert error.startswith("MeshError: ")
     assert CALLS[name][1].removeprefix("bfloat16") in error

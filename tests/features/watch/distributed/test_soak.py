@@ -23,7 +23,7 @@ from tp_transformers.features.watch import failure
 from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.loading import request
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROUNDS = 63
 """Rounds of the 8 jobs below: 504 of them."""
@@ -201,7 +201,7 @@ def soak(folder: str, scratch: str, rounds: int) -> list[dict[str, int]]:
     return found
 
 
-def test_nothing_grows(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_nothing_grows(pool, cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     shutil.copytree(folder, tmp_path / "missing")
     next((tmp_path / "missing").glob("*-00002-of-*")).unlink()

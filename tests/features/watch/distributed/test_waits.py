@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.support.comparisons import relative
+from tests.support.logged import logged
 from tests.support.models import PROMPTS, load
 from tests.support.tiers import wide
 from tp_transformers import (
@@ -27,8 +27,6 @@ from tp_transformers import (
     save_sharded,
 )
 from tp_transformers.features.watch import waits
-
-pytestmark = pytest.mark.distributed
 
 PATIENCE = 1.0
 """Seconds in place of those that a rank usually waits before it tells."""
@@ -45,27 +43,12 @@ CALLS: dict[str, Callable[[Any, str], Any]] = {
 }
 
 
-class Told(logging.Handler):
-    """Keeps what this rank is told, and lets the others go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-        _get_default_store().set("told", "")
-
-
 @contextmanager
 def told() -> Iterator[list[str]]:
-    handler, logger = Told(), logging.getLogger(waits.__name__)
-    logger.addHandler(handler)
-    try:
-        with mock.patch.object(waits, "PATIENCE", PATIENCE):
-            yield handler.messages
-    finally:
-        logger.removeHandler(handler)
+    """What this rank is told, after which the others go on."""
+    go_on = partial(_get_default_store().set, "told", "")
+    with mock.patch.object(waits, "PATIENCE", PATIENCE), logged(waits.__name__, then=go_on) as messages:
+        yield messages
 
 
 def late(folder: str, target: str, name: str) -> tuple[list[str], Any]:
@@ -83,7 +66,7 @@ def late(folder: str, target: str, name: str) -> tuple[list[str], Any]:
 
 
 @pytest.mark.parametrize("name", wide(list(CALLS), 2))
-def test_a_rank_that_waits_says_for_whom(pool: Any, cases: Any, tmp_path: Path, name: str) -> None:
+def test_a_rank_that_waits_says_for_whom(pool, cases, tmp_path, name) -> None:
     (messages, logits), (nothing, others) = pool.run(2, late, cases(9, 3).folder, str(tmp_path), name)
     assert nothing == []
     assert f"{name} (test_waits.py:" in messages[0]
@@ -115,16 +98,9 @@ def elsewhere(folder: str, target: str, name: str, other: str) -> tuple[str, flo
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    wide(
-        [
-            ("save_pretrained", "barrier"),
-            ("generate", "barrier"),
-            ("forward", "barrier"),
-        ],
-        1,
-    ),
+    wide([("save_pretrained", "barrier"), ("generate", "barrier"), ("forward", "barrier")], 1),
 )
-def test_ranks_that_wait_in_different_calls_raise(pool: Any, cases: Any, tmp_path: Path, name: str, other: str) -> None:
+def test_ranks_that_wait_in_different_calls_raise(pool, cases, tmp_path, name, other) -> None:
     found = pool.run(2, elsewhere, cases(9, 3).folder, str(tmp_path), name, other, timeout=60)
     (first, second), differences = zip(*found, strict=True)
     assert first.startswith("RemoteRankError: rank ")
@@ -149,7 +125,7 @@ def fewer_batches(folder: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_copy_without_a_batch_is_named(pool: Any, cases: Any) -> None:
+def test_a_copy_without_a_batch_is_named(pool, cases) -> None:
     first, second, *others = pool.run(4, fewer_batches, cases(9, 3).folder)
     assert others == [[], []]
     for rank, messages in enumerate((first, second)):

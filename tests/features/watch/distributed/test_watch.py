@@ -31,8 +31,6 @@ from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.features.watch.process import this_process
 from tp_transformers.ranks.mesh import join
 
-pytestmark = pytest.mark.distributed
-
 GRACE = 1.0
 """Seconds in place of those that ranks usually have to fail alike."""
 
@@ -168,7 +166,7 @@ def check(results: list[dict[str, Any]], bad: int) -> None:
 
 @pytest.mark.parametrize("name", wide(["generate", "forward", "backward", "step", "between", "compiled"], 1))
 @pytest.mark.parametrize(("size", "bad"), wide([(2, 1), (3, 0), (4, 2)], 1))
-def test_all_ranks_raise_what_one_does(pool: Any, cases: Any, name: str, size: int, bad: int) -> None:
+def test_all_ranks_raise_what_one_does(pool, cases, name, size, bad) -> None:
     check(pool.run(size, fail, cases(9, 3).folder, name, bad), bad)
 
 
@@ -206,7 +204,7 @@ def one_fails_between_steps(folder: str) -> str:
     return str(refused.value)
 
 
-def test_ranks_that_have_made_different_steps_do_not_go_on(pool: Any, cases: Any) -> None:
+def test_ranks_that_have_made_different_steps_do_not_go_on(pool, cases) -> None:
     for refused in pool.run(2, one_fails_between_steps, cases(9, 3).folder):
         assert "got ranks that have made 1 and 2 steps of optimizers" in refused
         assert "load the last checkpoint" in refused
@@ -230,7 +228,7 @@ def talk(folder: str) -> bool:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="other systems do not list what is polled")
-def test_connections_of_others_than_gloo_stay(pool: Any, cases: Any) -> None:
+def test_connections_of_others_than_gloo_stay(pool, cases) -> None:
     assert pool.run(2, talk, cases(9, 3).folder) == [True, True]
 
 
@@ -250,7 +248,7 @@ def fail_in_a_copy(folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_ranks_of_other_copies_raise_it_too(pool: Any, cases: Any) -> None:
+def test_ranks_of_other_copies_raise_it_too(pool, cases) -> None:
     *others, bad = pool.run(4, fail_in_a_copy, cases(9, 3).folder)
     assert bad == "BoomError: on this rank"
     assert len(set(others)) == 1
@@ -269,7 +267,7 @@ def fail_alike(folder: str) -> list[Any]:
     return found
 
 
-def test_errors_of_all_ranks_end_nothing(pool: Any, cases: Any) -> None:
+def test_errors_of_all_ranks_end_nothing(pool, cases) -> None:
     assert pool.run(2, fail_alike, cases(9, 3).folder) == [[0.0] * 5] * 2
 
 
@@ -292,7 +290,7 @@ def held(folder: str, grace: float) -> list[tuple[bool, bool]]:
     return [*found, state()]
 
 
-def test_models_are_watched_while_they_live(pool: Any, cases: Any) -> None:
+def test_models_are_watched_while_they_live(pool, cases) -> None:
     assert pool.run(2, held, cases(9, 3).folder, 30.0) == [[(True, True), (False, False)]] * 2
 
 
@@ -306,14 +304,13 @@ def wait_for_the_busy(folder: str) -> float:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="other systems do not show whether a process runs")
-def test_a_busy_rank_without_heartbeats_is_waited_for(pool: Any, cases: Any) -> None:
+def test_a_busy_rank_without_heartbeats_is_waited_for(pool, cases) -> None:
     assert pool.run(2, wait_for_the_busy, cases(9, 3).folder) == [0, 0]
 
 
 def test_a_process_runs_until_it_is_stopped_or_ends() -> None:
     child = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=-1, stdout=-1)
     try:
-        assert child.stdout is not None
         child.stdout.readline()
         own = this_process()
         process = own._replace(number=child.pid, began=Path(f"/proc/{child.pid}/stat").read_text().split()[21])
@@ -338,5 +335,5 @@ def off(folder: str) -> bool:
     return hasattr(load(folder, tp_watch=False), "tp_watch")
 
 
-def test_the_watch_can_be_turned_off(pool: Any, cases: Any) -> None:
+def test_the_watch_can_be_turned_off(pool, cases) -> None:
     assert pool.run(2, off, cases(9, 3).folder) == [False] * 2

@@ -64,7 +64,7 @@ def groups(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return list(found)
 
 
-def test_all_communicators_are_aborted_at_once_and_the_poller_goes_on(groups: list[Any], calls: list[str]) -> None:
+def test_all_communicators_are_aborted_at_once_and_the_poller_goes_on(groups, calls) -> None:
     watch = watch_on("cuda:0")
     watch.process_group = groups[0]
     watch.steps.begin()
@@ -76,7 +76,7 @@ def test_all_communicators_are_aborted_at_once_and_the_poller_goes_on(groups: li
     assert sorted(calls[1:]) == ["abort dp", "abort tp"]
 
 
-def test_a_group_that_is_never_aborted_blocks_nothing(groups: list[Any], calls: list[str]) -> None:
+def test_a_group_that_is_never_aborted_blocks_nothing(groups, calls) -> None:
     waits, never = threading.Barrier(3), threading.Event()
     groups[0].abort.side_effect = groups[1].abort.side_effect = lambda: (waits.wait(WAIT), never.wait(WAIT))
     watch = watch_on("cuda:0")
@@ -140,25 +140,21 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ([{"count": 4}, {"count": 3}], "ranks that have made 3 and 4 steps of optimizers"),
     ],
 )
-def test_parameters_that_may_have_changed_are_not_used(
-    calls: list[str], probes: Any, ranks: list[dict[str, Any]], says: str
-) -> None:
+def test_parameters_that_may_have_changed_are_not_used(calls, probes, ranks, says) -> None:
     """What follows an aborted collective in a stream reads garbage, and a step writes that to parameters."""
     for found in refusals(*(steps(**rank) for rank in ranks)):
         assert says in found
         assert bool(says) == ("Start all ranks again, and load the last checkpoint." in found)
 
 
-def test_a_gpu_that_fails_is_refused_on_all_ranks(calls: list[str], probes: Any) -> None:
+def test_a_gpu_that_fails_is_refused_on_all_ranks(calls, probes) -> None:
     """Sampling from what an aborted gather left trips an assertion in the kernel of a rank that has not failed."""
     probes(torch.AcceleratorError("CUDA error: device-side assert triggered\nmore lines"))
     for found in refusals(steps(1), steps(1)):
         assert "a GPU that fails (AcceleratorError: CUDA error: device-side assert triggered) on rank 0" in found
 
 
-def test_a_rank_asks_again_once_its_graphs_are_gone(
-    calls: list[str], probes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_asks_again_once_its_graphs_are_gone(calls, probes, monkeypatch) -> None:
     monkeypatch.setattr(device, "ABORTING", 0.01)
     store, own = dist.HashStore(), (steps(1), steps(1, is_aborted=False))
     assert all("as where a CUDA graph holds it on rank 1" in found for found in refusals(*own, store=store))
@@ -167,9 +163,7 @@ def test_a_rank_asks_again_once_its_graphs_are_gone(
 
 
 @pytest.mark.parametrize(("is_gpu", "compiled"), [(True, 2), (False, 1)])
-def test_graphs_are_dropped_before_their_communicators(
-    monkeypatch: pytest.MonkeyPatch, is_gpu: bool, compiled: int
-) -> None:
+def test_graphs_are_dropped_before_their_communicators(monkeypatch, is_gpu, compiled) -> None:
     """NCCL waits for CUDA graphs, and a graph that is replayed later waits for ever. On a CPU there are none."""
     times = []
 
@@ -189,9 +183,7 @@ def test_graphs_are_dropped_before_their_communicators(
 @pytest.mark.parametrize(
     ("config", "size", "count"), [("cpu:gloo,cuda:nccl", 2, 1), ("cuda:nccl", 1, 0), ("cpu:gloo", 2, 0)]
 )
-def test_a_communicator_is_made_before_a_rank_can_fail_alone(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, config: str, size: int, count: int
-) -> None:
+def test_a_communicator_is_made_before_a_rank_can_fail_alone(calls, monkeypatch, config, size, count) -> None:
     """The first collective makes it, and the ranks that wait in that cannot be told of a failure."""
     group, reduced = mock.Mock(**{"size.return_value": size}), mock.Mock()
     for name in ("connect", "check_gpus", "get_default_store", "PrefixStore"):

@@ -19,7 +19,7 @@ def report(order: int, *, follows: bool = False, collectives: int = 3) -> Report
         ({0: report(1), 1: report(2, collectives=4)}, False),  # rank 0 will not be in the last collective of rank 1
     ],
 )
-def test_ranks_failed_alike(reports: dict[int, Report], expected: bool) -> None:
+def test_ranks_failed_alike(reports, expected) -> None:
     assert is_identical(reports, 2) == expected
 
 
@@ -48,9 +48,7 @@ ALIVE, BEFORE = [5, 5, 5], [1, 1, 1]
         ({0: report(1, follows=True), 1: report(2)}, [5, 1, 5], GRACE, 1),
     ],
 )
-def test_the_rank_that_failed_first(
-    reports: dict[int, Report], now: list[int], seconds: float, rank: int | None
-) -> None:
+def test_the_rank_that_failed_first(reports, now, seconds, rank) -> None:
     failure = judge(reports, BEFORE, now, seconds, [0, 1, 2])
     assert (failure.rank if failure is not None else None) == rank
     if failure is not None:
@@ -60,7 +58,6 @@ def test_the_rank_that_failed_first(
 
 def test_the_message_names_the_rank_and_has_its_traceback() -> None:
     failure = judge({1: report(1)}, BEFORE, ALIVE, GRACE, [0, 1, 2])
-    assert failure is not None
     message = str(failure.to_error())
     assert message.startswith("rank 1 failed with ValueError: 1. ")
     assert "renew_process_group" in message

@@ -53,7 +53,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_it_tells_who_is_elsewhere_and_again_more_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_tells_who_is_elsewhere_and_again_more_seldom(caplog) -> None:
     assert run(SAVES, [SLEEPS, SAVES], 7.9 * PATIENCE) is None
     assert [message.partition(" has waited ")[2].split(" s ")[0] for message in told(caplog)] == ["10", "20", "40"]
     assert told(caplog)[0] == (
@@ -73,17 +73,14 @@ def test_it_tells_who_is_elsewhere_and_again_more_seldom(caplog: pytest.LogCaptu
         (BARRIER, [SLEEPS], {}),  # a collective of the user's own
     ],
 )
-def test_it_tells_of_nothing_else(
-    own: Place, others: list[Place | None], options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_it_tells_of_nothing_else(own, others, options, caplog) -> None:
     assert run(own, others, 3 * PATIENCE, **options) is None
     assert not told(caplog)
 
 
 @pytest.mark.parametrize("other", [BARRIER, GENERATES])
-def test_different_calls_in_which_all_wait_are_an_error(other: Place, caplog: pytest.LogCaptureFixture) -> None:
+def test_different_calls_in_which_all_wait_are_an_error(other, caplog) -> None:
     verdict = run(SAVES, [SAVES, other], 1.5 * PATIENCE)
-    assert verdict is not None
     assert verdict.rank == 2
     assert verdict.is_of_all
     assert verdict.text.startswith("has not called save_pretrained: it waits in ")
@@ -99,9 +96,7 @@ def test_different_calls_in_which_all_wait_are_an_error(other: Place, caplog: py
         ([BARRIER], {"world": 4}),  # others of the barrier may come late
     ],
 )
-def test_who_may_still_come_ends_nothing(
-    others: list[Place | None], options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_may_still_come_ends_nothing(others, options, caplog) -> None:
     assert run(SAVES, others, 1.5 * PATIENCE, **options) is None
     assert len(told(caplog)) == 1
 
@@ -135,7 +130,7 @@ def test_a_private_function_goes_by_the_call_of_the_library_around_it() -> None:
     assert _call([start, user, outer, private._replace(function="generate"), wait][::-1]) == "generate"
 
 
-def test_no_thread_runs_while_its_frames_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_runs_while_its_frames_are_read(monkeypatch) -> None:
     """torch.compile frees frames that another thread still reads."""
     count, calls, read = 0, 10, place._read
     seen: list[set[int]] = []
@@ -168,8 +163,6 @@ def test_no_thread_runs_while_its_frames_are_read(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_that_has_ended_was_not_killed() -> None:
     gone = judge({0: report(1, follows=True)}, [5, -9], [7, -9], 4.0, [0, 1])
     stopped = judge({0: report(1, follows=True)}, [5, 9], [7, 9], 4.0, [0, 1])
-    assert gone is not None
-    assert stopped is not None
     assert gone.text.startswith("has ended, or no longer holds the model")
     assert stopped.text.startswith("gave no sign of life for 4 s")
 

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -49,7 +48,7 @@ def watch_on(device: str) -> Watch:
     return watch
 
 
-def test_the_verdict_is_known_where_every_call_of_the_gpu_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_is_known_where_every_call_of_the_gpu_raises(monkeypatch) -> None:
     """After an illegal access, each call of CUDA returns its error again, and so does the choice of the device."""
     watch = watch_on("cuda:0")
     broken = mock.Mock(**{"set_device.side_effect": torch.AcceleratorError("an illegal memory access")})
@@ -93,7 +92,7 @@ def test_a_group_may_end_while_a_verdict_is_being_decided() -> None:
     assert watch.failure is ended
 
 
-def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_load_without_a_watch_on_steps(monkeypatch) -> None:
     patch = WATCHED_CALLS[1]
     monkeypatch.setattr(patch, "missing", "")
     monkeypatch.delattr(torch.optim.Optimizer, "profile_hook_step")
@@ -103,9 +102,7 @@ def test_ranks_load_without_a_watch_on_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("release", "binds"), [("2.8.0", False), ("2.9.1", False), ("2.10.0", True), ("2.13.0", True)])
-def test_a_renewed_group_is_bound_to_its_gpu_where_torch_can_split_it(
-    monkeypatch: pytest.MonkeyPatch, release: str, binds: bool
-) -> None:
+def test_a_renewed_group_is_bound_to_its_gpu_where_torch_can_split_it(monkeypatch, release, binds) -> None:
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))
     started: list[Any] = []
@@ -157,9 +154,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_descriptor_that_becomes_a_file_is_left_alone(
-    connected: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_descriptor_that_becomes_a_file_is_left_alone(connected, tmp_path, monkeypatch) -> None:
     """Gloo closes its connections in threads of its own, and others open files then."""
     duplicated, found = os.dup, {connected.fileno(): (connected.getsockname(), connected.getpeername())}
     with (tmp_path / "file").open("w") as file:
@@ -176,7 +171,7 @@ def test_a_descriptor_that_becomes_a_file_is_left_alone(
         assert descriptors() == before
 
 
-def test_a_connection_is_shut_once(connected: socket.socket) -> None:
+def test_a_connection_is_shut_once(connected) -> None:
     found = {connected.fileno(): (connected.getsockname(), connected.getpeername())}
     shut(found)
     assert connected.recv(1) == b""
