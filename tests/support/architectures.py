@@ -11,30 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
+from tests.support import configs
 from tests.support.comparisons import gradient_errors, gradients, relative, worst
-from tests.support.configs import (
-    GRID,
-    IMAGE_TOKEN,
-    PATCH,
-    VISION_START,
-    bart,
-    bloom,
-    deepseek,
-    falcon,
-    gemma3,
-    gpt2,
-    llama4,
-    mixture,
-    opt,
-    plain,
-    qwen_vl,
-    t5,
-    tower,
-    tower_2_5,
-)
+from tests.support.configs import GRID, IMAGE_TOKEN, PATCH, SHORT, VISION_START, Settings, mixture, plain, qwen_vl, t5
 from tests.support.models import (
     HEAD_DIM,
     MASK,
@@ -46,6 +28,7 @@ from tests.support.models import (
     save_reference,
 )
 from tests.support.needs import needs
+from tests.support.sizes import Type, randomize, sized
 
 Variant = tuple[int, int]
 """(query heads, KV heads)."""
@@ -59,85 +42,83 @@ GRADIENT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Architecture:
+class Architecture(Type):
     """How to make a tiny model of one architecture, and what its plan has to reach."""
 
-    config: str
-    """Name of the config class in transformers."""
-    model: str
-    """Name of the model class in transformers."""
-    settings: Callable[[int, int, bool], dict[str, Any]]
-    """(query heads, KV heads, whether widths are odd) -> arguments of the config."""
+    own: Settings = configs.SAME
+    """(query heads, KV heads, whether widths are odd) -> arguments of the config beside `sizes`."""
     variants: tuple[Variant, ...] = GROUPED
     share: float = 0.53
     """Largest share of the bytes that one of 2 ranks may hold, in the even variants."""
 
+    def settings(self, heads: int, kv_heads: int, odd: bool) -> dict[str, Any]:
+        """Arguments of the config."""
+        variant = heads, kv_heads, odd
+        return sized(getattr(transformers, self.config), configs.sizes(*variant), self.own(*variant))
+
+    def outline(self) -> Any:
+        """A model of even widths without memory."""
+        config = getattr(transformers, self.config)(**self.settings(*self.variants[0], False))
+        with torch.device("meta"):
+            return getattr(transformers, self.model)(config)
+
     def make(self, heads: int, kv_heads: int) -> PreTrainedModel:
         """A random model, whose norms and biases are random too."""
-        config: PreTrainedConfig = getattr(transformers, self.config)(
-            **self.settings(heads, kv_heads, heads % 2 == 1 or heads % 4 == 2)
-        )
+        odd = heads % 2 == 1 or heads % 4 == 2
+        config = getattr(transformers, self.config)(**self.settings(heads, kv_heads, odd))
         torch.manual_seed(0)
-        model: PreTrainedModel = getattr(transformers, self.model)(config)
-        model.eval()
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if param.ndim == 1 or "norm" in name:
-                    param.add_(torch.randn_like(param) * 0.2)
-                elif param.std() < 0.1:
-                    param.normal_(std=0.2)
+        model: PreTrainedModel = randomize(getattr(transformers, self.model)(config), moved=("norm",))
         return model
 
 
+NARROW: dict[str, Any] = {"head_dim": HEAD_DIM, "sliding_window": 4}
+UNDROPPED = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)  # of GPT-2's family alone, they are not 0
+BART_IDS = {"eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}
 ARCHITECTURES = {
-    "llama": Architecture("LlamaConfig", "LlamaForCausalLM", plain()),
-    "mistral": Architecture("MistralConfig", "MistralForCausalLM", plain(sliding_window=4)),
-    "mixtral": Architecture("MixtralConfig", "MixtralForCausalLM", mixture("intermediate_size")),
-    "qwen2": Architecture("Qwen2Config", "Qwen2ForCausalLM", plain()),
-    "qwen2_moe": Architecture(
-        "Qwen2MoeConfig", "Qwen2MoeForCausalLM", mixture(shared="shared_expert_intermediate_size")
-    ),
-    "qwen3": Architecture("Qwen3Config", "Qwen3ForCausalLM", plain(head_dim=HEAD_DIM)),
-    "qwen3_moe": Architecture("Qwen3MoeConfig", "Qwen3MoeForCausalLM", mixture(head_dim=HEAD_DIM, mlp_only_layers=[0])),
-    "gemma": Architecture("GemmaConfig", "GemmaForCausalLM", plain(head_dim=HEAD_DIM, tie_word_embeddings=True)),
-    "gemma2": Architecture("Gemma2Config", "Gemma2ForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "gemma3_text": Architecture("Gemma3TextConfig", "Gemma3ForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "cohere": Architecture("CohereConfig", "CohereForCausalLM", plain(tie_word_embeddings=True)),
-    "cohere with q/k norms": Architecture("CohereConfig", "CohereForCausalLM", plain(use_qk_norm=True)),
-    "cohere2": Architecture("Cohere2Config", "Cohere2ForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "glm": Architecture("GlmConfig", "GlmForCausalLM", plain(head_dim=HEAD_DIM, attention_bias=True)),
-    "granite": Architecture("GraniteConfig", "GraniteForCausalLM", plain()),
-    "olmo": Architecture("OlmoConfig", "OlmoForCausalLM", plain()),
-    "olmo2": Architecture("Olmo2Config", "Olmo2ForCausalLM", plain()),
-    "phi": Architecture("PhiConfig", "PhiForCausalLM", plain()),
-    "phi with q/k norms": Architecture("PhiConfig", "PhiForCausalLM", plain(qk_layernorm=True)),
-    "phi3": Architecture("Phi3Config", "Phi3ForCausalLM", plain()),
-    "starcoder2": Architecture("Starcoder2Config", "Starcoder2ForCausalLM", plain()),
-    "llama4_text": Architecture("Llama4TextConfig", "Llama4ForCausalLM", llama4),
-    "gpt_oss": Architecture(
-        "GptOssConfig", "GptOssForCausalLM", mixture("intermediate_size", head_dim=HEAD_DIM, sliding_window=4)
-    ),
-    "deepseek_v3": Architecture("DeepseekV3Config", "DeepseekV3ForCausalLM", deepseek, MULTI_HEAD, share=0.58),
-    "gpt_neox": Architecture("GPTNeoXConfig", "GPTNeoXForCausalLM", plain(), MULTI_HEAD),
-    "gpt2": Architecture("GPT2Config", "GPT2LMHeadModel", gpt2, MULTI_HEAD),
-    "bloom": Architecture("BloomConfig", "BloomForCausalLM", bloom, MULTI_HEAD),
-    "falcon": Architecture("FalconConfig", "FalconForCausalLM", falcon()),
-    "falcon with alibi": Architecture("FalconConfig", "FalconForCausalLM", falcon(alibi=True), MULTI_HEAD),
-    "opt": Architecture("OPTConfig", "OPTForCausalLM", opt, MULTI_HEAD),
-    "t5": Architecture("T5Config", "T5ForConditionalGeneration", t5(), MULTI_HEAD),
+    "llama": Architecture("Llama"),
+    "mistral": Architecture("Mistral", plain(sliding_window=4)),
+    "mixtral": Architecture("Mixtral", mixture("intermediate_size")),
+    "qwen2": Architecture("Qwen2"),
+    "qwen2_moe": Architecture("Qwen2Moe", mixture(shared="shared_expert_intermediate_size")),
+    "qwen3": Architecture("Qwen3", plain(head_dim=HEAD_DIM)),
+    "qwen3_moe": Architecture("Qwen3Moe", mixture(head_dim=HEAD_DIM, mlp_only_layers=[0])),
+    "gemma": Architecture("Gemma", plain(head_dim=HEAD_DIM, tie_word_embeddings=True)),
+    "gemma2": Architecture("Gemma2", plain(**NARROW)),
+    "gemma3_text": Architecture("Gemma3Text", plain(**NARROW)),
+    "cohere": Architecture("Cohere", plain(tie_word_embeddings=True)),
+    "cohere with q/k norms": Architecture("Cohere", plain(use_qk_norm=True)),
+    "cohere2": Architecture("Cohere2", plain(**NARROW)),
+    "glm": Architecture("Glm", plain(head_dim=HEAD_DIM, attention_bias=True)),
+    "granite": Architecture("Granite"),
+    "olmo": Architecture("Olmo"),
+    "olmo2": Architecture("Olmo2"),
+    "phi": Architecture("Phi"),
+    "phi with q/k norms": Architecture("Phi", plain(qk_layernorm=True)),
+    "phi3": Architecture("Phi3"),
+    "starcoder2": Architecture("Starcoder2"),
+    "llama4_text": Architecture("Llama4Text", configs.llama4),
+    "gpt_oss": Architecture("GptOss", mixture("intermediate_size", **NARROW)),
+    "deepseek_v3": Architecture("DeepseekV3", configs.deepseek, MULTI_HEAD, share=0.58),
+    "gpt_neox": Architecture("GPTNeoX", variants=MULTI_HEAD),
+    "gpt2": Architecture("GPT2", plain(**SHORT, **UNDROPPED), MULTI_HEAD, head="GPT2LMHeadModel"),
+    "bloom": Architecture("Bloom", plain(tie_word_embeddings=True), MULTI_HEAD),
+    "falcon": Architecture("Falcon", configs.falcon()),
+    "falcon with alibi": Architecture("Falcon", configs.falcon(alibi=True), MULTI_HEAD),
+    "opt": Architecture("OPT", configs.opt, MULTI_HEAD),
+    "t5": Architecture("T5", t5(), MULTI_HEAD, head="T5ForConditionalGeneration"),
     "t5 gated": Architecture(
-        "T5Config",
-        "T5ForConditionalGeneration",
+        "T5",
         t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
         MULTI_HEAD,
+        head="T5ForConditionalGeneration",
     ),
-    "bart": Architecture("BartConfig", "BartForConditionalGeneration", bart, MULTI_HEAD),
-    "gemma3": Architecture("Gemma3Config", "Gemma3ForConditionalGeneration", gemma3, share=0.60),
-    "ministral": Architecture("MinistralConfig", "MinistralForCausalLM", plain(head_dim=HEAD_DIM, sliding_window=4)),
-    "olmo3": Architecture("Olmo3Config", "Olmo3ForCausalLM", plain(sliding_window=4)),
-    "qwen2_vl": Architecture("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", qwen_vl(tower), share=0.60),
+    "bart": Architecture("Bart", plain(**SHORT, **BART_IDS), MULTI_HEAD, head="BartForConditionalGeneration"),
+    "gemma3": Architecture("Gemma3", configs.gemma3, share=0.60, head="Gemma3ForConditionalGeneration"),
+    "ministral": Architecture("Ministral", plain(**NARROW)),
+    "olmo3": Architecture("Olmo3", plain(sliding_window=4)),
+    "qwen2_vl": Architecture("Qwen2VL", qwen_vl(configs.tower), share=0.60, head="Qwen2VLForConditionalGeneration"),
     "qwen2_5_vl": Architecture(
-        "Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", qwen_vl(tower_2_5), share=0.60
+        "Qwen2_5_VL", qwen_vl(configs.tower_2_5), share=0.60, head="Qwen2_5_VLForConditionalGeneration"
     ),
 }
 ODD = ("olmo2", "olmo3", "gpt_oss", "deepseek_v3", "bloom", "falcon", "falcon with alibi")

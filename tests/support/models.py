@@ -34,8 +34,8 @@ class Case:
     reference: str
 
 
-def llama_config(heads: int, kv_heads: int, **changes: Any) -> LlamaConfig:
-    """A Llama of two layers whose sizes divide by little."""
+def llama_config(heads: int, kv_heads: int, *, kind: Any = LlamaConfig, **changes: Any) -> Any:
+    """A Llama of two layers whose sizes divide by little; or a config of another class in these sizes."""
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": heads * HEAD_DIM,
@@ -52,24 +52,7 @@ def llama_config(heads: int, kv_heads: int, **changes: Any) -> LlamaConfig:
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
     }
-    return LlamaConfig(**{**settings, **changes})
-
-
-def tiny_config(kind: Any, **changes: Any) -> Any:
-    """A config of another architecture, in sizes like those of `llama_config(8, 2)`."""
-    return kind(
-        vocab_size=VOCAB,
-        hidden_size=8 * HEAD_DIM,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=HEAD_DIM,
-        pad_token_id=0,
-        eos_token_id=None,
-        initializer_range=0.2,
-        **changes,
-    )
+    return kind(**{**settings, **changes})
 
 
 def save_as_loaded(model: Any, folder: Path, **options: Any) -> Any:

@@ -10,51 +10,28 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.support.models import PAD, VOCAB
+from tests.support.sizes import IDS, Type, randomize, sized
 
 STATE = 6
 HIDDEN = 72
 """Hidden size, and the features of all heads."""
+COUNTS = {"layers": 2, "heads": 6, "kv_heads": 3, "head_dim": 12, "length": 64}
+SIZES = {**IDS, **COUNTS, "width": HIDDEN, "inner": 20, "tie_word_embeddings": False}
 
 
 @dataclass(frozen=True)
-class Mixing:
+class Mixing(Type):
     """How to make a model of one type."""
 
-    kind: str
-    """Its classes in transformers, without "Config" and "ForCausalLM"."""
     settings: Callable[[int, int], dict[str, Any]]
-    """(heads, groups) -> arguments of the config."""
+    """(heads, groups) -> arguments of the config beside SIZES."""
 
     def make(self, heads: int, groups: int) -> Any:
         """A random model in fp64, no two parameters of which are alike."""
-        name = f"{self.kind}TextConfig"
-        kind = getattr(transformers, name if hasattr(transformers, name) else f"{self.kind}Config")
-        shared = {
-            "vocab_size": VOCAB,
-            "hidden_size": HIDDEN,
-            "intermediate_size": 20,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 12,
-            "max_position_embeddings": 64,
-            "pad_token_id": PAD,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-            "tie_word_embeddings": False,
-        }
-        known = {*kind().to_dict(), *kind.attribute_map}
-        config = kind(**{name: value for name, value in shared.items() if name in known} | self.settings(heads, groups))
+        kind = getattr(transformers, self.config)
+        config = kind(**sized(kind, SIZES, self.settings(heads, groups)))
         torch.manual_seed(0)
-        model = getattr(transformers, f"{self.kind}ForCausalLM")(config).eval().double()
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if param.ndim == 1 or name.endswith("A_log"):
-                    param.add_(torch.randn_like(param) * 0.2)
-                elif param.std() < 0.1:
-                    param.normal_(std=0.3)
-        return model
+        return randomize(getattr(transformers, self.model)(config).double(), moved=("A_log",), std=0.3)
 
 
 def state_space(prefix: str = "mamba_", **changes: Any) -> Callable[[int, int], dict[str, Any]]:
@@ -149,7 +126,7 @@ MIXERS: dict[str, Mixing] = {
         },
     ),
     "qwen3_next": Mixing("Qwen3Next", delta_net(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)),
-    "qwen3_5_text": Mixing("Qwen3_5", delta_net()),
+    "qwen3_5_text": Mixing("Qwen3_5Text", delta_net()),
     "olmo_hybrid": Mixing("OlmoHybrid", delta_net()),
     "kimi_linear": Mixing(
         "KimiLinear",

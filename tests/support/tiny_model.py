@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -13,20 +13,18 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from tests.support.models import HEAD_DIM, PAD, VOCAB
-from tests.support.tiny_inputs import HEADS, IMAGE, PATCH
+from tests.support.models import HEAD_DIM
+from tests.support.sizes import IDS, Type, randomize, sized
+from tests.support.tiny_inputs import HEADS, IMAGE, PATCH, tokens
 
 
 @dataclass(frozen=True)
-class Tiny:
+class Tiny(Type):
     """How to make a tiny model, and what to show it."""
 
-    config: str
-    """Name of the config class in transformers."""
-    model: str
-    """Name of the model class, in the module of models beside that of the config."""
-    inputs: Callable[[], dict[str, Tensor]]
-    settings: tuple[tuple[str, Any], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the config beside SETTINGS."""
+    inputs: Callable[[], dict[str, Tensor]] = tokens
     since: str = "5.6"
     """First release of transformers whose code takes a part of the heads; those before say that shapes do not fit."""
 
@@ -41,56 +39,23 @@ class Tiny:
     def make(self) -> Any:
         """A random model of two layers, whose norms and biases are random too."""
         kind = getattr(transformers, self.config)
-        known = {*kind().to_dict(), *kind.attribute_map}
-        config = kind(
-            **{name: value for name, value in SETTINGS.items() if name in known} | copy.deepcopy(dict(self.settings))
-        )
+        config = kind(**sized(kind, SETTINGS, copy.deepcopy(dict(self.settings))))
         torch.manual_seed(0)
-        model = model_class(self)(config).eval()
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.ndim == 1:
-                    param.add_(torch.randn_like(param) * 0.2)
-                elif param.std() < 0.1:
-                    param.normal_(std=0.2)
-        return model
+        return randomize(model_class(self)(config))
 
 
-WIDTHS = ("hidden_size", "d_model", "n_embd", "embedding_size")
-INNER_WIDTHS = ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "n_inner", "dff", "d_ff")
-DEPTHS = (
-    "num_encoder_layers",
-    "num_decoder_layers",
-    "num_hidden_layers",
-    "num_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "n_layer",
-    "n_layers",
-    "depth",
-)
-HEAD_COUNTS = (
-    "num_encoder_attention_heads",
-    "num_decoder_attention_heads",
-    "num_attention_heads",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-    "num_heads",
-    "n_head",
-)
-LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions")
+WIDTH = HEADS * HEAD_DIM
 SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(WIDTHS, HEADS * HEAD_DIM),
-    **dict.fromkeys(INNER_WIDTHS, 50),
-    **dict.fromkeys(DEPTHS, 2),
-    **dict.fromkeys((*HEAD_COUNTS, "attention_heads", "n_heads", "num_key_value_heads"), HEADS),
-    **dict.fromkeys(LENGTHS, 16),
+    **IDS,
+    "eos_token_id": 2,
+    "width": WIDTH,
+    "inner": 50,
+    "layers": 2,
+    "heads": HEADS,
+    "kv_heads": HEADS,
+    "length": 16,
     "head_dim": HEAD_DIM,
     "d_kv": HEAD_DIM,
-    "vocab_size": VOCAB,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
     "image_size": IMAGE,
@@ -105,9 +70,9 @@ SETTINGS: dict[str, Any] = {
     "input_feat_per_channel": 12,
     "max_source_positions": 10,
 }
-FROM_IMAGES = (("encoder_hidden_size", 24), ("cross_attention_frequency", 1))
+FROM_IMAGES = {"encoder_hidden_size": 24, "cross_attention_frequency": 1}
 SIGHT = {
-    "hidden_size": HEADS * HEAD_DIM,
+    "hidden_size": WIDTH,
     "intermediate_size": 50,
     "num_hidden_layers": 2,
     "num_attention_heads": HEADS,
@@ -116,19 +81,9 @@ SIGHT = {
     "d_kv": HEAD_DIM,
 }
 """Config of a model that sees, within a config."""
-HEARING = {
-    "hidden_size": HEADS * HEAD_DIM,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "num_mel_bins": 16,
-    "subsampling_conv_channels": 8,
-}
-"""Config of one that hears."""
 
 
 def model_class(tiny: Tiny) -> Any:
-    """The class of a tiny model."""
+    """The class of a tiny model, of the module beside that of its config."""
     module = getattr(transformers, tiny.config).__module__.replace(".configuration_", ".modeling_")
     return getattr(import_module(module), tiny.model)

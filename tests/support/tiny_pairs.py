@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
+from tests.support import tiny_inputs as given
 from tests.support.models import HEAD_DIM, VOCAB
-from tests.support.tiny_inputs import (
-    CHANNELS,
-    HEADS,
-    PATCH,
-    both_codes,
-    both_sides,
-    codes,
-    flat_patches,
-    speech,
-    tokens_and_states,
-)
-from tests.support.tiny_model import SIGHT, Tiny
+from tests.support.tiny_inputs import CHANNELS, HEADS, PATCH
+from tests.support.tiny_model import SIGHT, WIDTH, Tiny
 
 CODEC = {
     "model_type": "mimi",
@@ -32,7 +23,7 @@ CODEC = {
 }
 DECODING = {
     "vocab_size": VOCAB,
-    "hidden_size": HEADS * HEAD_DIM,
+    "hidden_size": WIDTH,
     "intermediate_size": 50,
     "num_hidden_layers": 2,
     "num_attention_heads": HEADS,
@@ -47,53 +38,55 @@ SPEAKING = {
     "cross_num_attention_heads": HEADS,
     "cross_num_key_value_heads": HEADS,
     "cross_head_dim": HEAD_DIM,
-    "cross_hidden_size": HEADS * HEAD_DIM,
+    "cross_hidden_size": WIDTH,
 }
-SPOKEN = (
-    ("speech_encoder_layers", 2),
-    ("speech_encoder_attention_heads", HEADS),
-    ("speech_encoder_intermediate_size", 50),
-    ("feature_projection_input_dim", 12),
-    ("adaptor_kernel_size", 4),
-    ("adaptor_stride", 4),
-    ("max_source_positions", 64),
-)
+SPOKEN = {
+    "speech_encoder_layers": 2,
+    "speech_encoder_attention_heads": HEADS,
+    "speech_encoder_intermediate_size": 50,
+    "feature_projection_input_dim": 12,
+    "adaptor_kernel_size": 4,
+    "adaptor_stride": 4,
+    "max_source_positions": 64,
+}
 PAIRS = {
-    "pegasus": Tiny("PegasusConfig", "PegasusForConditionalGeneration", both_sides),
-    "marian": Tiny("MarianConfig", "MarianMTModel", both_sides),
-    "whisper": Tiny("WhisperConfig", "WhisperForConditionalGeneration", speech),
+    "pegasus": Tiny("Pegasus", inputs=given.both_sides, head="PegasusForConditionalGeneration"),
+    "marian": Tiny("Marian", inputs=given.both_sides, head="MarianMTModel"),
+    "whisper": Tiny("Whisper", inputs=given.speech, head="WhisperForConditionalGeneration"),
     "pix2struct": Tiny(
-        "Pix2StructConfig",
-        "Pix2StructForConditionalGeneration",
-        flat_patches,
-        (
-            ("text_config", {**SIGHT, "vocab_size": VOCAB, "num_layers": 2, "num_heads": HEADS, "d_ff": 50}),
-            ("vision_config", {**SIGHT, "d_ff": 50, "seq_len": 16, "patch_embed_hidden_size": CHANNELS * PATCH**2}),
-        ),
+        "Pix2Struct",
+        {
+            "text_config": {**SIGHT, "vocab_size": VOCAB, "num_layers": 2, "num_heads": HEADS, "d_ff": 50},
+            "vision_config": {**SIGHT, "d_ff": 50, "seq_len": 16, "patch_embed_hidden_size": CHANNELS * PATCH**2},
+        },
+        inputs=given.flat_patches,
+        head="Pix2StructForConditionalGeneration",
         since="5.17",
     ),
     "longt5, global": Tiny(
-        "LongT5Config",
-        "LongT5ForConditionalGeneration",
-        both_sides,
-        (("local_radius", 3), ("global_block_size", 2), ("encoder_attention_type", "transient-global")),
+        "LongT5",
+        {"local_radius": 3, "global_block_size": 2, "encoder_attention_type": "transient-global"},
+        inputs=given.both_sides,
+        head="LongT5ForConditionalGeneration",
     ),
-    "pop2piano": Tiny("Pop2PianoConfig", "Pop2PianoForConditionalGeneration", both_sides, generates=False),
-    "prophetnet": Tiny("ProphetNetConfig", "ProphetNetForConditionalGeneration", both_sides),
-    "seamless_m4t, text": Tiny("SeamlessM4TConfig", "SeamlessM4TForTextToText", both_sides, SPOKEN),
+    "pop2piano": Tiny("Pop2Piano", inputs=given.both_sides, head="Pop2PianoForConditionalGeneration", generates=False),
+    "prophetnet": Tiny("ProphetNet", inputs=given.both_sides, head="ProphetNetForConditionalGeneration"),
+    "seamless_m4t, text": Tiny("SeamlessM4T", SPOKEN, inputs=given.both_sides, head="SeamlessM4TForTextToText"),
     "dia": Tiny(
-        "DiaConfig",
-        "DiaForConditionalGeneration",
-        both_codes,
-        (("encoder_config", DECODING), ("decoder_config", SPEAKING), ("delay_pattern", [0, 1])),
+        "Dia",
+        {"encoder_config": DECODING, "decoder_config": SPEAKING, "delay_pattern": [0, 1]},
+        inputs=given.both_codes,
+        head="DiaForConditionalGeneration",
         generates=False,
     ),
     "kyutai_speech_to_text": Tiny(
-        "KyutaiSpeechToTextConfig",
-        "KyutaiSpeechToTextForConditionalGeneration",
-        codes,
-        (("codebook_vocab_size", 21), ("num_codebooks", 3), ("audio_pad_token_id", 262), ("codec_config", CODEC)),
+        "KyutaiSpeechToText",
+        {"codebook_vocab_size": 21, "num_codebooks": 3, "audio_pad_token_id": 262, "codec_config": CODEC},
+        inputs=given.codes,
+        head="KyutaiSpeechToTextForConditionalGeneration",
         generates=False,
     ),
-    "pp_formulanet_text": Tiny("PPFormulaNetTextConfig", "PPFormulaNetTextModel", tokens_and_states, since="5.23"),
+    "pp_formulanet_text": Tiny(
+        "PPFormulaNetText", inputs=given.tokens_and_states, head="PPFormulaNetTextModel", since="5.23"
+    ),
 }

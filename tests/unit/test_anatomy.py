@@ -22,10 +22,7 @@ from tp_transformers.features.sequence import rewrite
 @cache
 def outline(name: str) -> Any:
     """A model of `ARCHITECTURES`, without memory."""
-    made = ARCHITECTURES[name]
-    config = getattr(transformers, made.config)(**made.settings(*made.variants[0], False))
-    with torch.device("meta"):
-        return getattr(transformers, made.model)(config)
+    return ARCHITECTURES[name].outline()
 
 
 # -- names

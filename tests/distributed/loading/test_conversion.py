@@ -11,7 +11,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from tests.support.comparisons import assert_same_tensors, equal_parameters, read_folder, relative
-from tests.support.models import PROMPTS, bytes_read, load, save_as_loaded, tiny_config
+from tests.support.models import PROMPTS, bytes_read, llama_config, load, save_as_loaded
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +30,7 @@ def converted(folder: str) -> dict[str, Any]:
 
 def test_converted_checkpoints_load_and_save(pool: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = tiny_config(MixtralConfig, num_local_experts=3, num_experts_per_tok=2)
+    config = llama_config(8, 2, kind=MixtralConfig, num_local_experts=3, num_experts_per_tok=2)
     save_as_loaded(MixtralForCausalLM(config), tmp_path, max_shard_size="100KB")
     with open(tmp_path / "checkpoint" / "model.safetensors.index.json") as file:
         assert any("experts.0" in name for name in json.load(file)["weight_map"]), "experts are stored one by one"
@@ -58,7 +58,7 @@ def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: 
     # Experts of 24 features in blocks of 8 are cut 16 and 8: plain tensors, whose local shape is not the whole one.
     torch.manual_seed(0)
     config = Qwen3VLMoeConfig(
-        text_config=tiny_config(dict, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+        text_config=llama_config(8, 2, kind=dict, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
         vision_config={
             "depth": 1,
             "hidden_size": 16,

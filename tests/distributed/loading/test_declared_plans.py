@@ -13,7 +13,7 @@ import transformers
 
 import tp_transformers
 from tests.support.comparisons import compare_seen
-from tests.support.models import load, observe, tiny_config
+from tests.support.models import llama_config, load, observe
 from tests.support.needs import needs
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
@@ -58,7 +58,7 @@ def test_the_plan_that_transformers_declares_at_any_size(pool: Any, tmp_path: Pa
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     torch.manual_seed(0)
-    model(tiny_config(config, tie_word_embeddings=True, **DECLARED[name])).save_pretrained(tmp_path / "c")
+    model(llama_config(8, 2, kind=config, tie_word_embeddings=True, **DECLARED[name])).save_pretrained(tmp_path / "c")
     torch.save(observe(model.from_pretrained(tmp_path / "c")), tmp_path / "reference.pt")
     results = pool.run(size, declared, str(tmp_path / "c"), str(tmp_path / "reference.pt"))
     for result in results:
