@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from benchmarks import demo
 from tests.support import cores
+from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import make_case as make_architecture
 from tests.support.models import Case, make_case
 from tests.support.needs import lacking
@@ -82,6 +83,29 @@ def cases(tmp_path_factory: pytest.TempPathFactory):
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def size(request: pytest.FixtureRequest) -> int:
+    """Ranks of a test `on_ranks`, where no parametrization says."""
+    return int(request.function.on_ranks["size"])
+
+
+@pytest.fixture
+def heads(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """Query and KV heads of the model of such a test."""
+    query_heads, kv_heads = request.function.on_ranks["heads"]
+    return query_heads, kv_heads
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, cases, tmp_path: Path, heads: tuple[int, int]) -> str:
+    """The checkpoint of such a test: a tiny Llama, or another architecture."""
+    options = request.function.on_ranks
+    if options["model"] is None:
+        return cases(*heads, **options["config"]).folder
+    ARCHITECTURES[options["model"]].make(*heads).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
 
 
 @pytest.fixture(scope="module")

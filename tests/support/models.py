@@ -137,7 +137,7 @@ def with_shares(shares: str, function: Callable[..., Any], *args: Any) -> Any:
 
 def load_both(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any) -> tuple[Any, Any]:
     """(tensor-parallel model, model of one process); the latter is loaded without those arguments that are ours."""
-    plain = {name: value for name, value in arguments.items() if not name.startswith("tp_")}
+    plain = {name: value for name, value in arguments.items() if not name.startswith(("tp_", "device_mesh"))}
     return load(folder, auto, **arguments), auto.from_pretrained(folder, **plain)
 
 
