@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from tests.support.optimizers import (
 )
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tests.support.training import quietly
 
 pytestmark = pytest.mark.distributed
 
@@ -42,20 +42,16 @@ def torch_rows(folder: str) -> dict[str, Any]:
     return {name: outcome(partial(comparison.of, partial(of_torch, name))) for name in torch_optimizers()}
 
 
+@quietly()
 def trainer_rows(folder: str) -> dict[str, Any]:
     """Run on every rank: the same for every value of Trainer's `optim`."""
-
-    logging.disable(logging.WARNING)
-    try:
-        comparison = Comparison(folder)
-        return {
-            name: outcome(
-                partial(comparison.of, partial(of_trainer, name), difference=of_norms if quantised(name) else relative)
-            )
-            for name in trainer_optimizers()
-        }
-    finally:
-        logging.disable(logging.NOTSET)
+    comparison = Comparison(folder)
+    return {
+        name: outcome(
+            partial(comparison.of, partial(of_trainer, name), difference=of_norms if quantised(name) else relative)
+        )
+        for name in trainer_optimizers()
+    }
 
 
 def quantised(name: str) -> float:

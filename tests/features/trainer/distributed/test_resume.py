@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,22 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.features.data_parallel.distributed.test_training_modes import MODES, start
-from tests.support.models import load, with_shares
+from tests.support.models import with_shares
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.training import BATCH, MAX_NORM
+from tests.support.training import BATCH, MAX_NORM, arguments_of, model_of, quietly
 
 pytestmark = pytest.mark.distributed
 
 ROUNDING = 1e-6
 """Of losses in fp32, on another mesh."""
-ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What would make one process a distributed one."""
 
 
 class Run:
@@ -122,6 +118,7 @@ def with_an_unused_layer(model: Any) -> Any:
     return model
 
 
+@quietly()
 def with_trainer(
     folder: str, target: str, copies: int, resumed: str | None, change: Any = None, **settings: Any
 ) -> dict[str, Any]:
@@ -130,55 +127,32 @@ def with_trainer(
     change: called with the model before Trainer is made; returns the model to train.
     settings: other TrainingArguments.
     """
-    from transformers import TrainingArguments
-
     from tp_transformers.trainer import Trainer
 
-    if not copies:
-        for name in ALONE:
-            os.environ.pop(name)
-    logging.disable(logging.WARNING)
-    torch.manual_seed(int(os.environ.get("RANK", 0)))  # a new process' random state
-    try:
-        if copies:
-            dist.init_process_group("gloo")
-            mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
-            model = load(folder, device_mesh=mesh)
-            if copies > 1:
-                tp_transformers.data_parallel(model, mesh, mode="shard")
-        else:
-            model = AutoModelForCausalLM.from_pretrained(folder)
-        if change is not None:
-            torch.manual_seed(1)  # the same values on all ranks and in all runs
-            model = change(model)
-        arguments = TrainingArguments(
-            target,
-            per_device_train_batch_size=2 // max(copies, 1),
-            gradient_accumulation_steps=2,
-            max_steps=4,
-            learning_rate=1e-2,
-            adam_epsilon=1e-2,
-            max_grad_norm=MAX_NORM,
-            logging_steps=1,
-            save_steps=2,
-            save_strategy="no" if resumed else "steps",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            lr_scheduler_type="cosine",
-            weight_decay=0.1,
-            **settings,
-        )
-        data = [{"input_ids": row, "labels": row} for row in BATCH]
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)  # type: ignore[arg-type]
-        trainer.train(resume_from_checkpoint=resumed)
-        history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        return {
-            "logged": [[float(entry[key]) for key in ("loss", "grad_norm", "learning_rate")] for entry in history],
-            "random": torch.get_rng_state(),
-        }
-    finally:
-        logging.disable(logging.NOTSET)
+    torch.manual_seed(int(os.environ["RANK"]))  # a new process' random state
+    model = model_of(folder, copies)
+    if change is not None:
+        torch.manual_seed(1)  # the same values on all ranks and in all runs
+        model = change(model)
+    arguments = arguments_of(
+        target,
+        per_device_train_batch_size=2 // max(copies, 1),
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        save_steps=2,
+        save_strategy="no" if resumed else "steps",
+        lr_scheduler_type="cosine",
+        weight_decay=0.1,
+        **settings,
+    )
+    data = [{"input_ids": row, "labels": row} for row in BATCH]
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)  # type: ignore[arg-type]
+    trainer.train(resume_from_checkpoint=resumed)
+    history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    return {
+        "logged": [[float(entry[key]) for key in ("loss", "grad_norm", "learning_rate")] for entry in history],
+        "random": torch.get_rng_state(),
+    }
 
 
 PARTS = wide(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
+from tests.support.comparisons import ranks_agree
 from tests.support.models import VOCAB, load
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
-from tests.support.training import LOSS_TOLERANCE, MAX_NORM, NORM_TOLERANCE, mesh_of
+from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, arguments_of, model_of, quietly
 
 pytestmark = pytest.mark.distributed
 
@@ -101,16 +100,14 @@ WAYS = {
 }
 
 
+@quietly()
 def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
     """Run on every rank: what Trainer logs and counts; `copies`: of the model, or 0 for one process."""
-    from transformers import TrainingArguments, trainer
+    from transformers import trainer
 
     from tp_transformers.trainer import Trainer
 
     way, batches = WAYS[name], 0
-    if not copies:  # for accelerate, torchrun's environment makes one process a distributed one
-        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(variable)
 
     def metrics(given: Any, compute_result: bool = True) -> dict[str, float]:
         nonlocal batches
@@ -136,29 +133,17 @@ def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
         return measured(*args, num_steps=num_steps, **kwargs)
 
     trainer.speed_metrics = speed
-    logging.disable(logging.WARNING)
     try:
-        mesh = mesh_of(copies) if copies else None
-        model = load(folder, device_mesh=mesh) if copies else AutoModelForCausalLM.from_pretrained(folder)
-        if copies > 1:
-            tp_transformers.data_parallel(model, mesh)
         settings = {
             "per_device_train_batch_size": way.rows // (max(copies, 1) if way.divided else 1),
             "per_device_eval_batch_size": 4 // (max(copies, 1) if way.divided else 1),
             "max_steps": 3,
-            "learning_rate": 1e-2,
-            "adam_epsilon": 1e-2,
-            "max_grad_norm": MAX_NORM,
-            "logging_steps": 1,
             "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
             **way.settings,
         }
         run = Trainer(
-            model=model,
-            args=TrainingArguments(target, **settings),
+            model=model_of(folder, copies, mode="replicate"),
+            args=arguments_of(target, **settings),
             train_dataset=way.data(),
             eval_dataset=Rows(),
             data_collator=padded,
@@ -166,18 +151,17 @@ def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
         )
         run.train()
         seen = run.evaluate()
-        history = run.state.log_history
-        return {
-            "losses": [entry["loss"] for entry in history if "grad_norm" in entry],
-            "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
-            "metrics": [value for key, value in sorted(seen.items()) if "second" not in key and "time" not in key],
-            "counts": [run.state.num_input_tokens_seen, run.state.global_step, run.state.epoch],
-            "operations": run.state.total_flos,
-            "steps": steps,
-        }
     finally:
         trainer.speed_metrics = measured
-        logging.disable(logging.NOTSET)
+    history = run.state.log_history
+    return {
+        "losses": [entry["loss"] for entry in history if "grad_norm" in entry],
+        "norms": [float(entry["grad_norm"]) for entry in history if "grad_norm" in entry],
+        "metrics": [value for key, value in sorted(seen.items()) if "second" not in key and "time" not in key],
+        "counts": [run.state.num_input_tokens_seen, run.state.global_step, run.state.epoch],
+        "operations": run.state.total_flos,
+        "steps": steps,
+    }
 
 
 @pytest.mark.parametrize("name", wide(WAYS, 3))
@@ -197,36 +181,25 @@ def test_copies_count_and_not_ranks(pool: Pool, cases: Any, tmp_path: Path, name
                 assert result["operations"] == pytest.approx(one["operations"])
 
 
-def dispatched(folder: str, target: str) -> None:
-    """Run on every rank."""
-    from transformers import TrainingArguments
-
+@on_ranks()
+def test_batches_that_rank_0_would_slice_are_refused(folder: str, tmp_path: Path) -> None:
     from tp_transformers.trainer import Trainer
 
-    arguments = TrainingArguments(target, report_to=[], use_cpu=True, accelerator_config={"dispatch_batches": True})
-    Trainer(load(folder), arguments)
+    arguments = arguments_of(str(tmp_path), accelerator_config={"dispatch_batches": True})
+    with pytest.raises(tp_transformers.TensorParallelError, match="got dispatch_batches=True with a tensor"):
+        Trainer(load(folder), arguments)
 
 
-def test_batches_that_rank_0_would_slice_are_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:
-    assert "got dispatch_batches=True with a tensor" in pool.error(2, dispatched, cases(9, 3).folder, str(tmp_path))
-
-
-def workers_draws(folder: str, target: str) -> list[list[list[int]]]:
-    """Run on every rank: an epoch of random rows, drawn in two worker processes."""
-    from transformers import TrainingArguments
-
+@pytest.mark.slow  # workers import torch
+@on_ranks()
+def test_workers_of_one_copy_draw_alike(folder: str, tmp_path: Path) -> None:
+    """An epoch of random rows, drawn in two worker processes."""
     from tp_transformers.trainer import Trainer
 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     try:
-        arguments = TrainingArguments(target, report_to=[], use_cpu=True, dataloader_num_workers=2)
+        arguments = arguments_of(str(tmp_path), dataloader_num_workers=2)
         run = Trainer(load(folder), arguments, train_dataset=RandomRows(), data_collator=padded)
-        return [batch["input_ids"].tolist() for batch in run.get_train_dataloader()]
+        assert ranks_agree(*(batch["input_ids"] for batch in run.get_train_dataloader()))
     finally:
         multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
-
-
-@pytest.mark.slow  # workers import torch
-def test_workers_of_one_copy_draw_alike(pool: Pool, cases: Any, tmp_path: Path) -> None:
-    first, second = pool.run(2, workers_draws, cases(9, 3).folder, str(tmp_path))
-    assert first == second

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 import tp_transformers
 from tests.support.models import VOCAB
 from tests.support.pool import Pool, WorkerError
+from tests.support.training import be_alone, quietly
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -27,14 +26,11 @@ TEXTS = ["w5 w17 w98", "w23 w9 w41 w198", "w3 w77", "w12 w150 w6", "w8 w8 w8", "
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "reward", "rewards/margins")
 
 
+@quietly()
 def train(kind: str, folder: str, target: str, alone: bool, resumed: str | None = None) -> list[dict[str, float]]:
     """Run on every rank: what the trainer logs of three steps, of which `resumed` is a checkpoint."""
-
-    options = {} if alone else {"tp_plan": "auto"}
-    if alone:  # for accelerate, torchrun's environment makes one process a distributed one
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            os.environ.pop(name)
-    logging.disable(logging.WARNING)
+    if alone:
+        be_alone()
     settings: dict[str, Any] = {
         "output_dir": target,
         "max_steps": 3,
@@ -47,29 +43,26 @@ def train(kind: str, folder: str, target: str, alone: bool, resumed: str | None 
         "save_steps": 2,
     }
     texts: dict[str, Any] = {"prompt": TEXTS}
-    try:
-        with tp_transformers.enable():
-            model = AutoModelForCausalLM.from_pretrained(folder, **options)
-            given: dict[str, Any] = {"processing_class": PreTrainedTokenizerFast.from_pretrained(folder)}
-            set_seed(1)
-            if kind in ("sft", "lora"):
-                texts, arguments, cls = {"text": TEXTS}, trl.SFTConfig(**settings, max_length=16), trl.SFTTrainer
-                if kind == "lora":
-                    given["peft_config"] = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-            elif kind == "dpo":
-                texts |= {"chosen": [" w7 w9"] * 6, "rejected": [" w4 w150"] * 6}
-                arguments, cls = trl.DPOConfig(**settings, max_length=32), trl.DPOTrainer
-            else:
-                settings |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
-                arguments, cls = trl.GRPOConfig(**settings), trl.GRPOTrainer
-                given["reward_funcs"] = lambda completions, **_: [float(len(each)) for each in completions]
-            trainer = cls(model, args=arguments, train_dataset=datasets.Dataset.from_dict(texts), **given)
-            trainer.train(resume_from_checkpoint=resumed)
-            trainer.save_model()
-        history = [entry for entry in trainer.state.log_history if "loss" in entry]
-        return [{name: float(entry[name]) for name in LOGGED if name in entry} for entry in history]
-    finally:
-        logging.disable(logging.NOTSET)
+    with tp_transformers.enable():
+        model = AutoModelForCausalLM.from_pretrained(folder, **({} if alone else {"tp_plan": "auto"}))
+        given: dict[str, Any] = {"processing_class": PreTrainedTokenizerFast.from_pretrained(folder)}
+        set_seed(1)
+        if kind in ("sft", "lora"):
+            texts, arguments, cls = {"text": TEXTS}, trl.SFTConfig(**settings, max_length=16), trl.SFTTrainer
+            if kind == "lora":
+                given["peft_config"] = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        elif kind == "dpo":
+            texts |= {"chosen": [" w7 w9"] * 6, "rejected": [" w4 w150"] * 6}
+            arguments, cls = trl.DPOConfig(**settings, max_length=32), trl.DPOTrainer
+        else:
+            settings |= {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4}
+            arguments, cls = trl.GRPOConfig(**settings), trl.GRPOTrainer
+            given["reward_funcs"] = lambda completions, **_: [float(len(each)) for each in completions]
+        trainer = cls(model, args=arguments, train_dataset=datasets.Dataset.from_dict(texts), **given)
+        trainer.train(resume_from_checkpoint=resumed)
+        trainer.save_model()
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: float(entry[name]) for name in LOGGED if name in entry} for entry in history]
 
 
 def with_tokenizer(checkpoint: str, folder: Path) -> str:
