@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import assert_same_tensors, gradient_differences, parameter_differences, relative
-from tests.support.models import MASK, PROMPTS, load, logits_of
+from tests.support.models import MASK, PROMPTS, load, load_both, logits_of
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -42,6 +44,30 @@ def shake(ours: Any, theirs: Any) -> None:
         assert not result.unexpected_keys
 
 
+def adapt(models: Iterable[Any], config: Any, seed: int = 11) -> tuple[Any, Any]:
+    """The model of ranks and that of one process with adapters of `config`, which both draw alike."""
+    ours, theirs = (_seeded(seed, model, config) for model in models)
+    return ours, theirs
+
+
+def _seeded(seed: int, model: Any, config: Any) -> Any:
+    torch.manual_seed(seed)
+    return get_peft_model(model, copy.deepcopy(config))
+
+
+def save_both(ours: Any, theirs: Any, folder: str | Path, **options: Any) -> None:
+    """Run on every rank: save the model of ranks in `folder`/ours, and that of one process in `folder`/theirs."""
+    ours.save_pretrained(f"{folder}/ours", **options)
+    if dist.get_rank() == 0:
+        theirs.save_pretrained(f"{folder}/theirs", **options)
+    dist.barrier()
+
+
+def trainable(model: Any) -> list[Any]:
+    """Parameters for an optimizer."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 def step(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
     torch.manual_seed(3)  # of what dropout drops
@@ -52,15 +78,15 @@ def lora(targets: Any, **options: Any) -> LoraConfig:
     return LoraConfig(r=3, lora_alpha=5, target_modules=targets, task_type="CAUSAL_LM", **options)
 
 
-def train(folder: str, scratch: str, config: Any, **options: Any) -> None:
-    models = load(folder, **options), AutoModelForCausalLM.from_pretrained(folder)
-    adapted = []
-    for model in models:
-        torch.manual_seed(11)
-        adapted.append(get_peft_model(model, copy.deepcopy(config)).train())
+def train(folder: str, scratch: str | Path, config: Any, **options: Any) -> None:
+    """Run on every rank: adapters of `config` do what they do in one process."""
+    warnings.simplefilter("ignore")
+    config = copy.deepcopy(config)
+    config.task_type = "CAUSAL_LM"
+    adapted = adapt(load_both(folder, **options), config)
     ours, theirs = adapted
     shake(ours, theirs)
-    rank, scratch = dist.get_rank(), f"{scratch}/{len(adapter_parameters(theirs))}"
+    scratch = f"{scratch}/{len(adapter_parameters(theirs))}"
     ours.eval(), theirs.eval()
     expected = logits_of(theirs)
     assert relative(logits_of(ours), expected) < TOLERANCE
@@ -69,7 +95,7 @@ def train(folder: str, scratch: str, config: Any, **options: Any) -> None:
 
     # gradients, and a few steps
     ours.train(), theirs.train()
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in adapted]
+    optimizers = [torch.optim.AdamW(trainable(model), lr=1e-2) for model in adapted]
     for _ in range(2):
         for model, optimizer in zip(adapted, optimizers, strict=True):
             step(model, optimizer)
@@ -90,10 +116,7 @@ def train(folder: str, scratch: str, config: Any, **options: Any) -> None:
     # files
     ours.eval(), theirs.eval()
     expected = logits_of(theirs)
-    ours.save_pretrained(f"{scratch}/ours")
-    if rank == 0:
-        theirs.save_pretrained(f"{scratch}/theirs")
-    dist.barrier()
+    save_both(ours, theirs, scratch)
     assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
     files = [sorted(path.name for path in Path(scratch, who).iterdir()) for who in ("ours", "theirs")]
     assert files[0] == files[1]
@@ -103,8 +126,8 @@ def train(folder: str, scratch: str, config: Any, **options: Any) -> None:
     torch.manual_seed(11)
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
     assert relative(logits_of(alone), expected) < TOLERANCE
-    trainable = [[name for name, param in each.named_parameters() if param.requires_grad] for each in (again, alone)]
-    assert trainable[0] == trainable[1]
+    names = [[name for name, param in each.named_parameters() if param.requires_grad] for each in (again, alone)]
+    assert names[0] == names[1]
 
     # merged, and taken apart
     for safe in (False, True):

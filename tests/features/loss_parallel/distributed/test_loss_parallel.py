@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
+from tests.support.adapters import adapt
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, observe
-from tests.support.comparisons import compare_seen, gradient_errors, gradients, relative, worst
+from tests.support.comparisons import compare_seen, gradient_errors, gradients, relative, relative_errors
 from tests.support.groups import counts, join
-from tests.support.models import MASK, PROMPTS, VOCAB, load
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
 from tests.support.needs import needs
-from tests.support.pool import Pool, WorkerError
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.strategies import ColwiseParallel, vocab_parallel_cross_entropy
 from tp_transformers.strategies.shards.tensors import ShardTensor
@@ -30,14 +30,15 @@ from tp_transformers.strategies.shards.tensors import ShardTensor
 pytestmark = pytest.mark.distributed
 
 
-def cut_at_every_size(vocabulary: int) -> float:
-    """Run on every rank: the worst difference from the cross entropy of the whole logits."""
+@pytest.mark.parametrize(("vocabulary", "size"), [(17, 2), (18, 3), (2, 3)])
+@on_ranks()
+def test_parts_make_the_cross_entropy_of_the_whole(vocabulary: int) -> None:
     group = join()
     torch.manual_seed(0)
     logits = torch.randn(2, 5, vocabulary, dtype=torch.float64) * 5
     target = torch.randint(vocabulary, (2, 5))
     target[0, 3] = -100
-    widths, error = counts(vocabulary, group.size), 0.0
+    widths = counts(vocabulary, group.size)
     start = sum(widths[: group.rank])
     for reduction, known in (("mean", None), ("sum", widths), ("none", widths)):
         whole, part = (x.clone().requires_grad_() for x in (logits, logits.narrow(-1, start, widths[group.rank])))
@@ -48,14 +49,8 @@ def cut_at_every_size(vocabulary: int) -> float:
         (expected * weights).sum().backward()
         (loss * weights).sum().backward()
         own = whole.grad.narrow(-1, start, widths[group.rank])
-        error = max(error, relative(loss.detach(), expected.detach()))
-        error = max(error, relative(part.grad, own)) if own.numel() else error
-    return error
-
-
-@pytest.mark.parametrize(("vocabulary", "size"), [(17, 2), (18, 3), (2, 3)])
-def test_parts_make_the_cross_entropy_of_the_whole(pool: Pool, vocabulary: int, size: int) -> None:
-    assert max(pool.run(size, cut_at_every_size, vocabulary)) < 1e-12
+        assert relative(loss.detach(), expected.detach()) < 1e-12
+        assert not own.numel() or relative(part.grad, own) < 1e-12
 
 
 class Shapes(TorchDispatchMode):
@@ -91,41 +86,6 @@ def losses(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def compare_with_losses(name: str, folder: str, reference_file: str, sequence: bool) -> dict[str, Any]:
-    """Run on every rank: differences from one process, and what is as wide as the vocabulary."""
-    cls = getattr(transformers, ARCHITECTURES[name].model)
-    model = load(folder, cls, tp_loss_parallel=True, tp_sequence_parallel=sequence)
-    reference = torch.load(reference_file)
-    seen = observe(model)
-    found = compare_seen(model, seen, reference, noise=True)
-    with torch.no_grad():
-        expected = losses(cls.from_pretrained(folder))
-        errors = {way: relative(loss, expected[way]) for way, loss in losses(model).items()}
-        part = model(PROMPTS, labels=PROMPTS).logits
-    errors["logits"] = found["logits"]
-    start = sum(counts(VOCAB, model.tp_size)[: model.tp_group.rank])
-    whole = model(PROMPTS).logits
-    with torch.no_grad():  # the loss stays, and is given whole logits now
-        errors["of whole"] = relative(model.loss_function(whole, PROMPTS, VOCAB), model(PROMPTS, labels=PROMPTS).loss)
-    errors["part"] = relative(part, whole[..., start : start + part.shape[-1]].detach())
-    model.zero_grad()
-    with Shapes() as shapes:
-        model(PROMPTS, labels=PROMPTS).loss.backward()
-    with Shapes() as control:
-        model(PROMPTS)
-    model.loss_function = lambda logits, labels, vocab_size, **others: logits.sum() + logits.shape[-1]
-    own = model(PROMPTS, labels=PROMPTS)
-    return {
-        "errors": worst(errors),
-        "grads": found["grads"],
-        "tokens": found["tokens"],
-        "width": part.shape[-1],
-        "whole": shapes.whole,
-        "control": bool(control.whole),
-        "own loss": torch.equal(own.loss, whole.sum() + VOCAB),
-    }
-
-
 @needs("sequence")
 @pytest.mark.parametrize(
     ("name", "size", "changes", "sequence"),
@@ -139,34 +99,52 @@ def compare_with_losses(name: str, folder: str, reference_file: str, sequence: b
         2,
     ),
 )
-def test_model_matches_one_process_and_holds_no_whole_logits(
-    pool: Pool, tmp_path: Path, name: str, size: int, changes: dict[str, Any], sequence: bool
-) -> None:
+@on_ranks()
+def test_model_matches_one_process_and_holds_no_whole_logits(checkpoint: str, name: str, sequence: bool) -> None:
+    cls = getattr(transformers, ARCHITECTURES[name].model)
+    model, alone = load_both(checkpoint, cls, tp_loss_parallel=True, tp_sequence_parallel=sequence)
+    seen, expected = observe(model), observe(alone)
+    found = compare_seen(model, seen, expected, noise=True)
+    assert found["logits"] < LOGITS_TOLERANCE
+    assert found["grads"][1] < GRADIENT_TOLERANCE, found["grads"]
+    assert found["tokens"]
+    with torch.no_grad():
+        errors = relative_errors(losses(model), losses(alone))
+        part = model(PROMPTS, labels=PROMPTS).logits
+    start = sum(counts(VOCAB, model.tp_size)[: model.tp_group.rank])
+    whole = model(PROMPTS).logits
+    with torch.no_grad():  # the loss stays, and is given whole logits now
+        errors["of whole"] = relative(model.loss_function(whole, PROMPTS, VOCAB), model(PROMPTS, labels=PROMPTS).loss)
+    errors["part"] = relative(part, whole[..., start : start + part.shape[-1]].detach())
+    assert max(errors.values()) < LOGITS_TOLERANCE, errors
+    assert part.shape[-1] == counts(VOCAB, model.tp_size)[model.tp_group.rank]
+    model.zero_grad()
+    with Shapes() as shapes:
+        model(PROMPTS, labels=PROMPTS).loss.backward()
+    with Shapes() as control:
+        model(PROMPTS)
+    assert not shapes.whole
+    assert control.whole
+    model.loss_function = lambda logits, labels, vocab_size, **others: logits.sum() + logits.shape[-1]
+    assert torch.equal(model(PROMPTS, labels=PROMPTS).loss, whole.sum() + VOCAB)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, name: str, changes: dict[str, Any]) -> str:
+    """A model of an architecture, with changes of its config."""
     made = ARCHITECTURES[name].make(8, 2)
     if changes:
         made = type(made)(type(made.config)(**{**made.config.to_dict(), **changes}))
-    made.save_pretrained(tmp_path / "checkpoint")
-    reference = tmp_path / "reference.pt"
-    torch.save(observe(type(made).from_pretrained(tmp_path / "checkpoint")), reference)
-    results = pool.run(size, compare_with_losses, name, str(tmp_path / "checkpoint"), str(reference), sequence)
-    for rank, result in enumerate(results):
-        print(result)
-        assert result["errors"][1] < LOGITS_TOLERANCE, result["errors"]
-        assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
-        assert result["tokens"]
-        assert result["width"] == counts(VOCAB, size)[rank]
-        assert not result["whole"]
-        assert result["control"]
-        assert result["own loss"]
+    made.save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
-def with_the_loss_of_torch(folder: str) -> tuple[float, float]:
-    """Run on every rank: logits as DTensors, whose loss `loss_parallel` computes; (of the loss, of gradients)."""
+@on_ranks(heads=(8, 2), model="llama")
+def test_logits_as_dtensors_work_with_the_loss_parallel_of_torch(folder: str) -> None:
     plan = tp_transformers.plans.Plan.parse(
         {"extends": "llama", "heads": {"lm_head": ColwiseParallel(use_local_output=False)}}, source="DTensor logits"
     )
-    model = load(folder, tp_plan=plan)
-    one_process = AutoModelForCausalLM.from_pretrained(folder)
+    model, one_process = load_both(folder, tp_plan=plan)
     target = PROMPTS[:, 1:].flatten()
     expected = cross_entropy(one_process(PROMPTS).logits[:, :-1].flatten(0, 1), target)
     expected.backward()
@@ -176,60 +154,35 @@ def with_the_loss_of_torch(folder: str) -> tuple[float, float]:
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), target)
         loss.backward()
     grads = gradient_errors(model, gradients(model), gradients(one_process))
-    return relative(loss.full_tensor().detach(), expected.detach()), max(grads.values())
+    assert relative(loss.full_tensor().detach(), expected.detach()) < LOGITS_TOLERANCE
+    assert max(grads.values()) < GRADIENT_TOLERANCE
 
 
-def test_logits_as_dtensors_work_with_the_loss_parallel_of_torch(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["llama"].make(8, 2).save_pretrained(tmp_path)
-    for loss, grads in pool.run(2, with_the_loss_of_torch, str(tmp_path)):
-        assert loss < LOGITS_TOLERANCE
-        assert grads < GRADIENT_TOLERANCE
-
-
-def refused_targets(folder: str) -> None:
+@on_ranks(heads=(8, 2), model="llama")
+def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(folder: str) -> None:
     model = load(folder, tp_loss_parallel=True)
-    model(PROMPTS, labels=PROMPTS.masked_fill(PROMPTS == 77, VOCAB))
+    with pytest.raises(IndexError, match=rf"^Target {VOCAB} is out of bounds\.$"):
+        model(PROMPTS, labels=PROMPTS.masked_fill(PROMPTS == 77, VOCAB))
 
 
-def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["llama"].make(8, 2).save_pretrained(tmp_path)
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, refused_targets, str(tmp_path))
-    assert caught.value.errors == dict.fromkeys(range(2), f"IndexError: Target {VOCAB} is out of bounds.")
-
-
-def adapt_and_resize(folder: str) -> dict[str, float]:
-    """Run on every rank, with both options: LoRA everywhere, and embeddings of another size."""
+@needs("sequence")
+@on_ranks(model="llama")
+def test_adapters_and_embeddings_of_another_size(folder: str) -> None:
+    """With both options: LoRA everywhere, and embeddings of another size."""
     options = {"tp_loss_parallel": True, "tp_sequence_parallel": True}
-    ours = load(folder, **options)
-    theirs, errors = AutoModelForCausalLM.from_pretrained(folder), {}
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj", "down_proj", "lm_head"], init_lora_weights=False)
-    adapted = []
-    for model in (ours, theirs):
-        torch.manual_seed(1)
-        adapted.append(get_peft_model(model, config).train())
+    adapted = [model.train() for model in adapt(load_both(folder, **options), config, seed=1)]
     mine, expected = (model(PROMPTS, labels=PROMPTS).loss for model in adapted)
-    errors["loss of adapters"] = relative(mine.detach(), expected.detach())
+    assert relative(mine.detach(), expected.detach()) < LOGITS_TOLERANCE
     mine.backward()
     expected.backward()
     grads = [gradients(model) for model in adapted]
     assert len(grads[0]) == 2 * (3 * 2 + 1)
-    errors["gradients of adapters"] = max(gradient_errors(adapted[0], *grads).values())
-    ours = load(folder, **options)
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert max(gradient_errors(adapted[0], *grads).values()) < LOGITS_TOLERANCE
     losses = []
-    for model in (ours, theirs):
+    for model in load_both(folder, **options):
         model(PROMPTS, labels=PROMPTS)
         torch.manual_seed(1)
         model.resize_token_embeddings(VOCAB + 4, mean_resizing=False)
         losses.append(model(PROMPTS + 4, labels=PROMPTS + 4).loss.detach())
-    errors["loss of a larger vocabulary"] = relative(*losses)
-    return errors
-
-
-@needs("sequence")
-def test_adapters_and_embeddings_of_another_size(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["llama"].make(9, 3).save_pretrained(tmp_path)
-    for errors in pool.run(2, adapt_and_resize, str(tmp_path)):
-        print(errors)
-        assert max(errors.values()) < LOGITS_TOLERANCE
+    assert relative(*losses) < LOGITS_TOLERANCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from peft import (
     PromptEncoderConfig,
     PromptTuningConfig,
     VeraConfig,
-    get_peft_model,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -37,10 +34,12 @@ from transformers import (
 )
 
 import tp_transformers
-from tests.support.adapters import TOLERANCE, lora, shake, step, train
+from tests.support.adapters import TOLERANCE, adapt, lora, save_both, shake, step, train, trainable
 from tests.support.comparisons import assert_same_tensors, gradient_differences, parameter_differences, relative
-from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both, logits_of
+from tests.support.models import MASK, PROMPTS, VOCAB, load_both, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
+from tests.support.training import mesh_of
 
 pytestmark = pytest.mark.distributed
 
@@ -75,82 +74,53 @@ QUICK = ("AdaLoRA", "PiSSA", "DoRA", "modules to save", "tokens")
 """IA3, LoHa and OFT are quick in test_adapter_plans.py."""
 
 
-def train_kind(folder: str, scratch: str, kind: str, **options: Any) -> None:
-    warnings.simplefilter("ignore")
-    config = copy.deepcopy(KINDS[kind])
-    config.task_type = "CAUSAL_LM"
-    train(folder, scratch, config, **options)
-
-
-def train_kinds_with_shards_of_the_sequence(folder: str, scratch: str) -> None:
-    for kind in KINDS:
-        train_kind(folder, f"{scratch}/{kind}", kind, tp_sequence_parallel=True)
+@pytest.mark.slow
+@on_ranks()
+def test_kinds_with_shards_of_the_sequence(folder: str, tmp_path: Path) -> None:
+    for kind, config in KINDS.items():
+        train(folder, tmp_path / kind, config, tp_sequence_parallel=True)
 
 
 @pytest.mark.slow
-def test_kinds_with_shards_of_the_sequence(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, train_kinds_with_shards_of_the_sequence, cases(9, 3).folder, str(tmp_path))
-
-
-@pytest.mark.slow
-def test_trainable_tokens_of_tied_weights(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, train_tied, cases(9, 3, tie_word_embeddings=True).folder, str(tmp_path))
-
-
-def train_tied(folder: str, scratch: str) -> None:
-    warnings.simplefilter("ignore")
-    train(folder, scratch, lora(["q_proj"], trainable_token_indices=[2, VOCAB - 1]))
+@on_ranks(tie_word_embeddings=True)
+def test_trainable_tokens_of_tied_weights(folder: str, tmp_path: Path) -> None:
+    train(folder, tmp_path, lora(["q_proj"], trainable_token_indices=[2, VOCAB - 1]))
 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 4), 2)], 1))
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
-def test_other_kinds_are_those_of_one_process(
-    pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
-) -> None:
-    pool.run(size, train_kind, cases(*heads, num_hidden_layers=1).folder, str(tmp_path), kind)
-
-
-def allocate(folder: str, scratch: str) -> dict[str, Any]:
-    """Run on every rank: AdaLoRA takes ranks from some matrices and leaves them to others, as in one process."""
-    config = AdaLoraConfig(
-        init_r=4, target_r=2, target_modules="all-linear", task_type="CAUSAL_LM", total_step=8, tinit=1, tfinal=2
-    )
-    adapted: list[Any] = []
-    for model in load_both(folder):
-        torch.manual_seed(11)
-        adapted.append(get_peft_model(model, copy.deepcopy(config)).train())
-        optimizer = torch.optim.SGD([p for p in adapted[-1].parameters() if p.requires_grad], lr=0.5)
-        for index in range(8):
-            step(adapted[-1], optimizer)
-            optimizer.step()
-            adapted[-1].base_model.update_and_allocate(index)
-    ours, theirs = adapted
-    patterns = [dict(model.peft_config["default"].rank_pattern) for model in adapted]
-    found = {"patterns": patterns[0] == patterns[1], "ranks": {sum(kept) for kept in patterns[0].values()}}
-    found["weights"] = max(parameter_differences(ours, theirs).values())
-    expected = logits_of(ours.eval())
-    found["logits"] = relative(expected, logits_of(theirs.eval()))
-    ours.save_pretrained(f"{scratch}/ours")
-    if dist.get_rank() == 0:
-        theirs.save_pretrained(f"{scratch}/theirs")
-    dist.barrier()
-    for name, model in (("ranks", load(folder)), ("one process", AutoModelForCausalLM.from_pretrained(folder))):
-        again = PeftModel.from_pretrained(model, f"{scratch}/{'ours' if name == 'one process' else 'theirs'}")
-        found[f"loaded on {name}"] = relative(logits_of(again.eval()), expected)
-    found["merged"] = relative(logits_of(ours.merge_and_unload()), expected)
-    return found
+@on_ranks(num_hidden_layers=1)
+def test_other_kinds_are_those_of_one_process(folder: str, tmp_path: Path, kind: str) -> None:
+    train(folder, tmp_path, KINDS[kind])
 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 2), 4)], 1))
-def test_adalora_allocates_as_one_process(
-    pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int
-) -> None:
-    for found in pool.run(size, allocate, cases(*heads).folder, str(tmp_path)):
-        assert found.pop("patterns"), found
-        assert len(found.pop("ranks")) > 1
-        assert max(found.values()) < TOLERANCE, found
+@on_ranks()
+def test_adalora_allocates_as_one_process(folder: str, tmp_path: Path) -> None:
+    """AdaLoRA takes ranks from some matrices and leaves them to others."""
+    config = AdaLoraConfig(
+        init_r=4, target_r=2, target_modules="all-linear", task_type="CAUSAL_LM", total_step=8, tinit=1, tfinal=2
+    )
+    ours, theirs = adapt(load_both(folder), config)
+    for model in (ours.train(), theirs.train()):
+        optimizer = torch.optim.SGD(trainable(model), lr=0.5)
+        for index in range(8):
+            step(model, optimizer)
+            optimizer.step()
+            model.base_model.update_and_allocate(index)
+    patterns = [dict(model.peft_config["default"].rank_pattern) for model in (ours, theirs)]
+    assert patterns[0] == patterns[1]
+    assert len({sum(kept) for kept in patterns[0].values()}) > 1
+    assert max(parameter_differences(ours, theirs).values()) < TOLERANCE
+    expected = logits_of(ours.eval())
+    assert relative(expected, logits_of(theirs.eval())) < TOLERANCE
+    save_both(ours, theirs, tmp_path)
+    for model, saved in zip(load_both(folder), ("theirs", "ours"), strict=True):
+        again = PeftModel.from_pretrained(model, tmp_path / saved)
+        assert relative(logits_of(again.eval()), expected) < TOLERANCE
+    assert relative(logits_of(ours.merge_and_unload()), expected) < TOLERANCE
 
 
 EXPERTS = {
@@ -172,15 +142,18 @@ def save_experts(kind: str, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def train_experts(folder: str, scratch: str, plan: Any) -> None:
-    warnings.simplefilter("ignore")
-    train(folder, scratch, lora(["q_proj", "o_proj"], target_parameters=WEIGHTS), tp_plan=plan)
-
-
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 @pytest.mark.parametrize("plan", wide(["experts", "auto"], 1))
 @pytest.mark.parametrize("kind", EXPERTS)
-def test_lora_on_experts_is_that_of_one_process(pool: Any, tmp_path: Path, kind: str, plan: str, size: int) -> None:
+@on_ranks()
+def test_lora_on_experts_is_that_of_one_process(experts: tuple[str, Any], tmp_path: Path) -> None:
+    folder, plan = experts
+    train(folder, tmp_path, lora(["q_proj", "o_proj"], target_parameters=WEIGHTS), tp_plan=plan)
+
+
+@pytest.fixture
+def experts(tmp_path: Path, kind: str, plan: str) -> tuple[str, str]:
+    """A mixture of experts, and a plan that leaves experts complete, or the usual one."""
     save_experts(kind, tmp_path / "model")
     weights = ("gate_up_proj", "down_proj", *("gate_up_proj_bias", "down_proj_bias") * (kind == "GPT-OSS"))
     rules = {f"layers.*.mlp.experts.{name}": "local" for name in weights}
@@ -188,19 +161,24 @@ def test_lora_on_experts_is_that_of_one_process(pool: Any, tmp_path: Path, kind:
     complete = {"model_type": model_type, "extends": model_type, "base_model": rules}
     path = tmp_path / "experts.yaml"
     path.write_text(yaml.safe_dump(complete))
-    pool.run(size, train_experts, str(tmp_path / "model"), str(tmp_path), "auto" if plan == "auto" else str(path))
+    return str(tmp_path / "model"), "auto" if plan == "auto" else str(path)
 
 
-def train_copies(folder: str, kind: str, mode: str) -> None:
-    """Run on every rank: gradients of two copies of two ranks against one process with the whole batch."""
-    warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    config = lora(["q_proj"], target_parameters=WEIGHTS) if kind == "experts" else copy.deepcopy(KINDS[kind])
-    adapted = []
-    for model in (load(folder, device_mesh=mesh), AutoModelForCausalLM.from_pretrained(folder)):
-        torch.manual_seed(11)
-        adapted.append(get_peft_model(model, copy.deepcopy(config)))
-    ours, theirs = adapted
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["replicate", "shard"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("IA3", "LoHa", "LoKr", "VeRA", "LN tuning", "PiSSA", "AdaLoRA", "OFT", "DoRA"),
+        *("modules to save", "tokens", "experts"),
+    ],
+)
+@on_ranks(4)
+def test_kinds_in_copies(folder: str, mixtral: str, kind: str, mode: Any) -> None:
+    """Gradients of two copies of two ranks against one process with the whole batch."""
+    mesh = mesh_of(2)
+    config = lora(["q_proj"], target_parameters=WEIGHTS) if kind == "experts" else KINDS[kind]
+    ours, theirs = adapt(load_both(mixtral if kind == "experts" else folder, device_mesh=mesh), config)
     shake(ours, theirs)
     tp_transformers.data_parallel(ours, mesh, mode=mode)
     batch = PROMPTS.new_tensor([[1, 5, 17, 3, 9], [VOCAB - 1, 2, 5, 5, 8]])
@@ -211,29 +189,6 @@ def train_copies(folder: str, kind: str, mode: str) -> None:
         if param.grad is not None:
             error = relative(tp_transformers.full_tensor(params[name], params[name].grad), param.grad)
             assert error < TOLERANCE, f"{name}: {error}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["replicate", "shard"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "IA3",
-        "LoHa",
-        "LoKr",
-        "VeRA",
-        "LN tuning",
-        "PiSSA",
-        "AdaLoRA",
-        "OFT",
-        "DoRA",
-        "modules to save",
-        "tokens",
-        "experts",
-    ],
-)
-def test_kinds_in_copies(pool: Any, cases: Any, mixtral: str, kind: str, mode: str) -> None:
-    pool.run(4, train_copies, mixtral if kind == "experts" else cases(9, 3).folder, kind, mode)
 
 
 @pytest.fixture(scope="module")
@@ -254,36 +209,32 @@ OF_T5 = {
 }
 
 
-def train_t5(folder: str, scratch: str, kind: str) -> None:
-    warnings.simplefilter("ignore")
-    config, adapted = OF_T5[kind], []
-    for model in load_both(folder, AutoModelForSeq2SeqLM):
-        torch.manual_seed(11)
-        adapted.append(get_peft_model(model, copy.deepcopy(config)))
-    ours, theirs = adapted
-    shake(ours, theirs)
-    for model in adapted:
-        model(PROMPTS, attention_mask=MASK, labels=PROMPTS[:, :4].contiguous()).loss.backward()
-    errors = gradient_differences(ours, theirs)
-    assert max(errors.values()) < TOLERANCE, errors
-    ours.save_pretrained(f"{scratch}/ours")
-    if dist.get_rank() == 0:
-        theirs.save_pretrained(f"{scratch}/theirs")
-    dist.barrier()
-    assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
-    merged = [model.merge_and_unload() for model in adapted]
-    assert max(parameter_differences(*merged).values()) < TOLERANCE
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An encoder and a decoder of one layer."""
+    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 3, "vocab_size": VOCAB}
+    torch.manual_seed(0)
+    config = T5Config(**sizes, dropout_rate=0.0, initializer_factor=1.0, decoder_start_token_id=0)
+    folder = tmp_path_factory.mktemp("t5")
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", OF_T5)
-def test_adapters_of_t5(pool: Any, tmp_path: Path, kind: str, size: int) -> None:
-    sizes = {"d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 3, "vocab_size": VOCAB}
-    torch.manual_seed(0)
-    config = T5Config(**sizes, dropout_rate=0.0, initializer_factor=1.0, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    pool.run(size, train_t5, str(tmp_path / "model"), str(tmp_path), kind)
+@on_ranks()
+def test_adapters_of_t5(t5: str, tmp_path: Path, kind: str) -> None:
+    adapted = adapt(load_both(t5, AutoModelForSeq2SeqLM), OF_T5[kind])
+    shake(*adapted)
+    for model in adapted:
+        model(PROMPTS, attention_mask=MASK, labels=PROMPTS[:, :4].contiguous()).loss.backward()
+    errors = gradient_differences(*adapted)
+    assert max(errors.values()) < TOLERANCE, errors
+    save_both(*adapted, tmp_path)
+    assert_same_tensors(tmp_path / "theirs", tmp_path / "ours")
+    merged = [model.merge_and_unload() for model in adapted]
+    assert max(parameter_differences(*merged).values()) < TOLERANCE
 
 
 PROMPT_KINDS = {
@@ -293,14 +244,13 @@ PROMPT_KINDS = {
 }
 
 
-def train_prompts(folder: str, scratch: str, kind: str) -> None:
-    warnings.simplefilter("ignore")
-    config, adapted = PROMPT_KINDS[kind], []
-    for model in load_both(folder):
-        torch.manual_seed(11)
-        adapted.append(get_peft_model(model, copy.deepcopy(config)))
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 4), 3)], 1))
+@pytest.mark.parametrize("kind", PROMPT_KINDS)
+@on_ranks(num_hidden_layers=1)
+def test_prompts_are_those_of_one_process(folder: str, tmp_path: Path, kind: str) -> None:
+    adapted = adapt(load_both(folder), PROMPT_KINDS[kind])
     ours, theirs = adapted
-    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2) for m in adapted]
+    optimizers = [torch.optim.AdamW(trainable(model), lr=1e-2) for model in adapted]
     for _ in range(3):
         for model, optimizer in zip(adapted, optimizers, strict=True):
             step(model.train(), optimizer)
@@ -312,15 +262,7 @@ def train_prompts(folder: str, scratch: str, kind: str) -> None:
     expected = logits_of(theirs)
     assert relative(logits_of(ours), expected) < 1e-3
     assert torch.equal(*(each.generate(input_ids=PROMPTS, attention_mask=MASK, max_new_tokens=4) for each in adapted))
-    ours.save_pretrained(f"{scratch}/ours")
+    ours.save_pretrained(tmp_path / "ours")
     dist.barrier()
-    for base in (load(folder), AutoModelForCausalLM.from_pretrained(folder)):
-        assert relative(logits_of(PeftModel.from_pretrained(base, f"{scratch}/ours")), expected) < 1e-3
-
-
-@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 4), 3)], 1))
-@pytest.mark.parametrize("kind", PROMPT_KINDS)
-def test_prompts_are_those_of_one_process(
-    pool: Any, cases: Any, tmp_path: Path, kind: str, heads: tuple[int, int], size: int
-) -> None:
-    pool.run(size, train_prompts, cases(*heads, num_hidden_layers=1).folder, str(tmp_path), kind)
+    for base in load_both(folder):
+        assert relative(logits_of(PeftModel.from_pretrained(base, tmp_path / "ours")), expected) < 1e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import tp_transformers
 from tests.support.adapters import TOLERANCE, train
 from tests.support.comparisons import relative
 from tests.support.models import edited, load, load_both, logits_of
-from tests.support.pool import Pool
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -30,23 +29,25 @@ OF_HEAD = (
 )
 
 
-def train_head(folder: str, scratch: str, plan: str) -> None:
-    warnings.simplefilter("ignore")
-    for config in OF_HEAD:
-        train(folder, f"{scratch}/{config.peft_type}", config, tp_plan=plan)
-    with pytest.raises(tp_transformers.UnsupportedError, match=r"OFT .* got lm_head, which has the strategy"):
-        get_peft_model(load(folder, tp_plan=plan), OFTConfig(oft_block_size=4, target_modules=["lm_head"]))
-
-
-def test_a_head_that_shards_its_full_inputs(pool: Pool, cases: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def head_plan(tmp_path: Path) -> str:
+    """A plan whose head shards its full inputs."""
     plan = tmp_path / "plan.yaml"
     plan.write_text(yaml.safe_dump({"model_type": "llama", "extends": "llama", "heads": {"lm_head": "rowwise_rep"}}))
-    pool.run(2, train_head, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path), str(plan))
+    return str(plan)
 
 
-def refuse(folder: str, scratch: str) -> None:
-    """Run on every rank."""
-    model = load(folder)
+@on_ranks(num_hidden_layers=1)
+def test_a_head_that_shards_its_full_inputs(folder: str, head_plan: str, tmp_path: Path) -> None:
+    for config in OF_HEAD:
+        train(folder, tmp_path / config.peft_type, config, tp_plan=head_plan)
+    with pytest.raises(tp_transformers.UnsupportedError, match=r"OFT .* got lm_head, which has the strategy"):
+        get_peft_model(load(folder, tp_plan=head_plan), OFTConfig(oft_block_size=4, target_modules=["lm_head"]))
+
+
+@on_ranks(num_hidden_layers=1)
+def test_lacking_tensors_and_mixed_models_are_refused(folder: str, tmp_path: Path) -> None:
+    model, scratch = load(folder), str(tmp_path)
     if dist.get_rank() == 0:
         config = OFTConfig(oft_block_size=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
         get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(scratch)
@@ -84,34 +85,27 @@ def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
             tensors[name] = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
 
 
-def train_with_biases(folder: str, scratch: str, kind: str) -> None:
-    warnings.simplefilter("ignore")
-    config = copy.deepcopy(KINDS[kind])
-    config.task_type = "CAUSAL_LM"
-    config.target_modules = LINEARS[: 3 if kind == "OFT" else None]  # its blocks have to fit the shards
-    train(folder, scratch, config)
+@pytest.fixture
+def with_biases(cases: Any, tmp_path: Path) -> str:
+    """A model whose linears have biases."""
+    made = cases(9, 3, attention_bias=True, mlp_bias=True, num_hidden_layers=1).folder
+    return edited(made, tmp_path / "model", draw_biases)
 
 
 @pytest.mark.parametrize("kind", wide(sorted(KINDS, key=lambda kind: kind not in QUICK), len(QUICK)))
-def test_linears_with_biases(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
+@on_ranks()
+def test_linears_with_biases(with_biases: str, tmp_path: Path, kind: str) -> None:
     """A row-parallel linear adds its bias once, after the sum; its adapters have none."""
-    with_biases = cases(9, 3, attention_bias=True, mlp_bias=True, num_hidden_layers=1).folder
-    folder = edited(with_biases, tmp_path / "model", draw_biases)
-    pool.run(2, train_with_biases, folder, str(tmp_path), kind)
+    config = copy.deepcopy(KINDS[kind])
+    config.target_modules = LINEARS[: 3 if kind == "OFT" else None]  # its blocks have to fit the shards
+    train(with_biases, tmp_path, config)
 
 
-def use_default_targets(folder: str) -> None:
-    """Run on every rank: the modules that PEFT knows for a model type."""
+@on_ranks(num_hidden_layers=1)
+def test_targets_by_default(folder: str) -> None:
+    """The modules that PEFT knows for a model type."""
     for config in (IA3Config(), OFTConfig(oft_block_size=8), LoraConfig(use_dora=True)):
         models = [get_peft_model(model, copy.deepcopy(config)) for model in load_both(folder)]
         targets = [model.peft_config["default"].target_modules for model in models]
         assert targets[0] == targets[1] is not None
         assert relative(logits_of(models[0]), logits_of(models[1])) < TOLERANCE
-
-
-def test_targets_by_default(pool: Pool, cases: Any) -> None:
-    pool.run(2, use_default_targets, cases(9, 3, num_hidden_layers=1).folder)
-
-
-def test_lacking_tensors_and_mixed_models_are_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, refuse, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path))

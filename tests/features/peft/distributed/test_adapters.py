@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,61 +21,40 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tp_transformers
-from tests.support.adapters import TOLERANCE, adapter_parameters, lora, shake, train
+from tests.support.adapters import TOLERANCE, adapt, adapter_parameters, lora, shake, train
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
-from tests.support.models import PROMPTS, VOCAB, load, load_both, logits_of
-from tests.support.pool import Pool
+from tests.support.models import PROMPTS, load, load_both, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
 
-def train_all(folder: str, scratch: str) -> None:
-    warnings.simplefilter("ignore")
+def train_all(folder: str, scratch: str | Path) -> None:
+    """Run on every rank: adapters of linears, of embeddings and of the head."""
     train(folder, scratch, lora("all-linear"))
     train(folder, scratch, lora(["q_proj", "v_proj", "o_proj", "embed_tokens", "lm_head"], lora_dropout=0.3))
 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((8, 2), 3), ((9, 3), 2), ((8, 4), 2)], 1))
-def test_lora_is_that_of_one_process(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int], size: int) -> None:
-    pool.run(size, train_all, cases(*heads, num_hidden_layers=1).folder, str(tmp_path))
+@on_ranks(num_hidden_layers=1)
+def test_lora_is_that_of_one_process(folder: str, tmp_path: Path) -> None:
+    train_all(folder, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Fused projections, stored transposed, of three heads."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    torch.manual_seed(0)
-    sizes = {"n_embd": 24, "n_layer": 1, "n_head": 3, "n_positions": 32, "n_inner": 50, "vocab_size": VOCAB}
-    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, initializer_range=0.2))
-    for name, param in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(param, std=0.2)
-    model.save_pretrained(folder)
-    return str(folder)
-
-
-def train_fused(folder: str, scratch: str) -> None:
-    warnings.simplefilter("ignore")
-    train(folder, scratch, lora(["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, bias="all"))
+@on_ranks()
+def test_lora_on_fused_projections(fused: str, tmp_path: Path) -> None:
     targets = ["c_attn", "c_proj", "c_fc"]
-    train(
-        folder,
-        f"{scratch}/ia3",
-        IA3Config(task_type="CAUSAL_LM", target_modules=targets, feedforward_modules=["c_proj"]),
-    )
+    train(fused, tmp_path, lora(targets, fan_in_fan_out=True, bias="all"))
+    train(fused, tmp_path / "ia3", IA3Config(target_modules=targets, feedforward_modules=["c_proj"]))
 
 
-def test_lora_on_fused_projections(pool: Any, gpt2: str, tmp_path: Path) -> None:
-    pool.run(2, train_fused, gpt2, str(tmp_path))
-
-
-def other_ways(folder: str, scratch: str) -> None:
-    warnings.simplefilter("ignore")
+@on_ranks(num_hidden_layers=1)
+def test_other_ways_to_adapters(folder: str, tmp_path: Path) -> None:
+    scratch = str(tmp_path)
     targets = ["q_proj", "k_proj", "o_proj", "down_proj"]
 
     # transformers' own integration: an adapter made by one process, loaded by name, saved, and loaded with its base
@@ -132,11 +110,7 @@ def other_ways(folder: str, scratch: str) -> None:
     torch.manual_seed(2)
     ours, theirs = load_both(folder, AutoModelForSequenceClassification, num_labels=3)
     theirs.score.weight.data.copy_(tp_transformers.full_tensor(ours.score.weight))
-    adapted = []
-    for each in (ours, theirs):
-        torch.manual_seed(2)
-        adapted.append(get_peft_model(each, LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS")))
-    ours, theirs = adapted
+    ours, theirs = adapt((ours, theirs), LoraConfig(r=2, target_modules=targets, task_type="SEQ_CLS"), seed=2)
     shake(ours, theirs)
     assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
     ours.save_pretrained(f"{scratch}/classifier")
@@ -175,10 +149,6 @@ def other_ways(folder: str, scratch: str) -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
-def test_other_ways_to_adapters(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, other_ways, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path))
-
-
 def save_to_full_disk(folder: str, target: str) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -203,15 +173,15 @@ SECOND = {
 }
 
 
-def differences(folder: str, kind: str) -> dict[str, float]:
-    """Run on every rank: how far logits of both adapters, and the worst gradient, are from one process."""
+@pytest.mark.parametrize("kind", SECOND)
+@on_ranks()
+def test_adapters_of_two_calls_are_those_of_one_process(folder: str, kind: str) -> None:
     models = []
     for model in load_both(folder):
         torch.manual_seed(7)
         for name, config in (("first", LORA), ("second", SECOND[kind])):
             model = get_peft_model(model, config, adapter_name=name)
         models.append(model)
-    found = {}
     for adapter in ("first", "second") if kind != "prompts" else ("second",):  # prompts keep PEFT from the inner model
         for model in models:
             model.set_adapter(adapter)
@@ -221,14 +191,7 @@ def differences(folder: str, kind: str) -> dict[str, float]:
                     for model in models:
                         model.get_parameter(name).normal_(generator=torch.Generator().manual_seed(len(name)))
         logits = [model(input_ids=PROMPTS).logits for model in models]
-        found[adapter] = relative(*(output.detach() for output in logits))
+        assert relative(*(output.detach() for output in logits)) < TOLERANCE, adapter
     for output in logits:
         output.pow(2).mean().backward()
-    found["gradients"] = max(gradient_differences(*models).values())
-    return found
-
-
-@pytest.mark.parametrize("kind", SECOND)
-def test_adapters_of_two_calls_are_those_of_one_process(pool: Pool, cases: Any, kind: str) -> None:
-    for found in pool.run(2, differences, cases(9, 3).folder, kind):
-        assert max(found.values()) < 1e-4, found  # fp32 sums in another order
+    assert max(gradient_differences(*models).values()) < TOLERANCE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -13,11 +12,13 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, convert_to_lora, get_peft_model
 from peft.tuners.lora import LoraModel
 from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tp_transformers
+from tests.support.adapters import save_both
 from tests.support.comparisons import assert_same_tensors, different_tensors, full_parameters, read_folder, relative
-from tests.support.models import VOCAB, load, load_both, logits_of
+from tests.support.models import load, load_both, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -59,7 +60,6 @@ def adapted(models: Any, **ranks: int) -> list[Any]:
 
 def combine(folder: str) -> dict[str, str]:
     """Of every combination, the difference of logits from one process's, or how it was refused."""
-    warnings.simplefilter("ignore")
     ours, theirs = adapted(load_both(folder), one=3, two=3)
     rank, rows = dist.get_rank(), {}
     for kind in COMBINATIONS:
@@ -82,9 +82,9 @@ def combine(folder: str) -> dict[str, str]:
     return rows
 
 
-def combine_dora(folder: str) -> None:
+@on_ranks(num_hidden_layers=1)
+def test_combinations_of_dora(folder: str) -> None:
     """Combinations and a merge of two DoRA adapters: as one process has them, or refuses them."""
-    warnings.simplefilter("ignore")
     both = []
     for model in load_both(folder):
         torch.manual_seed(11)
@@ -110,10 +110,6 @@ def combine_dora(folder: str) -> None:
     assert relative(*(logits_of(model.merge_and_unload()) for model in both)) < TOLERANCE
 
 
-def test_combinations_of_dora(pool: Any, cases: Any) -> None:
-    pool.run(2, combine_dora, cases(9, 3, num_hidden_layers=1).folder)
-
-
 @pytest.mark.slow
 def test_every_combination_is_that_of_one_process(pool: Any, cases: Any) -> None:
     columns = {}
@@ -130,9 +126,9 @@ def test_every_combination_is_that_of_one_process(pool: Any, cases: Any) -> None
     assert "WRONG" not in "".join(lines), "\n".join(lines)
 
 
-def go_on(folder: str, scratch: str) -> None:
+@on_ranks(num_hidden_layers=1)
+def test_combinations_go_on_as_those_of_one_process(folder: str, tmp_path: Path) -> None:
     """What comes after a combination, and combinations of other adapters and layers."""
-    warnings.simplefilter("ignore")
     ours, theirs = adapted(load_both(folder), one=2, two=4)
     both = (theirs, ours)
     for each in both:
@@ -150,12 +146,9 @@ def go_on(folder: str, scratch: str) -> None:
         each.set_adapter("renamed")
     expected = logits_of(theirs)
     assert relative(logits_of(ours), expected) < TOLERANCE
-    ours.save_pretrained(f"{scratch}/ours", selected_adapters=["renamed"])
-    if dist.get_rank() == 0:
-        theirs.save_pretrained(f"{scratch}/theirs", selected_adapters=["renamed"])
-    dist.barrier()
-    assert_same_tensors(f"{scratch}/theirs/renamed", f"{scratch}/ours/renamed")
-    again = PeftModel.from_pretrained(load(folder), f"{scratch}/ours/renamed")
+    save_both(ours, theirs, tmp_path, selected_adapters=["renamed"])
+    assert_same_tensors(tmp_path / "theirs" / "renamed", tmp_path / "ours" / "renamed")
+    again = PeftModel.from_pretrained(load(folder), f"{tmp_path}/ours/renamed")
     assert relative(logits_of(again), expected) < TOLERANCE
     assert relative(logits_of(copy.deepcopy(ours)), expected) < TOLERANCE
     steps = []
@@ -166,7 +159,7 @@ def go_on(folder: str, scratch: str) -> None:
     for key, (_, grad) in steps[0].items():
         assert relative(tp_transformers.full_tensor(*steps[1][key]), grad) < TOLERANCE, key
     with pytest.raises(tp_transformers.UnsupportedError, match="got path_initial_model_for_weight_conversion"):
-        ours.save_pretrained(f"{scratch}/less", path_initial_model_for_weight_conversion=f"{scratch}/ours/renamed")
+        ours.save_pretrained(f"{tmp_path}/less", path_initial_model_for_weight_conversion=f"{tmp_path}/ours/renamed")
     with pytest.raises(tp_transformers.UnsupportedError, match="convert_to_lora on a tensor-parallel model: got"):
         convert_to_lora(ours, rank=2, progressbar=False)
     assert relative(logits_of(ours.merge_and_unload()), expected) < TOLERANCE
@@ -208,24 +201,10 @@ def go_on(folder: str, scratch: str) -> None:
     assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
 
 
-def test_combinations_go_on_as_those_of_one_process(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, go_on, cases(9, 3, num_hidden_layers=1).folder, str(tmp_path))
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Fused projections, stored transposed, of three heads."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    torch.manual_seed(0)
-    sizes = {"n_embd": 24, "n_layer": 1, "n_head": 3, "n_positions": 32, "n_inner": 50, "vocab_size": VOCAB}
-    GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).save_pretrained(folder)
-    return str(folder)
-
-
-def combine_fused(folder: str) -> None:
-    warnings.simplefilter("ignore")
+@on_ranks()
+def test_combinations_on_fused_projections(fused: str) -> None:
     found = []
-    for model in load_both(folder):
+    for model in load_both(fused):
         torch.manual_seed(5)
         options = {"r": 2, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
         model = get_peft_model(model, LoraConfig(**options, init_lora_weights=False), adapter_name="one")
@@ -240,13 +219,10 @@ def combine_fused(folder: str) -> None:
     assert relative(*map(logits_of, found)) < TOLERANCE
 
 
-def test_combinations_on_fused_projections(pool: Any, gpt2: str) -> None:
-    pool.run(2, combine_fused, gpt2)
-
-
-def swap(folder: str, scratch: str) -> None:
+@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
+@on_ranks(num_hidden_layers=1)
+def test_adapters_are_swapped(folder: str, tmp_path: Path) -> None:
     """Swaps for adapters of the same, a smaller and a larger rank, on other modules, and for one that does not fit."""
-    warnings.simplefilter("ignore")
     ours, theirs = load_both(folder)
     kinds = {"same": (3, TARGETS[:-2]), "small": (2, TARGETS[:-2]), "large": (5, TARGETS[:4]), "other": (2, TARGETS)}
     for name, (r, targets) in kinds.items():
@@ -254,44 +230,39 @@ def swap(folder: str, scratch: str) -> None:
         config = LoraConfig(r=r, lora_alpha=7, target_modules=targets, init_lora_weights=False)
         alone = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
         if dist.get_rank() == 0:
-            alone.save_pretrained(f"{scratch}/{name}")
+            alone.save_pretrained(f"{tmp_path}/{name}")
     dist.barrier()
-    ours, theirs = (PeftModel.from_pretrained(each, f"{scratch}/same") for each in (ours, theirs))
+    ours, theirs = (PeftModel.from_pretrained(each, f"{tmp_path}/same") for each in (ours, theirs))
     kept = {key: param for key, param in ours.named_parameters() if "lora_" in key}
     for name in ("small", "same", "large"):
         for each in (theirs, ours):
-            hotswap_adapter(each, f"{scratch}/{name}", adapter_name="default", torch_device="cpu")
+            hotswap_adapter(each, f"{tmp_path}/{name}", adapter_name="default", torch_device="cpu")
         assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE, name
         assert same_adapters(ours, theirs, "default")
         if name != "large":  # the shapes are those that were there
             assert all(param is kept[key] for key, param in ours.named_parameters() if key in kept)
-    ours.save_pretrained(f"{scratch}/swapped")
+    ours.save_pretrained(f"{tmp_path}/swapped")
     dist.barrier()
-    saved = read_folder(f"{scratch}/swapped")
-    for key, value in read_folder(f"{scratch}/large").items():
+    saved = read_folder(f"{tmp_path}/swapped")
+    for key, value in read_folder(f"{tmp_path}/large").items():
         assert torch.equal(saved[key], value), key
     assert relative(logits_of(ours.merge_and_unload()), logits_of(theirs)) < TOLERANCE
 
     # padded, so that a compiled graph stays the same
     pair = load_both(folder)
-    ours, theirs = (PeftModel.from_pretrained(each, f"{scratch}/small") for each in pair)
+    ours, theirs = (PeftModel.from_pretrained(each, f"{tmp_path}/small") for each in pair)
     for each in (theirs, ours):
         prepare_model_for_compiled_hotswap(each, target_rank=5)
     assert same_adapters(ours, theirs, "default")
     assert relative(logits_of(ours), logits_of(theirs)) < TOLERANCE
     compiled = torch.compile(ours, backend="eager")
     for name in ("same", "large"):
-        hotswap_adapter(theirs, f"{scratch}/{name}", adapter_name="default", torch_device="cpu")
-        hotswap_adapter(compiled, f"{scratch}/{name}", adapter_name="default", torch_device="cpu")
+        hotswap_adapter(theirs, f"{tmp_path}/{name}", adapter_name="default", torch_device="cpu")
+        hotswap_adapter(compiled, f"{tmp_path}/{name}", adapter_name="default", torch_device="cpu")
         assert same_adapters(ours, theirs, "default")
         assert relative(logits_of(compiled), logits_of(theirs)) < TOLERANCE, name
 
     expected = logits_of(ours)
     with pytest.raises(RuntimeError, match="unexpected keys found"):
-        hotswap_adapter(ours, f"{scratch}/other", adapter_name="default", torch_device="cpu")
+        hotswap_adapter(ours, f"{tmp_path}/other", adapter_name="default", torch_device="cpu")
     assert torch.equal(logits_of(ours), expected)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), wide([(9, 3), (8, 4)], 1))
-def test_adapters_are_swapped(pool: Any, cases: Any, tmp_path: Path, heads: int, kv_heads: int) -> None:
-    pool.run(2, swap, cases(heads, kv_heads, num_hidden_layers=1).folder, str(tmp_path))
