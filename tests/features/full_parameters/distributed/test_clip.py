@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.nn import utils
 
-import tp_transformers
-from tests.support.comparisons import relative
-from tests.support.models import PROMPTS, load
-from tests.support.pool import Pool
+from tests.support.comparisons import full_gradients, relative_errors
+from tests.support.models import PROMPTS, load_both
+from tests.support.on_ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -19,28 +18,21 @@ TOLERANCE = 1e-5  # fp32 sums in another order
 MAX_NORM = 0.1
 
 
-def clip(folder: str, plan: str | None) -> tuple[float, dict[str, torch.Tensor]]:
-    """The norm before clipping, and the whole gradients after it."""
-    model = load(folder, tp_plan=plan)
+def clip(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The norm before clipping, and the full gradients after it."""
     model(PROMPTS, labels=PROMPTS).loss.backward()
     norm = utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    whole = tp_transformers.full_tensor if plan else (lambda param, grad: grad)
-    return norm.item(), {name: whole(param, param.grad) for name, param in model.named_parameters()}
+    return norm.item(), full_gradients(model)
 
 
 # DTensors beside plain parameters, plain parameters alone, KV heads that ranks share.
 @pytest.mark.parametrize(("heads", "size"), [((8, 4), 2), ((8, 4), 3), ((8, 1), 2)])
-def test_torch_clips_by_the_norm_of_the_whole_model(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
-    folder = cases(*heads).folder
-    expected, grads = clip(folder, None)
+@on_ranks()
+def test_torch_clips_by_the_norm_of_the_whole_model(folder: str) -> None:
+    (norm, found), (expected, grads) = map(clip, load_both(folder))
     assert expected > MAX_NORM, "there is something to clip"
-    for norm, found in pool.run(size, _clip_on_ranks, folder):
-        assert abs(norm - expected) < TOLERANCE * expected
-        assert max(relative(found[name], grads[name]) for name in grads) < 10 * TOLERANCE
-
-
-def _clip_on_ranks(folder: str) -> tuple[float, dict[str, torch.Tensor]]:
-    return clip(folder, "auto")
+    assert abs(norm - expected) < TOLERANCE * expected
+    assert max(relative_errors(found, grads).values()) < 10 * TOLERANCE
 
 
 def test_other_parameters_are_clipped_by_torch() -> None:

@@ -13,13 +13,19 @@ from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from transformers import AutoModelForCausalLM
 from transformers.optimization import Adafactor
 
 import tp_transformers
-from tests.support.comparisons import equal_parameters, parameter_differences, relative
-from tests.support.models import PROMPTS, load
+from tests.support.comparisons import (
+    equal_parameters,
+    full_parameters,
+    parameter_differences,
+    relative,
+    relative_errors,
+)
+from tests.support.models import PROMPTS, load, load_both
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import Comparison
 from tests.support.pool import Pool
 from tests.support.tiers import wide
@@ -65,8 +71,11 @@ SAVED = ("Muon", "Adafactor", "transformers' Adafactor", "schedule-free AdamW")
 # -- updates
 
 
-def updates(folder: str) -> dict[str, Any]:
-    """Run on every rank: errors of updates, with a closure too, and of states."""
+@needs("debug")
+@pytest.mark.parametrize(("size", "heads"), wide([(3, (9, 3)), (2, (8, 4)), (2, (9, 3)), (3, (8, 4))], 1))
+@on_ranks(num_hidden_layers=1)
+def test_updates_and_states_are_those_of_one_process(folder: str) -> None:
+    """Updates, with a closure too, and states."""
     comparison, result = Comparison(folder), {}
     names = [name for name, _ in comparison.model.named_parameters()]
     of = dict(zip(comparison.model.parameters(), names, strict=True))
@@ -89,21 +98,14 @@ def updates(folder: str) -> dict[str, Any]:
                     value = tp_transformers.full_tensor(param, value)
                 error = relative(torch.as_tensor(value, dtype=torch.float), torch.as_tensor(whole, dtype=torch.float))
                 result[f"{name}, {key}"] = max(error, result.get(f"{name}, {key}", 0.0))
-    replicas = tp_transformers.debug.check_replicas(comparison.model, optimizer)
-    assert not replicas
-    return result
+    assert not tp_transformers.debug.check_replicas(comparison.model, optimizer)
+    assert max(result.values()) < TOLERANCE, result
 
 
-@needs("debug")
-@pytest.mark.parametrize(("ranks", "heads"), wide([(3, (9, 3)), (2, (8, 4)), (2, (9, 3)), (3, (8, 4))], 1))
-def test_updates_and_states_are_those_of_one_process(pool: Pool, cases: Any, ranks: int, heads: Any) -> None:
-    for errors in pool.run(ranks, updates, cases(*heads, num_hidden_layers=1).folder):
-        assert max(errors.values()) < TOLERANCE, errors
-
-
-def without_gradients(folder: str) -> dict[str, float]:
-    """Run on every rank: the second one's experts got no token."""
-    comparison, result = Comparison(folder), {}
+@on_ranks()
+def test_a_rank_without_a_gradient_counts_as_zeros(folder: str) -> None:
+    """The second rank's experts got no token."""
+    comparison = Comparison(folder)
     of, rank = dict(comparison.model.named_parameters()), comparison.model.tp_group.rank
     for name in ("Adafactor", "transformers' Adafactor"):
         comparison.restart()
@@ -121,29 +123,18 @@ def without_gradients(folder: str) -> dict[str, float]:
         optimizer.register_step_pre_hook(drop)
         reference.register_step_pre_hook(zero)
         comparison.step(optimizer, reference)
-        result[name] = comparison.error()
-    return result
-
-
-def test_a_rank_without_a_gradient_counts_as_zeros(pool: Pool, cases: Any) -> None:
-    for errors in pool.run(2, without_gradients, cases(9, 3).folder):
-        assert max(errors.values()) < TOLERANCE, errors
-
-
-def copies(folder: str, mode: str) -> dict[str, float]:
-    """Run on every rank: two copies of the model, over which FSDP2 may cut it again."""
-    mesh, result = mesh_of(2), {}
-    change = lambda model: tp_transformers.data_parallel(model, mesh, mode=mode)  # noqa: E731
-    comparison = Comparison(folder, change, device_mesh=mesh)
-    for name in SAVED:
-        result[name] = comparison.of(MAKERS[name])
-    return result
+        assert comparison.error() < TOLERANCE, name
 
 
 @pytest.mark.parametrize(("heads", "mode"), wide([((9, 3), "shard"), ((8, 4), "shard"), ((9, 3), "replicate")], 0))
-def test_copies_take_the_steps_of_one_process(pool: Pool, cases: Any, heads: Any, mode: str) -> None:
-    for errors in pool.run(4, copies, cases(*heads, num_hidden_layers=1).folder, mode):
-        assert max(errors.values()) < TOLERANCE, errors
+@on_ranks(4, num_hidden_layers=1)
+def test_copies_take_the_steps_of_one_process(folder: str, mode: Any) -> None:
+    """Two copies of the model, over which FSDP2 may cut it again."""
+    mesh = mesh_of(2)
+    change = lambda model: tp_transformers.data_parallel(model, mesh, mode=mode)  # noqa: E731
+    comparison = Comparison(folder, change, device_mesh=mesh)
+    for name in SAVED:
+        assert comparison.of(MAKERS[name]) < TOLERANCE, name
 
 
 # -- what is saved
@@ -158,11 +149,7 @@ def steps(model: Any, optimizer: Any, count: int) -> None:
         optimizer.step()
 
 
-def wholes(model: Any) -> list[Tensor]:
-    return [tp_transformers.full_tensor(param) for param in model.parameters()]
-
-
-def leave(folder: str, name: str, target: str) -> list[Tensor]:
+def leave(folder: str, name: str, target: str) -> dict[str, Tensor]:
     """Run on every rank: two steps, a checkpoint, and one more, also by the state of this rank's own."""
     model = load(folder)
     optimizer = MAKERS[name](model)
@@ -175,10 +162,10 @@ def leave(folder: str, name: str, target: str) -> list[Tensor]:
     steps(model, optimizer, 1)
     steps(other, again, 1)
     assert equal_parameters(model, other)
-    return wholes(model)
+    return full_parameters(model)
 
 
-def resume(folder: str, name: str, target: str) -> list[Tensor]:
+def resume(folder: str, name: str, target: str) -> dict[str, Tensor]:
     """Run on every rank, of another number: the step after the checkpoint."""
     model = load(folder)
     optimizer = MAKERS[name](model)
@@ -187,7 +174,7 @@ def resume(folder: str, name: str, target: str) -> list[Tensor]:
     model.load_state_dict(state["model"])
     tp_transformers.training.load_optimizer_state_dict(model, optimizer, state["optimizer"])
     steps(model, optimizer, 1)
-    return wholes(model)
+    return full_parameters(model)
 
 
 @needs("dcp")
@@ -196,8 +183,7 @@ def test_states_go_on_on_another_number_of_ranks(pool: Pool, cases: Any, tmp_pat
     folder = cases(9, 3).folder
     expected, *_ = pool.run(2, leave, folder, name, str(tmp_path))
     for found in pool.run(3, resume, folder, name, str(tmp_path)):
-        errors = [relative(mine, theirs) for mine, theirs in zip(found, expected, strict=True)]
-        assert max(errors) < TOLERANCE
+        assert max(relative_errors(found, expected).values()) < TOLERANCE
 
 
 class Codes(Tensor):
@@ -218,27 +204,24 @@ class QuantisesLargeStates(torch.optim.SGD):
 QuantisesLargeStates.tp_scope = "shard"  # type: ignore[attr-defined]
 
 
-def quantised(folder: str) -> str:
-    """Run on every rank: the error for a state that only the rank with more heads has quantised."""
+@needs("dcp")
+@on_ranks()
+def test_states_quantised_on_one_rank_are_rejected_on_all(folder: str) -> None:
+    """A state that only the rank with more heads has quantised."""
     model = load(folder)
     optimizer = QuantisesLargeStates([model.model.layers[0].self_attn.k_proj.weight], lr=0.1)
     steps(model, optimizer, 1)
-    with pytest.raises(tp_transformers.UnsupportedError) as raised:
+    with pytest.raises(tp_transformers.UnsupportedError, match="a state codes of type Codes"):
         tp_transformers.training.optimizer_state_dict(model, optimizer)
-    return str(raised.value)
-
-
-@needs("dcp")
-def test_states_quantised_on_one_rank_are_rejected_on_all(pool: Pool, cases: Any) -> None:
-    for text in pool.run(2, quantised, cases(9, 3).folder):
-        assert "a state codes of type Codes" in text
 
 
 # -- other people's code around a step
 
 
-def around(folder: str) -> list[Any]:
-    """Run on every rank: hooks, classes that had an instance before the load, errors, copies of parameter lists."""
+@pytest.mark.parametrize("heads", HEADS)
+@on_ranks()
+def test_hooks_see_parameters_and_errors_leave_them(folder: str) -> None:
+    """Hooks, classes that had an instance before the load, errors, copies of parameter lists."""
     layer, seen = nn.Linear(2, 2), []  # type: ignore[var-annotated]
     torch.optim.Muon([layer.weight])  # torch has put its hooks around the step of the class before the load
     model = load(folder)
@@ -254,6 +237,7 @@ def around(folder: str) -> list[Any]:
     optimizer.step()
     for handle in handles:
         handle.remove()
+    assert seen == [True, 1]
 
     class Fails(torch.optim.SGD):
         tp_scope = "shard"
@@ -267,14 +251,9 @@ def around(folder: str) -> list[Any]:
     failing, whole = Fails([q_proj]), tp_transformers.full_tensor(q_proj)
     with pytest.raises(ValueError, match="in a step"):
         failing.step()
-    seen.append(torch.equal(tp_transformers.full_tensor(q_proj), 2 * whole))
-    seen.append(failing.param_groups[0]["params"][0] is q_proj and failing.state[q_proj] == {"seen": True})
-    return seen
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_hooks_see_parameters_and_errors_leave_them(pool: Pool, cases: Any, heads: Any) -> None:
-    assert pool.run(2, around, cases(*heads).folder) == [[True, 1, True, True]] * 2
+    assert torch.equal(tp_transformers.full_tensor(q_proj), 2 * whole)
+    assert failing.param_groups[0]["params"][0] is q_proj
+    assert failing.state[q_proj] == {"seen": True}
 
 
 class WithoutStep(torch.optim.SGD):
@@ -314,9 +293,11 @@ def test_what_no_step_makes_right_is_refused(pool: Pool, cases: Any, kind: Any, 
     assert text in error
 
 
-def averages(folder: str) -> float:
-    """Run on every rank: an exponential moving average of two values of the weights."""
-    models = load(folder), AutoModelForCausalLM.from_pretrained(folder)
+@pytest.mark.parametrize("heads", HEADS)
+@on_ranks(num_hidden_layers=1)
+def test_averages_are_those_of_one_process(folder: str) -> None:
+    """An exponential moving average of several values of the weights."""
+    models = load_both(folder)
     averaged = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in models]
     for model, average in zip(models, averaged, strict=True):
         for _ in range(3):
@@ -324,9 +305,4 @@ def averages(folder: str) -> float:
             with torch.no_grad():
                 for param in model.parameters():
                     param.mul_(1.5)
-    return max(parameter_differences(*averaged).values())
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_averages_are_those_of_one_process(pool: Pool, cases: Any, heads: Any) -> None:
-    assert max(pool.run(2, averages, cases(*heads, num_hidden_layers=1).folder)) < TOLERANCE
+    assert max(parameter_differences(*averaged).values()) < TOLERANCE

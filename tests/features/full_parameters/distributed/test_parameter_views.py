@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from tests.support.comparisons import (
     different_tensors,
@@ -21,7 +20,7 @@ from tests.support.comparisons import (
     relative,
 )
 from tests.support.models import PROMPTS, load, load_both
-from tests.support.pool import Pool
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import TensorParallelError, full_tensor
 
@@ -30,6 +29,9 @@ pytestmark = pytest.mark.distributed
 NAMES = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.gate_proj.weight", "lm_head.weight")
 TOLERANCE = 1e-4
 """fp32 sums in another order."""
+BOTH = wide([((9, 3),), ((8, 4),)], 2)
+"""Heads of plain shards, and of DTensors."""
+EITHER = wide([((9, 3),), ((8, 4),)], 1)
 
 
 def halves(w: Tensor) -> None:
@@ -98,31 +100,27 @@ WRITES: tuple[Callable[[Tensor], None], ...] = (
 )
 
 
-def refused(folder: str) -> dict[str, bool]:
-    """Run on every rank: whether each write to a view raises, names `full_parameters`, and leaves the parameter."""
-    model, found = load(folder), {}
+@pytest.mark.parametrize("heads", BOTH)
+@on_ranks(num_hidden_layers=1)
+def test_writes_to_views_are_refused(folder: str) -> None:
+    """Each raises, names `full_parameters`, and leaves the parameter."""
+    model = load(folder)
     for name in NAMES:
         param = model.get_parameter(name)
         before = full_tensor(param)
         for write in WRITES:
             with pytest.raises(TensorParallelError, match=r"a write to a gathered copy.*full_parameters\(model\)"):
                 write(param)
-            found[f"{write.__name__} {name}"] = torch.equal(full_tensor(param), before)
+            assert torch.equal(full_tensor(param), before), (write, name)
         array = param.detach().numpy()
         with pytest.raises(ValueError, match="read-only"):
             np.multiply(array, 2, out=array)
         view = param.detach().T
         torch.save(view, buffer := io.BytesIO())
         buffer.seek(0)
-        copies = (copy.deepcopy(view), torch.load(buffer))
-        found[f"copies {name}"] = all(type(each) is Tensor and torch.equal(each, before.T) for each in copies)
-    return found
-
-
-@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
-def test_writes_to_views_are_refused(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for found in pool.run(2, refused, cases(*heads, num_hidden_layers=1).folder):
-        assert all(found.values()), [name for name, is_right in found.items() if not is_right]
+        for copied in (copy.deepcopy(view), torch.load(buffer)):
+            assert type(copied) is Tensor
+            assert torch.equal(copied, before.T), name
 
 
 def by_index(w: Tensor) -> None:
@@ -154,28 +152,23 @@ def inits(w: Tensor) -> None:
 CHANGES: tuple[Callable[[Tensor], None], ...] = (by_index, rows, values, whole, inits)
 
 
+@pytest.mark.parametrize("heads", EITHER)
+@on_ranks(num_hidden_layers=1)
 @torch.no_grad()
-def changed(folder: str) -> dict[str, bool]:
-    """Run on every rank: whether each change of the parameter itself leaves it as that of the full tensor."""
-    model, found = load(folder), {}
+def test_changes_of_parameters_are_those_of_the_full_tensor(folder: str) -> None:
+    model = load(folder)
     for name in NAMES:
         param = model.get_parameter(name)
         for change in CHANGES:
             full = nn.Parameter(full_tensor(param).clone())
             change(full)
             change(param)
-            found[f"{change.__name__} {name}"] = torch.allclose(full_tensor(param), full, rtol=1e-5, atol=1e-5)
-    return found
+            torch.testing.assert_close(full_tensor(param), full.detach(), rtol=1e-5, atol=1e-5, msg=f"{change} {name}")
 
 
-@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
-def test_changes_of_parameters_are_those_of_the_full_tensor(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for found in pool.run(2, changed, cases(*heads, num_hidden_layers=1).folder):
-        assert all(found.values()), [name for name, is_right in found.items() if not is_right]
-
-
-def read_twice(folder: str) -> float:
-    """Run on every rank: the error of a gradient through a frozen head that is read for every chunk, and kept."""
+@on_ranks()
+def test_a_parameter_that_is_read_again_is_not_changed(folder: str) -> None:
+    """The gradient through a frozen head that is read for every chunk, and kept."""
     grads = []
     for model in load_both(folder):
         weight = model.lm_head.weight.requires_grad_(False)
@@ -187,22 +180,20 @@ def read_twice(folder: str) -> float:
         assert torch.equal(weight.data, weight.data)
         loss.backward()
         grads.append(hidden.grad)
-    return relative(*grads)
+    assert relative(*grads) < TOLERANCE
 
 
-def test_a_parameter_that_is_read_again_is_not_changed(pool: Pool, cases: Any) -> None:
-    assert max(pool.run(2, read_twice, cases(9, 3).folder)) < TOLERANCE
-
-
-def copies(folder: str) -> dict[str, bool]:
-    """Run on every rank: copies of values that go back, state dicts, and a replaced embedding."""
+@pytest.mark.parametrize("heads", EITHER)
+@on_ranks()
+def test_copies_of_values_and_full_ones_in_their_place(folder: str) -> None:
+    """Copies of values that go back, state dicts, and a replaced embedding."""
     model = load(folder)
     model(PROMPTS).logits.sum().backward()
     copied = copy.deepcopy(model)
-    found = {"a copy has no gradients": all(param.grad is None for param in copied.parameters())}
+    assert all(param.grad is None for param in copied.parameters())
 
     twins = [(param, copy.copy(param)) for param in model.parameters()]
-    found["twins"] = all(isinstance(twin, nn.Parameter) and torch.equal(twin, param) for param, twin in twins)
+    assert all(isinstance(twin, nn.Parameter) and torch.equal(twin, param) for param, twin in twins)
 
     fulls = full_parameters(model)
     best = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -210,27 +201,18 @@ def copies(folder: str) -> dict[str, bool]:
         for param in model.parameters():
             param.mul_(2)
     model.load_state_dict(best)
-    found["loaded"] = not different_tensors(full_parameters(model), fulls)
+    assert different_tensors(full_parameters(model), fulls) == []
 
     state = model.state_dict()
-    found["shapes"] = all(state[name].shape == full.shape == state[name].size() for name, full in fulls.items())
-    found["norms"] = all(torch.allclose(state[name].norm(), full.norm()) for name, full in fulls.items())
-    means = {name: (state[name] + full) / 2 for name, full in fulls.items()}
-    found["means"] = all(
-        torch.equal(full_tensor(model.get_parameter(name), means[name]), fulls[name]) for name in fulls
-    )
+    for name, full in fulls.items():
+        assert state[name].shape == full.shape == state[name].size()
+        assert torch.allclose(state[name].norm(), full.norm())
+        assert torch.equal(full_tensor(model.get_parameter(name), (state[name] + full) / 2), full)
 
     with torch.no_grad():
         logits = model(PROMPTS).logits
         model.model.embed_tokens.weight = nn.Parameter(fulls["model.embed_tokens.weight"])
-        found["embedded"] = relative(model(PROMPTS).logits, logits) < TOLERANCE
-    return found
-
-
-@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
-def test_copies_of_values_and_full_ones_in_their_place(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for found in pool.run(2, copies, cases(*heads).folder):
-        assert all(found.values()), found
+        assert relative(model(PROMPTS).logits, logits) < TOLERANCE
 
 
 def penalty(model: Any) -> Tensor:
@@ -242,17 +224,12 @@ def penalty(model: Any) -> Tensor:
     return value.detach()
 
 
-def gradients_of_a_penalty(folder: str) -> float:
-    """Run on every rank: the largest relative difference to one process' penalty and its gradients."""
-    model, alone = load(folder, attn_implementation="eager"), AutoModelForCausalLM.from_pretrained(folder)
-    alone.set_attn_implementation("eager")
-    penalties = relative(penalty(model), penalty(alone))
-    return max(penalties, *gradient_differences(model, alone).values())
-
-
-@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
-def test_a_penalty_on_gradients_is_that_of_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    assert max(pool.run(2, gradients_of_a_penalty, cases(*heads, num_hidden_layers=1).folder)) < TOLERANCE
+@pytest.mark.parametrize("heads", BOTH)
+@on_ranks(num_hidden_layers=1)
+def test_a_penalty_on_gradients_is_that_of_one_process(folder: str) -> None:
+    model, alone = load_both(folder, attn_implementation="eager")
+    assert relative(penalty(model), penalty(alone)) < TOLERANCE
+    assert max(gradient_differences(model, alone).values()) < TOLERANCE
 
 
 class Counting(torch.optim.SGD):
@@ -267,20 +244,22 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
-def tables(folder: str, rows: int) -> list[float]:
-    """Run on every rank: a state of an optimizer that has the shape of one rank's shard of a DTensor."""
-    model = load(folder)
-    head = model.lm_head.weight
+@on_ranks(heads=(8, 4))
+def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(folder: str) -> None:
+    """A state of an optimizer that has the shape of one rank's shard."""
+    head = load(folder).lm_head.weight
     optimizer = Counting([head], lr=0.1)
-    optimizer.rows = rows  # type: ignore[attr-defined]
+    optimizer.rows = head.shape[0] // 2  # type: ignore[attr-defined]
     for _ in range(3):
         head.grad = torch.zeros_like(head)
         optimizer.step()
-    return optimizer.state[head]["table"].unique().tolist()  # type: ignore[no-any-return]
+    assert optimizer.state[head]["table"].unique().tolist() == [3.0]
 
 
-def full_states(folder: str) -> float:
-    """Run on every rank: a step of AdamW with the states of one process, against that of one process."""
+@pytest.mark.parametrize("heads", BOTH)
+@on_ranks()
+def test_states_may_be_those_of_one_process(folder: str) -> None:
+    """A step of AdamW with the states of one process."""
     model, alone = load_both(folder)
     torch.manual_seed(0)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, alone)]
@@ -292,29 +271,13 @@ def full_states(folder: str) -> float:
             optimizer.state[each].update(step=torch.tensor(3.0), **averages)
     for optimizer in optimizers:
         optimizer.step()
-    return max(parameter_differences(model, alone).values())
+    assert max(parameter_differences(model, alone).values()) < TOLERANCE
 
 
-@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
-def test_states_may_be_those_of_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    assert max(pool.run(2, full_states, cases(*heads).folder)) < TOLERANCE
-
-
-def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(pool: Pool, cases: Any) -> None:
-    case = cases(8, 4)
-    rows = AutoModelForCausalLM.from_pretrained(case.folder).lm_head.weight.shape[0] // 2
-    assert pool.run(2, tables, case.folder, rows) == [[3.0]] * 2
-
-
-def second_order(folder: str) -> bool:
-    """Run on every rank: whether gradients that are assigned with a graph, one of the full shape, keep it."""
+@on_ranks()
+def test_a_gradient_keeps_its_graph_as_in_one_process(folder: str) -> None:
+    """Gradients that are assigned with a graph, one of the full shape."""
     weight = load(folder).get_parameter(NAMES[1])
-    kept = []
     for shape in (weight.shape, weight.tp_shard.local_shape):
         weight.grad = torch.ones(shape, requires_grad=True) * 2
-        kept.append(weight.grad.requires_grad)
-    return all(kept)
-
-
-def test_a_gradient_keeps_its_graph_as_in_one_process(pool: Pool, cases: Any) -> None:
-    assert all(pool.run(2, second_order, cases(9, 3).folder))
+        assert weight.grad.requires_grad

@@ -15,6 +15,7 @@ import tp_transformers
 from tests.support.comparisons import full_parameters, read_folder, relative, relative_errors
 from tests.support.models import load
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, mesh_of, with_trainer
 
@@ -53,34 +54,26 @@ def one_process(folder: str, unscales: bool) -> tuple[dict[str, torch.Tensor], l
     return {name: param.detach() for name, param in model.named_parameters()}, scales
 
 
-def scaled(folder: str, mode: str | None) -> list[tuple[bool, float]]:
-    """Run on every rank, or on every rank of copies: whether the scales are those of one process, and how far the
-    weights are from its.
-    """
-    mesh, found = mesh_of(2 if mode else 1), []
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [(2, None), *(pytest.param(4, mode, marks=pytest.mark.slow) for mode in ("shard", "replicate"))],
+)
+@on_ranks()
+def test_ranks_skip_what_one_process_skips(folder: str, mode: Any) -> None:
+    """Scales and weights, on ranks or on ranks of copies."""
+    mesh = mesh_of(2 if mode else 1)
     copy = mesh["dp"].get_local_rank()
     for unscales, fused in ((False, False), (False, True), (True, False), (True, True)):
         model = load(folder, device_mesh=mesh)
         if mode:
-            tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
+            tp_transformers.data_parallel(model, mesh, mode=mode)
         batch = BATCH.chunk(2)[copy] if mode else BATCH
         # Copies whose gradients are averaged have the same infinities; FSDP's have each its own rows.
         rank = model.tp_group.rank if mode != "shard" or copy == 0 else -2
         scales = train(model, batch, unscales=unscales, rank=rank, fused=fused)
         weights, expected = one_process(folder, unscales)
-        found.append((scales == expected, max(relative_errors(full_parameters(model), weights).values())))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("size", "mode"),
-    [(2, None), *(pytest.param(4, mode, marks=pytest.mark.slow) for mode in ("shard", "replicate"))],
-)
-def test_ranks_skip_what_one_process_skips(pool: Pool, cases: Any, size: int, mode: str | None) -> None:
-    for found in pool.run(size, scaled, cases(9, 3).folder, mode):
-        for same_scales, error in found:
-            assert same_scales
-            assert error < WEIGHT_TOLERANCE
+        assert scales == expected
+        assert max(relative_errors(full_parameters(model), weights).values()) < WEIGHT_TOLERANCE
 
 
 def overflows(folder: str) -> tuple[list[float], bool, bool]:

@@ -17,20 +17,26 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, gradient_differences, read_folder, relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
+from tests.support.on_ranks import on_ranks
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
 
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("mixtral")
+@pytest.fixture
+def checkpoint(cases: Any, tmp_path: Path, kind: str) -> str:
+    """A model of few layers: with tied weights, with KV heads that ranks share, or with experts."""
+    if kind == "tied":
+        return cases(9, 3, tie_word_embeddings=True, num_hidden_layers=1).folder
+    if kind == "shared heads":
+        return cases(8, 2).folder
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "num_local_experts": 3}
-    MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.2)).save_pretrained(folder)
-    return str(folder)
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, initializer_range=0.2)).save_pretrained(tmp_path / "mixtral")
+    return str(tmp_path / "mixtral")
 
 
 def assert_same_model(model: Any, whole: Any) -> None:
@@ -48,8 +54,10 @@ def assert_same_model(model: Any, whole: Any) -> None:
     assert relative(logits, expected) < (TOLERANCE if expected.dtype == torch.float32 else 0.1)
 
 
-def state(folder: str, scratch: str) -> None:
-    model, whole = load_both(folder)
+@pytest.mark.parametrize(("kind", "size"), wide([("tied", 2), ("shared heads", 3), ("experts", 2)], 1))
+@on_ranks()
+def test_state_of_a_model(checkpoint: str, tmp_path: Path) -> None:
+    model, whole = load_both(checkpoint)
     rank = dist.get_rank()
 
     # counts
@@ -114,10 +122,10 @@ def state(folder: str, scratch: str) -> None:
     assert all(param.grad is not None for param in model.parameters())
     model.zero_grad()
     assert all(param.grad is None for param in model.parameters())
-    model.save_pretrained(f"{scratch}/saved")
+    model.save_pretrained(tmp_path / "saved")
     dist.barrier()
-    assert read_folder(f"{scratch}/saved").keys() == read_folder(folder).keys()
-    saved = AutoModelForCausalLM.from_pretrained(f"{scratch}/saved").state_dict()
+    assert read_folder(tmp_path / "saved").keys() == read_folder(checkpoint).keys()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(saved[name], value) for name, value in whole.state_dict().items())
 
     # modes
@@ -157,32 +165,20 @@ def state(folder: str, scratch: str) -> None:
     assert_same_model(model, whole)
 
 
-def test_state_of_a_model(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(2, state, cases(9, 3, tie_word_embeddings=True, num_hidden_layers=1).folder, str(tmp_path))
-
-
-@pytest.mark.slow
-def test_state_of_a_model_with_replicated_heads(pool: Any, cases: Any, tmp_path: Path) -> None:
-    pool.run(3, state, cases(8, 2).folder, str(tmp_path))
-
-
-@pytest.mark.slow
-def test_state_of_experts(pool: Any, mixtral: str, tmp_path: Path) -> None:
-    pool.run(2, state, mixtral, str(tmp_path))
-
-
 # -- files of one rank
 
 
-def of_one_rank(folder: str, scratch: str) -> list[str]:
-    """What loads of rank 0's files say on this rank; loads of its own files are right."""
+@pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
+@on_ranks(vocab_size=202)
+def test_the_file_of_one_rank_is_refused_on_others(folder: str, tmp_path: Path) -> None:
+    """Loads of rank 0's files; loads of a rank's own files are right."""
 
     def saved(value: Any) -> tuple[Any, Any]:
         """What torch.save of rank 0, and of this rank, gives back."""
         rank = dist.get_rank()
-        torch.save(value, f"{scratch}/{rank}.pt")
+        torch.save(value, tmp_path / f"{rank}.pt")
         dist.barrier()
-        files = [torch.load(f"{scratch}/{file}.pt", weights_only=True) for file in (0, rank)]
+        files = [torch.load(tmp_path / f"{file}.pt", weights_only=True) for file in (0, rank)]
         dist.barrier()
         return files[0], files[1]
 
@@ -204,39 +200,29 @@ def of_one_rank(folder: str, scratch: str) -> list[str]:
     assert all(torch.equal(*pair) for pair in zip(loaded, moments, strict=True))
     assert torch.equal(tp_transformers.full_tensor(param, param.grad), gradient)
 
-    said = []
-    for assign in (False, True):
-        with pytest.raises(tp_transformers.CheckpointError) as told:
-            model.load_state_dict(first["model"], assign=assign)
-        said.append(str(told.value))
-    with pytest.raises(tp_transformers.CheckpointError) as told:
-        optimizer.load_state_dict(first["optimizer"])
-    said.append(str(told.value))
+    other = "got the shard of rank 0 of 2, expected the shard of rank 1 of 2, or the full tensor"
+    advice = "let every rank save and load a file of its own"
+    for load_first in (
+        lambda: model.load_state_dict(first["model"]),
+        lambda: model.load_state_dict(first["model"], assign=True),
+        lambda: optimizer.load_state_dict(first["optimizer"]),
+    ):
+        with pytest.raises(tp_transformers.CheckpointError, match=f"{other}(.|\n)*{advice}"):
+            load_first()
     if dist.get_rank() and not isinstance(param, DTensor):  # for DTensors, torch's own assignment
         values = {"data": first["model"][name], "grad": first["grad"]}
         for attribute, value in values.items():
-            with pytest.raises(
-                tp_transformers.CheckpointError, match="got the shard of rank 0 of 2, expected the shard"
-            ):
+            with pytest.raises(tp_transformers.CheckpointError, match="the shard of rank 0 of 2, expected the shard"):
                 setattr(param, attribute, value)
     assert different_tensors(full_parameters(model), weights) == []
-    return said
 
 
-@pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
-def test_the_file_of_one_rank_is_refused_on_others(pool: Any, cases: Any, tmp_path: Path, heads: Any) -> None:
-    for said in pool.run(2, of_one_rank, cases(*heads, vocab_size=202).folder, str(tmp_path)):
-        assert len(said) == 3
-        for text in said:
-            assert "got the shard of rank 0 of 2, expected the shard of rank 1 of 2, or the full tensor" in text
-            assert "let every rank save and load a file of its own" in text
-
-
-def gradients(folder: str) -> list[bool]:
-    """Run on every rank: what `full_tensor` makes of gradients that are not there, everywhere or on one rank."""
+@on_ranks()
+def test_a_gradient_that_is_not_there_is_none(folder: str) -> None:
+    """What `full_tensor` makes of gradients that are not there, everywhere or on one rank."""
     model, whole = load_both(folder)
     params = dict(model.named_parameters())
-    absent = [tp_transformers.full_tensor(param, param.grad) for param in params.values()]
+    assert all(tp_transformers.full_tensor(param, param.grad) is None for param in params.values())
     for each in (model, whole):
         each(PROMPTS, labels=PROMPTS).loss.backward()
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -247,10 +233,5 @@ def gradients(folder: str) -> list[bool]:
     kept = torch.zeros_like(expected)
     start, stop = shard.layout.split.ranges[0][0]
     kept[start:stop] = expected[start:stop]
-    found = tp_transformers.full_tensor(params[name], params[name].grad)
-    alone = tp_transformers.full_tensor(whole.lm_head.weight, None)
-    return [all(each is None for each in absent), relative(found, kept) < TOLERANCE, alone is None]
-
-
-def test_a_gradient_that_is_not_there_is_none(pool: Any, cases: Any) -> None:
-    assert pool.run(2, gradients, cases(9, 3).folder) == [[True] * 3] * 2
+    assert relative(tp_transformers.full_tensor(params[name], params[name].grad), kept) < TOLERANCE
+    assert tp_transformers.full_tensor(whole.lm_head.weight, None) is None
