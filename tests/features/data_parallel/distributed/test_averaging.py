@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import gradient_differences
-from tests.support.models import PROMPTS, load
-from tests.support.pool import Pool
+from tests.support.models import PROMPTS, load_both
+from tests.support.on_ranks import on_ranks
+from tests.support.training import mesh_of
 from tp_transformers.features.data_parallel import averaging
 
 pytestmark = pytest.mark.distributed
@@ -42,22 +41,22 @@ def one_layer_twice(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def steps(folder: str) -> dict[str, Any]:
-    """Run on every rank: the worst error of a gradient in every kind of step, and what was sent before it ended."""
+@on_ranks(4)
+def test_gradients_are_averaged_during_a_backward(folder: str) -> None:
+    """Gradients of every kind of step, and what was sent before the step ended."""
     averaging.BUCKET, averaging.TRAVELLING = 20_000, 2
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model, one_process = load(folder, device_mesh=mesh).train(), AutoModelForCausalLM.from_pretrained(folder).train()
+    mesh = mesh_of(2)
+    model, one_process = (each.train() for each in load_both(folder, device_mesh=mesh))
     tp_transformers.data_parallel(model, mesh)
     copy, axis = mesh["dp"].get_local_rank(), mesh["dp"].get_group()
     texts = PROMPTS.chunk(2)
-    found: dict[str, Any] = {}
 
     def loss(of: Any, text: Tensor) -> Tensor:
         return of(text, labels=text).loss
 
-    def hold(name: str) -> None:
-        found[name] = max(gradient_differences(model, one_process).values())
+    def hold(step: str) -> None:
+        errors = gradient_differences(model, one_process)
+        assert max(errors.values()) < 1e-5, (step, errors)
         model.zero_grad(), one_process.zero_grad()
 
     def whole() -> None:
@@ -80,7 +79,9 @@ def steps(folder: str) -> dict[str, Any]:
         loss(model, texts[copy]).backward()
         dist.all_reduce = all_reduce
         handle.remove()
-        found[f"sent early, {name}"] = events[: events.index("last gradient")].count("sent")
+        early = events[: events.index("last gradient")].count("sent")
+        # At first, the copies do not know which parameters are used.
+        assert early == 0 if name == "the first" else early > 1
         whole()
         hold(name)
 
@@ -115,11 +116,3 @@ def steps(folder: str) -> dict[str, Any]:
         loss(model, texts[copy]).backward()
         whole()
         hold(name)
-    return found
-
-
-def test_gradients_are_averaged_during_a_backward(pool: Pool, cases: Any) -> None:
-    for found in pool.run(4, steps, cases(9, 3).folder):
-        assert found.pop("sent early, the first") == 0, "the copies do not know yet which parameters are used"
-        assert found.pop("sent early, the second") > 1
-        assert {name: error for name, error in found.items() if error > 1e-5} == {}

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import full_gradients, relative, relative_errors
-from tests.support.models import PROMPTS, Case, load, logits_of
+from tests.support.models import PROMPTS, load, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool, WorkerError
 
 DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
@@ -21,30 +22,28 @@ if not hasattr(DistributedConfig(), "tp_size"):
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
+SIZES = ("fsdp_size", "dp_replicate_size")
+"""Fields of the number of copies; releases have both or one."""
 
 
-def logits(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Run on every rank."""
+MLP = {
+    "model.layers.*.mlp.gate_proj": "colwise_rep",
+    "model.layers.*.mlp.up_proj": "colwise_rep",
+    "model.layers.*.mlp.down_proj": "rowwise_rep",
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "gate"),
+    [({"tp_size": 2}, "colwise"), ({"tp_plan": "auto"}, "colwise"), ({"tp_size": 2, "tp_plan": MLP}, "colwise_rep")],
+)
+@on_ranks()
+def test_tensor_parallelism_alone_is_ours(folder: str, fields: dict[str, Any], gate: str) -> None:
     model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
-    shown = model.tp_plan["model.layers.*.mlp.gate_proj"]
+    assert relative(logits_of(model), logits_of(AutoModelForCausalLM.from_pretrained(folder))) < TOLERANCE
+    assert model.tp_plan["model.layers.*.mlp.gate_proj"] == gate
     assert getattr(model, "fsdp_size", 1) == 1
-    return {"logits": logits_of(model), "size": model.tp_size, "gate": shown, "source": model.tp_resolution.plan.source}
-
-
-def test_tensor_parallelism_alone_is_ours(pool: Pool, cases: Any) -> None:
-    case: Case = cases(9, 3)
-    reference = torch.load(case.reference)["logits"]
-    rules = {"model.layers.*.mlp.gate_proj": "colwise_rep", "model.layers.*.mlp.up_proj": "colwise_rep"}
-    rules["model.layers.*.mlp.down_proj"] = "rowwise_rep"
-    for fields, gate in (
-        ({"tp_size": 2}, "colwise"),
-        ({"tp_plan": "auto"}, "colwise"),
-        ({"tp_size": 2, "tp_plan": rules}, "colwise_rep"),
-    ):
-        for found in pool.run(2, logits, case.folder, fields):
-            assert relative(found["logits"], reference) < TOLERANCE
-            assert found["size"] == 2
-            assert found["gate"] == gate
+    assert model.tp_size == 2
 
 
 def gradients_on_mesh(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -57,16 +56,13 @@ def gradients_on_mesh(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
     return full_gradients(model)
 
 
-def test_copies_train_as_one_process(pool: Pool, cases: Any) -> None:
-    folder = cases(9, 3).folder
+@pytest.mark.parametrize("field", [name for name in SIZES if hasattr(DistributedConfig(), name)])
+@on_ranks(4)
+def test_copies_train_as_one_process(folder: str, field: str) -> None:
     one = AutoModelForCausalLM.from_pretrained(folder).train()
     sum(one(own[None], labels=own[None]).loss / 2 for own in PROMPTS).backward()
-    for fields in ({"fsdp_size": 2}, {"dp_replicate_size": 2}):
-        if not fields.keys() <= vars(DistributedConfig()).keys():
-            continue
-        for found in pool.run(4, gradients_on_mesh, folder, fields):
-            errors = relative_errors(found, full_gradients(one))
-            assert max(errors.values()) < TOLERANCE, errors
+    errors = relative_errors(gradients_on_mesh(folder, {field: 2}), full_gradients(one))
+    assert max(errors.values()) < TOLERANCE, errors
 
 
 def gradients_of_one_copy(folder: str, fields: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ Gradients and a step equal those of one process in every way to train, whichever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,18 +13,19 @@ import torch
 import torch.distributed as dist
 from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.comparisons import gradient_differences, parameter_differences, relative
-from tests.support.models import VOCAB, load
+from tests.support.comparisons import gradient_differences, parameter_differences, ranks_agree, relative
+from tests.support.models import VOCAB, load, load_both
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tests.support.training import mesh_of
 from tp_transformers.errors import UnsupportedError
 
 pytestmark = pytest.mark.distributed
@@ -107,12 +108,6 @@ WAYS: dict[str, tuple[int, str | None, dict[str, Any]]] = {
 """{name: (copies, mode of `data_parallel`, options of `from_pretrained`)}."""
 
 
-def mesh_of(copies: int) -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    return init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
-
-
 def start(folder: str, copies: int, mode: str | None, options: dict[str, Any]) -> tuple[Any, Any, list[Tensor], int]:
     """A model, the model of one process, the parts of the batch, and the part of this rank."""
     mesh, ranks = mesh_of(copies), dist.get_world_size()
@@ -124,45 +119,52 @@ def start(folder: str, copies: int, mode: str | None, options: dict[str, Any]) -
     return model, AutoModelForCausalLM.from_pretrained(folder).train(), batches, dist.get_rank() * parts // ranks
 
 
-def by_entries(folder: str, way: str, names: list[str]) -> dict[str, float]:
-    """Run on every rank: the largest error of a gradient, and of a weight after a step, for each loss."""
-    found = {}
+def check_entries(folder: str, way: str, names: list[str]) -> None:
+    """Run on every rank: gradients, and weights after a step, of each loss."""
     model, one_process, batches, part = start(folder, *WAYS[way])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, one_process)]
     for name in names:
         loss = ENTRIES[name]
         loss(model, batches[part]).backward()
         (sum(loss(one_process, batch) for batch in batches) / len(batches)).backward()
-        found[name] = max(gradient_differences(model, one_process).values())
+        assert max(gradient_differences(model, one_process).values()) < TOLERANCE, name
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        found[f"{name}, weights"] = max(parameter_differences(model, one_process).values())
-    return found
+        assert max(parameter_differences(model, one_process).values()) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("way", wide(WAYS, 2))
-def test_gradients_are_averaged_whatever_is_called(pool: Pool, cases: Any, way: str) -> None:
-    ranks = 2 * WAYS[way][0]
-    for found in pool.run(ranks, by_entries, cases(9, 3).folder, way, QUICK):
-        assert {name: error for name, error in found.items() if error > TOLERANCE} == {}
+def sizes(ways: Iterable[str]) -> list[tuple[str, int]]:
+    """Ways, each with the number of ranks."""
+    return [(way, 2 * WAYS[way][0]) for way in ways]
+
+
+@pytest.mark.parametrize(("way", "size"), wide(sizes(WAYS), 2))
+@on_ranks()
+def test_gradients_are_averaged_whatever_is_called(folder: str, way: str) -> None:
+    check_entries(folder, way, QUICK)
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def tied(request: pytest.FixtureRequest, cases: Any) -> str:
+    """A model whose head is, or is not, the embedding."""
+    return cases(9, 3, tie_word_embeddings=request.param).folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_averaged_whatever_is_called_at_length(pool: Pool, cases: Any, way: str, tied: bool) -> None:
-    names = [name for name in ENTRIES if name not in REFUSED.get(way.partition(",")[0], ())]
-    for found in pool.run(2 * WAYS[way][0], by_entries, cases(9, 3, tie_word_embeddings=tied).folder, way, names):
-        assert {name: error for name, error in found.items() if error > TOLERANCE} == {}
+@pytest.mark.parametrize(("way", "size"), sizes(WAYS))
+@on_ranks()
+def test_gradients_are_averaged_whatever_is_called_at_length(tied: str, way: str) -> None:
+    check_entries(tied, way, [name for name in ENTRIES if name not in REFUSED.get(way.partition(",")[0], ())])
 
 
 def fail(grad: Tensor) -> None:
     raise FloatingPointError
 
 
-def after_a_failure(folder: str) -> float:
-    """Run on every rank: a backward fails, then another one averages, without a call of the model between them."""
+@on_ranks(4)
+def test_a_backward_averages_after_another_one_failed(folder: str) -> None:
+    """A backward fails, then another one averages, without a call of the model between them."""
     model, one_process, batches, part = start(folder, 2, "replicate", {})
     states = model.model(batches[part]).last_hidden_state
     handle = model.model.embed_tokens.weight.register_hook(fail)
@@ -173,11 +175,7 @@ def after_a_failure(folder: str) -> float:
     loss = ENTRIES["embeddings alone"]
     loss(model, batches[part]).backward()
     (sum(loss(one_process, batch) for batch in batches) / len(batches)).backward()
-    return max(gradient_differences(model, one_process).values())
-
-
-def test_a_backward_averages_after_another_one_failed(pool: Pool, cases: Any) -> None:
-    assert max(pool.run(4, after_a_failure, cases(9, 3).folder)) < TOLERANCE
+    assert max(gradient_differences(model, one_process).values()) < TOLERANCE
 
 
 def stand_ins(folder: str) -> None:
@@ -201,30 +199,24 @@ def test_gradients_of_one_copy_are_refused(pool: Pool, cases: Any, wrong: Any, r
     assert reason in error
 
 
-def with_new_embeddings(folder: str) -> list[bool]:
-    """Run on every rank: embeddings that every copy draws by itself, and then takes from the first."""
+@needs("full_parameters")
+@on_ranks(4)
+def test_parameters_that_are_added_are_the_same_in_all_copies(folder: str) -> None:
+    """Embeddings that every copy draws by itself, and then takes from the first."""
     model, _, batches, part = start(folder, 2, "replicate", {})
     torch.manual_seed(part)
     model.resize_token_embeddings(VOCAB + 10, mean_resizing=False)
     model(batches[part], labels=batches[part]).loss.backward()
     weight = model.lm_head.weight
-    everyone: list[Any] = [None] * 4
-    dist.all_gather_object(
-        everyone, (tp_transformers.full_tensor(weight), tp_transformers.full_tensor(weight, weight.grad))
-    )
-    return [torch.equal(*pair) for pair in zip(everyone[0], everyone[3], strict=True)]
+    assert ranks_agree(tp_transformers.full_tensor(weight), tp_transformers.full_tensor(weight, weight.grad))
 
 
-@needs("full_parameters")
-def test_parameters_that_are_added_are_the_same_in_all_copies(pool: Pool, cases: Any) -> None:
-    for found in pool.run(4, with_new_embeddings, cases(9, 3).folder):
-        assert found == [True, True]
-
-
-def with_prompts(folder: str, mode: str) -> float:
-    """Run on every rank: the error of a prompt's gradient; PEFT calls the embeddings by themselves."""
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
+@on_ranks(4)
+def test_prompts_are_averaged(folder: str, mode: Any) -> None:
+    """A prompt's gradient; PEFT calls the embeddings by themselves."""
     mesh, part = mesh_of(2), dist.get_rank() // 2
-    models, batches = (load(folder, device_mesh=mesh), AutoModelForCausalLM.from_pretrained(folder)), BATCH.chunk(2)
+    models, batches = load_both(folder, device_mesh=mesh), BATCH.chunk(2)
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     wrapped = []
     for model in models:
@@ -234,12 +226,7 @@ def with_prompts(folder: str, mode: str) -> float:
     wrapped[0](batches[part], labels=batches[part]).loss.backward()
     (sum(wrapped[1](batch, labels=batch).loss for batch in batches) / 2).backward()
     own, expected = (model.prompt_encoder.default.embedding.weight.grad for model in wrapped)
-    return relative(own.full_tensor() if isinstance(own, DTensor) else own, expected)
-
-
-@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
-def test_prompts_are_averaged(pool: Pool, cases: Any, mode: str) -> None:
-    assert max(pool.run(4, with_prompts, cases(9, 3).folder, mode)) < TOLERANCE
+    assert relative(own.full_tensor() if isinstance(own, DTensor) else own, expected) < TOLERANCE
 
 
 def prompts_outside(folder: str, mode: str, comes_first: bool) -> None:
@@ -262,6 +249,6 @@ def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode:
 
 
 @needs("sequence")
-def test_a_sequence_ends_after_the_last_layer(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, by_entries, cases(9, 3).folder, "sequence", ["layer by layer", "a part of a layer"]):
-        assert max(found.values()) < TOLERANCE, found
+@on_ranks()
+def test_a_sequence_ends_after_the_last_layer(folder: str) -> None:
+    check_entries(folder, "sequence", ["layer by layer", "a part of a layer"])

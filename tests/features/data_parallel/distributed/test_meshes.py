@@ -3,101 +3,87 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.comparisons import gradient_differences, relative
-from tests.support.models import PROMPTS, load
+from tests.support.models import PROMPTS, load, load_both
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
 
-def interleaved(folder: str, mode: Any) -> tuple[list[int], float, float, float]:
-    """Run on every rank: the ranks that share a model, and differences of its loss, norm and gradients."""
+@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
+@on_ranks(4)
+def test_ranks_that_share_a_model_need_not_be_neighbours(folder: str, mode: Any) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    model, one_process = load(folder, device_mesh=mesh).train(), AutoModelForCausalLM.from_pretrained(folder).train()
+    model, one_process = (each.train() for each in load_both(folder, device_mesh=mesh))
     tp_transformers.data_parallel(model, mesh, mode=mode)
+    assert model.tp_group.global_ranks == ([0, 2] if dist.get_rank() % 2 == 0 else [1, 3])
     own = PROMPTS.chunk(2)[mesh["dp"].get_local_rank()]
     loss, expected = model(own, labels=own).loss, one_process(PROMPTS, labels=PROMPTS).loss
     loss.backward(), expected.backward()
     dist.all_reduce(mean := loss.detach() / dist.get_world_size())
+    assert relative(mean, expected.detach()) < 1e-6
     norm = torch.nn.utils.clip_grad_norm_(one_process.parameters(), 0.5)
-    seen = tp_transformers.clip_grad_norm_(model, 0.5)
-    grads = max(gradient_differences(model, one_process).values())
-    return model.tp_group.global_ranks, relative(mean, expected.detach()), relative(seen, norm), grads
-
-
-@pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
-def test_ranks_that_share_a_model_need_not_be_neighbours(pool: Pool, cases: Any, mode: str) -> None:
-    results = pool.run(4, interleaved, cases(9, 3).folder, mode)
-    assert [ranks for ranks, *_ in results] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for _, loss, norm, grads in results:
-        assert loss < 1e-6
-        assert norm < 1e-5
-        assert grads < 1e-5  # fp32 sums in another order
+    assert relative(tp_transformers.clip_grad_norm_(model, 0.5), norm) < 1e-5
+    assert max(gradient_differences(model, one_process).values()) < 1e-5  # fp32 sums in another order
 
 
 AXES = ("dp", "tp")
 
 
-def refused(folder: str) -> dict[str, str]:
-    """Run on every rank: what is said of meshes that do not fit."""
+@on_ranks(4)
+def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(folder: str) -> None:
     dist.init_process_group("gloo")
-    rank, said = dist.get_rank(), {}
-    right = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=AXES)
+    rank = dist.get_rank()
+    right, across = (DeviceMesh("cpu", ranks, mesh_dim_names=AXES) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     model = load(folder, device_mesh=right)
-    tries = {
-        "descending": lambda: load(folder, device_mesh=DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=AXES)),
-        "no tp": lambda: load(folder, device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))),
-        "size": lambda: load(folder, device_mesh=right, tp_size=4),
-        "size of one": lambda: load(folder, device_mesh=right, tp_size=3 if rank % 2 else None),
-        "across": lambda: tp_transformers.data_parallel(
-            model, DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=AXES)
+    for attempt, text in (
+        (
+            lambda: load(folder, device_mesh=DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=AXES)),
+            "device_mesh: got ranks [[0, 1], [3, 2]], expected ranks that ascend along every axis",
         ),
-        "mode of one": lambda: tp_transformers.data_parallel(model, right, mode="replicate" if rank else "ddp"),  # type: ignore[arg-type]
-        "no mesh": lambda: load(folder, device_mesh=(2, 2)),
-    }
-    for name, attempt in tries.items():
-        try:
+        (
+            lambda: load(folder, device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))),
+            "device_mesh: got 2 axes named ('dp', 'pp'), expected one axis, or an axis named 'tp'",
+        ),
+        (lambda: load(folder, device_mesh=right, tp_size=4), "tp_size: got 4, expected 2"),
+        (
+            lambda: load(folder, device_mesh=right, tp_size=3 if rank % 2 else None),
+            "rank 1: tp_size: got 3, expected 2",
+        ),
+        (
+            lambda: tp_transformers.data_parallel(model, across),
+            "data_parallel: got a mesh whose tp axis is ranks [0, 2], expected ranks [",
+        ),
+        (
+            lambda: tp_transformers.data_parallel(model, right, mode="replicate" if rank else "ddp"),  # type: ignore[arg-type]
+            "data_parallel: got mode='ddp'",
+        ),
+        (
+            lambda: load(folder, device_mesh=(2, 2)),
+            "device_mesh: got (2, 2), expected a torch.distributed.device_mesh.DeviceMesh",
+        ),
+    ):
+        with pytest.raises(tp_transformers.TensorParallelError, match=re.escape(text)):
             attempt()
-        except tp_transformers.TensorParallelError as error:
-            said[name] = f"{type(error).__name__}: {error}"
     few = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
     if rank < 2:
-        said["few"] = str(load(folder, device_mesh=few).tp_size)
+        assert load(folder, device_mesh=few).tp_size == 2
     else:
-        with pytest.raises(tp_transformers.MeshError) as caught:
+        text = f"device_mesh: got one of ranks [0, 1] on rank {rank}, expected one that this rank is in"
+        with pytest.raises(tp_transformers.MeshError, match=f"^{re.escape(text)}"):
             load(folder, device_mesh=few)
-        said["few"] = str(caught.value)
-    return said
-
-
-def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(pool: Pool, cases: Any) -> None:
-    expected = {
-        "descending": "device_mesh: got ranks [[0, 1], [3, 2]], expected ranks that ascend along every axis",
-        "no tp": "device_mesh: got 2 axes named ('dp', 'pp'), expected one axis, or an axis named 'tp'",
-        "size": "tp_size: got 4, expected 2",
-        "size of one": "rank 1: tp_size: got 3, expected 2",
-        "across": "data_parallel: got a mesh whose tp axis is ranks [0, 2], expected ranks [",
-        "mode of one": "data_parallel: got mode='ddp'",
-        "no mesh": "device_mesh: got (2, 2), expected a torch.distributed.device_mesh.DeviceMesh",
-    }
-    for rank, said in enumerate(pool.run(4, refused, cases(9, 3).folder)):
-        few = said.pop("few")
-        assert said.keys() == expected.keys()
-        for name, text in expected.items():
-            assert text in said[name], (rank, said[name])
-        own = f"device_mesh: got one of ranks [0, 1] on rank {rank}, expected one that this rank is in"
-        assert few == "2" if rank < 2 else few.startswith(own)
 
 
 def ranks_of_srun(folder: str, address: bool) -> tuple[int, int]:

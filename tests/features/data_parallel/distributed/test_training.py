@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support import architectures
 from tests.support.comparisons import (
     different_tensors,
     full_gradients,
@@ -27,9 +26,9 @@ from tests.support.comparisons import (
     relative,
     relative_errors,
 )
-from tests.support.models import Case, load
+from tests.support.models import load, load_both
 from tests.support.needs import needs
-from tests.support.pool import Pool
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tests.support.training import (
     BATCH,
@@ -86,114 +85,30 @@ def one_process(folder: str) -> tuple[Any, dict[str, Any]]:
     return model, train(model, model.parameters(), BATCH, clip)
 
 
-def compare_trained(
-    model: Any, seen: dict[str, Any], expected_model: Any, expected: dict[str, Any]
-) -> dict[str, float]:
-    """Differences of a trained model, its steps and its optimizer's moments from those of one process."""
-    return {
-        "wrong": seen["wrong"],
-        "norms": largest_step(seen["norms"], expected["norms"]),
-        "losses": relative(seen["losses"], expected["losses"]),
-        "grads": max(relative_errors(seen["grads"], expected["grads"]).values()),
-        "weights": max(parameter_differences(model, expected_model).values()),
-        "moments": max(
-            relative(
-                tp_transformers.full_tensor(param, seen["states"][param]["exp_avg"]),
-                expected["states"][expected_model.get_parameter(name)]["exp_avg"],
-            )
-            for name, param in model.named_parameters()
-        ),
-    }
+def check_trained(model: Any, seen: dict[str, Any], folder: str, chaos: float = 1) -> None:
+    """A trained model, its steps and its optimizer's moments are those of one process.
+
+    `chaos`: by how much more than in a Llama rounding grows on the way through the model.
+    """
+    expected_model, expected = one_process(folder)
+    assert seen["wrong"] < ROUNDING
+    assert largest_step(seen["norms"], expected["norms"]) < NORM_TOLERANCE * chaos
+    assert relative(seen["losses"], expected["losses"]) < LOSS_TOLERANCE
+    assert max(relative_errors(seen["grads"], expected["grads"]).values()) < GRADIENT_TOLERANCE * chaos
+    assert max(parameter_differences(model, expected_model).values()) < WEIGHT_TOLERANCE
+    for name, param in model.named_parameters():
+        moment = tp_transformers.full_tensor(param, seen["states"][param]["exp_avg"])
+        of_one = expected["states"][expected_model.get_parameter(name)]["exp_avg"]
+        assert relative(moment, of_one) < GRADIENT_TOLERANCE * chaos, name
 
 
-def check(result: dict[str, Any], chaos: float = 1) -> None:
-    """`chaos`: by how much more than in a Llama rounding grows on the way through the model."""
-    print(result)
-    assert result["wrong"] < ROUNDING
-    assert result["norms"] < NORM_TOLERANCE * chaos
-    assert result["losses"] < LOSS_TOLERANCE
-    assert result["grads"] < GRADIENT_TOLERANCE * chaos
-    assert result["moments"] < GRADIENT_TOLERANCE * chaos
-    assert result["weights"] < WEIGHT_TOLERANCE
-
-
-def both_axes(folder: str, mode: str, saved: str) -> dict[str, Any]:
-    """Run on every rank of two copies on two ranks each: train, compare, save."""
-    mesh = mesh_of(2)
-    model = load(folder, device_mesh=mesh)
-    if mesh["dp"].get_local_rank():
-        with torch.no_grad():  # the copies start as the first, whatever they were
-            tp_transformers.local_tensor(next(model.parameters())).zero_()
-    held = sum(tp_transformers.local_tensor(param).numel() for param in model.parameters())
-    whole = [tuple(param.tp_shard.shape) for param in model.parameters()]
-    tp_transformers.data_parallel(model, mesh, mode=mode)
-    model.to("cpu")  # makes new DTensors of them all
-    mine = BATCH.chunk(2)[mesh["dp"].get_local_rank()]
-    groups = tp_transformers.training.parameter_groups(model)
-    seen = train(model, groups, mine, tp_transformers.clip_grad_norm_, foreach=True)
-    dist.all_reduce(seen["losses"], group=mesh["dp"].get_group())
-    seen["losses"] /= 2
-    result: dict[str, Any] = compare_trained(model, seen, *one_process(folder))
-    model.save_pretrained(saved)
-    dist.barrier()
-    trained = one_process(folder)[0]
-    result["saved"] = max(parameter_differences(AutoModelForCausalLM.from_pretrained(saved), trained).values())
-    result["names"] = model.state_dict().keys() == trained.state_dict().keys()
-    result["share"] = sum(tp_transformers.local_tensor(param).numel() for param in model.parameters()) / held
-    result["shapes"] = whole == [tuple(param.tp_shard.shape) for param in model.parameters()]
-    result |= states(model, trained, f"{saved}-state")
-    with torch.no_grad():  # what an evaluation leaves behind can still be gathered
-        model.eval()(mine)
-    result["gathers"] = all(
-        tp_transformers.full_tensor(param).shape == param.tp_shard.shape for param in model.parameters()
-    )
-    if mode == "replicate":  # a backward that fails is not the last
-        loss = model(mine, labels=mine).loss
-        loss.register_hook(lambda grad: 1 / 0)
-        with suppress(ZeroDivisionError):
-            loss.backward()
-    # Two halves of a batch, averaged once.
-    model.zero_grad()
-    for row, synchronises in zip(mine, (False, True), strict=True):
-        model.set_requires_gradient_sync(synchronises)
-        (model(row[None], labels=row[None]).loss / 2).backward()
-    trained.zero_grad()
-    trained(BATCH, labels=BATCH).loss.backward()
-    result["accumulated"] = max(gradient_differences(model, trained).values())
-    # Copies that end at different lengths.
-    count = 2 + 3 * mesh["dp"].get_local_rank()
-    text = model.eval().generate(mine[:1], max_new_tokens=count, min_new_tokens=count, do_sample=False)
-    result["generated"] = text.shape[1] - mine.shape[1] == count
-    try:
-        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    except tp_transformers.UnsupportedError as error:
-        result["adapters"] = str(error)
-    return result
-
-
-def states(model: Any, trained: Any, folder: str) -> dict[str, bool]:
-    """Whether what torch.distributed.checkpoint saves is the model, and what it and one process give back is."""
-    expected = full_parameters(model)
-    checkpoint.save(model.state_dict(), checkpoint_id=folder)
-    whole = {name: torch.empty_like(value) for name, value in expected.items()}
-    checkpoint.load(whole, checkpoint_id=folder)
-    found = {"checkpoint": not different_tensors(whole, expected)}
-    for name, state in (("reloaded", None), ("whole", expected)):
-        with torch.no_grad():
-            for param in model.parameters():
-                tp_transformers.local_tensor(param).fill_(7)
-        if state is None:
-            state = model.state_dict()
-            checkpoint.load(state, checkpoint_id=folder)
-        # Strict where one process is: tied parameters stand there under two names.
-        model.load_state_dict(state, strict=len(state) == len(trained.state_dict()))
-        found[name] = not different_tensors(full_parameters(model), expected)
-    return found
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
+@pytest.fixture
+def checkpoint(cases: Any, made: Any, kind: str) -> str:
+    """A model of a kind."""
+    if kind == "mixtral":
+        return made("mixtral", (9, 3)).folder
+    config = {"tie_word_embeddings": True} if kind == "shared and tied" else {}
+    return cases(*{"even": (8, 4), "uneven": (9, 3), "shared and tied": (8, 1)}[kind], **config).folder
 
 
 @needs("full_parameters")
@@ -210,38 +125,88 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
         2,
     ),
 )
-def test_copies_train_as_one_process(
-    pool: Pool, cases: Any, mixtral: Case, tmp_path: Path, kind: str, mode: str
-) -> None:
-    case = {
-        "even": lambda: cases(8, 4),
-        "uneven": lambda: cases(9, 3),
-        "shared and tied": lambda: cases(8, 1, tie_word_embeddings=True),
-        "mixtral": lambda: mixtral,
-    }[kind]()
-    for result in pool.run(4, both_axes, case.folder, mode, str(tmp_path / "saved"), timeout=120):
-        chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
-        check(result, chaos)
-        assert result["saved"] < WEIGHT_TOLERANCE
-        assert result["accumulated"] < GRADIENT_TOLERANCE * chaos
-        assert result["names"]
-        assert result["generated"]
-        assert "add the adapter, then call tp_transformers.data_parallel" in result["adapters"]
-        assert result["shapes"]
-        assert result["gathers"]
-        assert result["checkpoint"]
-        assert result["reloaded"]
-        assert result["whole"]
-        assert result["share"] < 0.6 if mode == "shard" else result["share"] == 1
-    config = (tmp_path / "saved" / "config.json").read_text()
-    assert '"MixtralForCausalLM"' in config if kind == "mixtral" else '"LlamaForCausalLM"' in config
+@on_ranks(4)
+def test_copies_train_as_one_process(checkpoint: str, tmp_path: Path, kind: str, mode: Any) -> None:
+    """Two copies on two ranks each train, are compared, and save."""
+    mesh, saved = mesh_of(2), str(tmp_path / "saved")
+    chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
+    model = load(checkpoint, device_mesh=mesh)
+    if mesh["dp"].get_local_rank():
+        with torch.no_grad():  # the copies start as the first, whatever they were
+            tp_transformers.local_tensor(next(model.parameters())).zero_()
+    held = sum(tp_transformers.local_tensor(param).numel() for param in model.parameters())
+    whole = [tuple(param.tp_shard.shape) for param in model.parameters()]
+    tp_transformers.data_parallel(model, mesh, mode=mode)
+    model.to("cpu")  # makes new DTensors of them all
+    mine = BATCH.chunk(2)[mesh["dp"].get_local_rank()]
+    groups = tp_transformers.training.parameter_groups(model)
+    seen = train(model, groups, mine, tp_transformers.clip_grad_norm_, foreach=True)
+    dist.all_reduce(seen["losses"], group=mesh["dp"].get_group())
+    seen["losses"] /= 2
+    check_trained(model, seen, checkpoint, chaos)
+    model.save_pretrained(saved)
+    dist.barrier()
+    trained, _ = one_process(checkpoint)
+    errors = parameter_differences(AutoModelForCausalLM.from_pretrained(saved), trained)
+    assert max(errors.values()) < WEIGHT_TOLERANCE
+    name = "MixtralForCausalLM" if kind == "mixtral" else "LlamaForCausalLM"
+    assert f'"{name}"' in (tmp_path / "saved" / "config.json").read_text()
+    assert model.state_dict().keys() == trained.state_dict().keys()
+    share = sum(tp_transformers.local_tensor(param).numel() for param in model.parameters()) / held
+    assert share < 0.6 if mode == "shard" else share == 1
+    assert whole == [tuple(param.tp_shard.shape) for param in model.parameters()]
+    check_states(model, trained, f"{saved}-state")
+    with torch.no_grad():  # what an evaluation leaves behind can still be gathered
+        model.eval()(mine)
+    assert all(tp_transformers.full_tensor(param).shape == param.tp_shard.shape for param in model.parameters())
+    if mode == "replicate":  # a backward that fails is not the last
+        loss = model(mine, labels=mine).loss
+        loss.register_hook(lambda grad: 1 / 0)
+        with suppress(ZeroDivisionError):
+            loss.backward()
+    # Two halves of a batch, averaged once.
+    model.zero_grad()
+    for row, synchronises in zip(mine, (False, True), strict=True):
+        model.set_requires_gradient_sync(synchronises)
+        (model(row[None], labels=row[None]).loss / 2).backward()
+    trained.zero_grad()
+    trained(BATCH, labels=BATCH).loss.backward()
+    assert max(gradient_differences(model, trained).values()) < GRADIENT_TOLERANCE * chaos
+    # Copies that end at different lengths.
+    count = 2 + 3 * mesh["dp"].get_local_rank()
+    text = model.eval().generate(mine[:1], max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    assert text.shape[1] - mine.shape[1] == count
+    message = r"add the adapter, then call tp_transformers\.data_parallel"
+    with pytest.raises(tp_transformers.UnsupportedError, match=message):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
 
 
-def adapted_copies(folder: str) -> dict[str, float]:
+def check_states(model: Any, trained: Any, folder: str) -> None:
+    """What torch.distributed.checkpoint saves is the model, and what it and one process give back is."""
+    expected = full_parameters(model)
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    whole = {name: torch.empty_like(value) for name, value in expected.items()}
+    dcp.load(whole, checkpoint_id=folder)
+    assert different_tensors(whole, expected) == []
+    for state in (None, expected):
+        with torch.no_grad():
+            for param in model.parameters():
+                tp_transformers.local_tensor(param).fill_(7)
+        if state is None:
+            state = model.state_dict()
+            dcp.load(state, checkpoint_id=folder)
+        # Strict where one process is: tied parameters stand there under two names.
+        model.load_state_dict(state, strict=len(state) == len(trained.state_dict()))
+        assert different_tensors(full_parameters(model), expected) == []
+
+
+@needs("peft")
+@on_ranks(4)
+def test_adapters_and_own_layers_train_under_fsdp(folder: str) -> None:
     """Train adapters, of embeddings too, and a layer that no plan knows, under FSDP."""
     mesh = mesh_of(2)
     targets = ["q_proj", "o_proj", "embed_tokens", "lm_head"]
-    models = [load(folder, device_mesh=mesh), AutoModelForCausalLM.from_pretrained(folder)]
+    models = list(load_both(folder, device_mesh=mesh))
     for index, base in enumerate(models):
         torch.manual_seed(1)
         models[index] = get_peft_model(base, LoraConfig(target_modules=targets, init_lora_weights="gaussian"))
@@ -260,29 +225,25 @@ def adapted_copies(folder: str) -> dict[str, float]:
     }
     norm, expected = tp_transformers.clip_grad_norm_(mine, 1.0), nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     errors["norm"] = relative(norm, expected)
-    return errors
+    assert any("lora_embedding" in name for name in errors)
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
 
 
-@needs("peft")
-def test_adapters_and_own_layers_train_under_fsdp(pool: Pool, cases: Any) -> None:
-    for errors in pool.run(4, adapted_copies, cases(9, 3).folder):
-        assert any("lora_embedding" in name for name in errors)
-        assert max(errors.values()) < GRADIENT_TOLERANCE, errors
-
-
-def other_meshes(folder: str) -> list[str]:
+@on_ranks(heads=(8, 4))
+def test_what_does_not_fit_is_refused(folder: str) -> None:
     mesh = mesh_of(2)
     model = load(folder, device_mesh=mesh["tp"])
-    said = []
-    for arguments in ({"axis": "ddp"}, {"mode": "shared"}, {"mp_policy": None}):
-        try:
+    for arguments, says in (
+        ({"axis": "ddp"}, r"the axes \('dp', 'tp'\).*'ddp'"),
+        ({"mode": "shared"}, "mode='shared'"),
+        ({"mp_policy": None}, "mp_policy"),
+    ):
+        with pytest.raises((tp_transformers.MeshError, tp_transformers.UnsupportedError), match=says):
             tp_transformers.data_parallel(model, mesh, **arguments)  # type: ignore[arg-type]
-        except (tp_transformers.MeshError, tp_transformers.UnsupportedError) as error:
-            said.append(str(error))
-    return said
 
 
-def strided(folder: str) -> list[float]:
+@on_ranks(heads=(8, 2))
+def test_copies_start_alike_whatever_their_strides(folder: str) -> None:
     """A parameter and a buffer with gaps in memory, of which copies begin with others."""
     mesh = mesh_of(2)
     model = load(folder, device_mesh=mesh)
@@ -290,35 +251,18 @@ def strided(folder: str) -> list[float]:
     model.register_parameter("with_gaps", nn.Parameter(values[::2]))
     model.register_buffer("one_value", values[:1].expand(3))
     tp_transformers.data_parallel(model, mesh)
-    return [*model.with_gaps.tolist(), *model.one_value.tolist()]
-
-
-def test_copies_start_alike_whatever_their_strides(pool: Pool, cases: Any) -> None:
-    assert pool.run(2, strided, cases(8, 2).folder) == [[0.0, 2.0, 4.0, 0.0, 0.0, 0.0]] * 2
-
-
-def test_what_does_not_fit_is_refused(pool: Pool, cases: Any) -> None:
-    for axis, mode, option in pool.run(2, other_meshes, cases(8, 4).folder):
-        assert "the axes ('dp', 'tp')" in axis
-        assert "'ddp'" in axis
-        assert "mode='shared'" in mode
-        assert "mp_policy" in option
+    assert [*model.with_gaps.tolist(), *model.one_value.tolist()] == [0.0, 2.0, 4.0, 0.0, 0.0, 0.0]
 
 
 # -- tp alone
 
 
-def one_axis(folder: str) -> dict[str, float]:
-    """Run on every rank: clipped steps of a fused optimizer."""
-    model = load(folder)
-    groups = tp_transformers.training.parameter_groups(model)
-    seen = train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True)
-    return compare_trained(model, seen, *one_process(folder))
-
-
 @needs("full_parameters")
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2)])
-def test_three_ranks_train_as_one_process(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for result in pool.run(3, one_axis, cases(*heads).folder):
-        check(result)
+@on_ranks(3)
+def test_three_ranks_train_as_one_process(folder: str) -> None:
+    """Clipped steps of a fused optimizer."""
+    model = load(folder)
+    groups = tp_transformers.training.parameter_groups(model)
+    check_trained(model, train(model, groups, BATCH, tp_transformers.clip_grad_norm_, fused=True), folder)
