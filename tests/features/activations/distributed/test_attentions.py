@@ -10,9 +10,10 @@ import pytest
 import torch
 import transformers
 
-from tests.support.comparisons import relative
+from tests.support.comparisons import relative, relative_errors
 from tests.support.models import load, save_as_loaded
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, model_class
@@ -45,19 +46,6 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from leaves(entry, f"{name}.{key}")
 
 
-def differing(folder: str, name: str) -> list[str]:
-    """Run on every rank: attentions of a tiny model that are not those of one process."""
-    tiny, found = MODELS[name], []
-    for plan in ({"tp_plan": None}, {"tp_shares": [2, 1]}):
-        model = load(folder, model_class(tiny), attn_implementation="eager", **plan).eval()
-        with torch.no_grad():
-            output = model(**tiny.inputs(), output_attentions=True)
-        found.append({name: value for name, value in leaves(dict(output)) if "attention" in name})
-    expected, own = found
-    assert expected.keys() == own.keys()
-    return [name for name, value in expected.items() if not relative(own[name], value) < 1e-4]
-
-
 FIRST = ["blip_2_qformer", "jetmoe"]
 NAMES = [*FIRST, *(name for name in MODELS if name not in (*FIRST, "llama4_vision_model"))]
 """All types but one, which raises in one process, too."""
@@ -65,11 +53,25 @@ NAMES = [*FIRST, *(name for name in MODELS if name not in (*FIRST, "llama4_visio
 
 @needs("shares")
 @pytest.mark.parametrize("name", wide(NAMES, len(FIRST)))
-def test_attentions_of_a_type_have_all_heads(pool: Pool, tmp_path: Path, name: str) -> None:
+@on_ranks()
+def test_attentions_of_a_type_have_all_heads(tiny: str, name: str) -> None:
+    found = []
+    for plan in ({"tp_plan": None}, {"tp_shares": [2, 1]}):
+        model = load(tiny, model_class(MODELS[name]), attn_implementation="eager", **plan).eval()
+        with torch.no_grad():
+            output = model(**MODELS[name].inputs(), output_attentions=True)
+        found.append({name: value for name, value in leaves(dict(output)) if "attention" in name})
+    errors = relative_errors(found[1], found[0])
+    assert all(error < 1e-4 for error in errors.values()), errors
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, name: str) -> str:
+    """A small model of a type."""
     if not MODELS[name].runs:
         pytest.skip("its code takes a part of the heads since a later release of transformers")
     save_as_loaded(MODELS[name].make(), tmp_path)
-    assert pool.run(2, differing, str(tmp_path / "checkpoint"), name) == [[], []]
+    return str(tmp_path / "checkpoint")
 
 
 def test_local_attentions_have_all_heads(pool: Pool, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import tp_transformers
 from tests.support.comparisons import relative_errors
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 
@@ -77,8 +78,10 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {"gate": of_gate.detach().clone(), "keys": of_keys.detach().clone()}
 
 
-def differences(folder: str) -> dict[str, float]:
-    """Run on every rank: from one process, with nnsight too."""
+@needs("peft")
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 4), ((9, 3), 3)], 1))
+@on_ranks()
+def test_nnsight_sees_one_process(folder: str) -> None:
     ours, plain = load_both(folder)
     found = relative_errors(trace(ours), trace(plain))
     between = []
@@ -86,48 +89,33 @@ def differences(folder: str) -> dict[str, float]:
         torch.manual_seed(5)
         between.append(trace_between(model))
     found |= relative_errors(*between)
-    return found | {f"gradient of {key}": x for key, x in relative_errors(gradients(ours), gradients(plain)).items()}
-
-
-@needs("peft")
-@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 4), ((9, 3), 3)], 1))
-def test_nnsight_sees_one_process(pool: Pool, cases: Any, heads: tuple[int, int], size: int) -> None:
-    for found in pool.run(size, differences, cases(*heads).folder):
-        assert len(found) == 14
-        assert max(found.values()) < TOLERANCE, found
-
-
-def refused(folder: str) -> str:
-    """Run on every rank: the error for a model with shards of the sequence."""
-    with pytest.raises(tp_transformers.UnsupportedError) as raised:
-        nnsight.NNsight(load(folder, tp_sequence_parallel=True))
-    return str(raised.value)
+    found |= {f"gradient of {key}": x for key, x in relative_errors(gradients(ours), gradients(plain)).items()}
+    assert len(found) == 14
+    assert max(found.values()) < TOLERANCE, found
 
 
 @needs("sequence")
-def test_shards_of_the_sequence_are_refused(pool: Pool, cases: Any) -> None:
-    for text in pool.run(2, refused, cases(9, 3).folder):
-        assert "tp_sequence_parallel" in text
+@on_ranks()
+def test_shards_of_the_sequence_are_refused(folder: str) -> None:
+    with pytest.raises(tp_transformers.UnsupportedError, match="tp_sequence_parallel"):
+        nnsight.NNsight(load(folder, tp_sequence_parallel=True))
 
 
-def attention_weights(folder: str) -> str:
-    """Run on every rank: the error for attention weights, which have as many keys as this rank has features."""
-    tree = nnsight.NNsight(load(folder))
-    with (
-        pytest.raises(tp_transformers.UnsupportedError) as raised,
-        torch.no_grad(),
-        tree.trace(torch.arange(3, 15)[None]),
-    ):
-        tree.transformer.h[0].attn.attention.attn_dropout.output.save()
-    return str(raised.value)
-
-
-def test_attention_weights_are_refused(pool: Pool, tmp_path: Path) -> None:
+@pytest.fixture
+def gpt_neo(tmp_path: Path) -> str:
+    """A model whose attention weights have as many keys as a rank has features."""
     settings = {"hidden_size": 24, "num_heads": 2, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}
     config = transformers.GPTNeoConfig(vocab_size=64, **settings, bos_token_id=1, eos_token_id=2)
     transformers.GPTNeoForCausalLM(config).save_pretrained(tmp_path)
-    for text in pool.run(2, attention_weights, str(tmp_path)):
-        assert "or of attention weights" in text
+    return str(tmp_path)
+
+
+@on_ranks()
+def test_attention_weights_are_refused(gpt_neo: str) -> None:
+    tree, ids = nnsight.NNsight(load(gpt_neo)), torch.arange(3, 15)[None]
+    says = "or of attention weights"
+    with pytest.raises(tp_transformers.UnsupportedError, match=says), torch.no_grad(), tree.trace(ids):
+        tree.transformer.h[0].attn.attention.attn_dropout.output.save()
 
 
 def test_a_name_is_loaded_on_any_number_of_ranks() -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
+import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support import architectures
 from tests.support.comparisons import (
     compare_seen,
     full_gradients,
@@ -24,10 +23,11 @@ from tests.support.comparisons import (
     relative,
     relative_errors,
 )
-from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, make_case, observe
+from tests.support.models import MASK, PROMPTS, VOCAB, load, observe
 from tests.support.needs import needs
-from tests.support.pool import Pool
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
+from tests.support.training import mesh_of
 from tp_transformers import local_tensor
 
 pytestmark = pytest.mark.distributed
@@ -60,9 +60,7 @@ def batches(ranks: int) -> list[dict[str, torch.Tensor]]:
 
 
 def load_on_mesh(folder: str, copies: int, chosen: Any, **options: Any) -> tuple[Any, Any]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(copies)
     return load(folder, device_mesh=mesh, tp_batch_sharded=chosen, **options), mesh
 
 
@@ -99,11 +97,14 @@ def one_process(folder: str, ranks: int) -> tuple[Any, dict[str, Any]]:
     return model, train(model, model.parameters(), step, clip)
 
 
-def compare_trained(
-    folder: str, copies: int, chosen: Any, mode: Any, saved: str, plan: str = "auto"
-) -> dict[str, float]:
-    """Run on every rank: train, and say how far everything is from one process."""
-    model, mesh = load_on_mesh(folder, copies, chosen, tp_plan=plan)
+def check_trained(
+    folder: str, copies: int, chosen: Any, mode: Any, saved: str, chaos: float = 1, share: float = math.inf, **plan: str
+) -> None:
+    """Run on every rank: training is that of one process.
+
+    chaos: by how much more than in a Llama rounding grows; share: of the parameters, more than a rank holds.
+    """
+    model, mesh = load_on_mesh(folder, copies, chosen, **plan)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     tp_transformers.data_parallel(model, mesh, mode=mode)
 
@@ -118,26 +119,25 @@ def compare_trained(
     seen = train(model, tp_transformers.training.parameter_groups(model), step, clip)
     trained, expected = one_process(folder, ranks)
     weights = {name: param.detach() for name, param in trained.named_parameters()}
-    found = {
-        "losses": relative(seen["losses"], expected["losses"][:, rank]),
-        "norms": relative(seen["norms"], expected["norms"]),
-        "grads": max(relative_errors(seen["grads"], expected["grads"]).values()),
-        "weights": max(parameter_differences(model, trained).values()),
-    }
+    assert relative(seen["losses"], expected["losses"][:, rank]) < LOSS_TOLERANCE
+    assert relative(seen["norms"], expected["norms"]) < NORM_TOLERANCE * chaos
+    assert max(relative_errors(seen["grads"], expected["grads"]).values()) < GRADIENT_TOLERANCE * chaos
+    assert max(parameter_differences(model, trained).values()) < WEIGHT_TOLERANCE
     # What is saved, in both ways, is what was trained.
     model.save_pretrained(saved)
     states = {"optimizer": tp_transformers.training.optimizer_state_dict(model, seen["optimizer"])}
-    checkpoint.save({**states, "model": model.state_dict()}, checkpoint_id=f"{saved}-state")
+    dcp.save({**states, "model": model.state_dict()}, checkpoint_id=f"{saved}-state")
     dist.barrier()
-    found["saved"] = max(parameter_differences(AutoModelForCausalLM.from_pretrained(saved), trained).values())
+    again = AutoModelForCausalLM.from_pretrained(saved)
+    assert max(parameter_differences(again, trained).values()) < WEIGHT_TOLERANCE
     whole = {"model": {name: torch.empty_like(weight) for name, weight in weights.items()}}
     moments = {name: {"exp_avg": torch.empty_like(weight)} for name, weight in weights.items()}
-    checkpoint.load({**whole, "optimizer": {"state": moments}}, checkpoint_id=f"{saved}-state")
-    found["state"] = max(relative_errors(whole["model"], weights).values())
+    dcp.load({**whole, "optimizer": {"state": moments}}, checkpoint_id=f"{saved}-state")
+    assert max(relative_errors(whole["model"], weights).values()) < WEIGHT_TOLERANCE
     state = expected["optimizer"].state
-    found["moments"] = max(
-        relative(moment["exp_avg"], state[trained.get_parameter(name)]["exp_avg"]) for name, moment in moments.items()
-    )
+    for name, moment in moments.items():
+        of_one = state[trained.get_parameter(name)]["exp_avg"]
+        assert relative(moment["exp_avg"], of_one) < GRADIENT_TOLERANCE * chaos, name
     # Two backwards, averaged each, are their sum.
     if mode == "replicate":
         model.zero_grad()
@@ -145,25 +145,22 @@ def compare_trained(
         for _ in range(2):
             step(model)
             torch.stack([trained(**b, **options_of(trained)).loss for b in batches(ranks)]).mean().backward()
-        found["twice"] = max(gradient_differences(model, trained).values())
+        assert max(gradient_differences(model, trained).values()) < GRADIENT_TOLERANCE * chaos
     held = sum(local_tensor(param).numel() for param in model.parameters())
-    found["share"] = held / sum(weight.numel() for weight in weights.values())
-    return found
+    assert held / sum(weight.numel() for weight in weights.values()) < share
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("tied"), 9, 3, tie_word_embeddings=True)
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return architectures.make_case(tmp_path_factory.mktemp("mixtral"), "mixtral", 9, 3)
+@pytest.fixture
+def checkpoint(cases: Any, made: Any, kind: Any) -> str:
+    """A Llama with as many heads, one with tied weights, or a Mixtral."""
+    if kind == "mixtral":
+        return made("mixtral", (9, 3)).folder
+    return cases(9, 3, tie_word_embeddings=True).folder if kind == "tied" else cases(*kind).folder
 
 
 @needs("data_parallel")
 @pytest.mark.parametrize(
-    ("ranks", "copies", "kind", "chosen", "mode", "share"),
+    ("size", "copies", "kind", "chosen", "mode", "share"),
     wide(
         [
             (3, 1, (8, 2), True, "replicate", 0.8),
@@ -177,32 +174,27 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Case:
         2,
     ),
 )
+@on_ranks()
 def test_ranks_train_as_one_process(
-    pool: Pool, cases: Any, mixtral: Case, tied: Case, tmp_path: Path, ranks: int, copies: int, kind: Any, chosen: Any,
-    mode: str, share: float,
-) -> None:  # fmt: skip
-    folder = ({"mixtral": mixtral, "tied": tied}.get(kind) or cases(*kind)).folder
+    checkpoint: str, tmp_path: Path, copies: int, kind: Any, chosen: Any, mode: str, share: float
+) -> None:
     chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
-    for found in pool.run(ranks, compare_trained, folder, copies, chosen, mode, str(tmp_path / "saved")):
-        print(found)
-        assert found["losses"] < LOSS_TOLERANCE
-        assert found["norms"] < NORM_TOLERANCE * chaos
-        assert max(found["grads"], found["moments"], found.get("twice", 0)) < GRADIENT_TOLERANCE * chaos
-        assert max(found["weights"], found["saved"], found["state"]) < WEIGHT_TOLERANCE
-        assert found["share"] < share
+    check_trained(checkpoint, copies, chosen, mode, str(tmp_path / "saved"), chaos=chaos, share=share)
 
 
 # -- gradient checkpointing
 
 
-def checkpointed(folder: str, way: bool | None) -> list[float]:
-    """The worst error of the gradients of steps that differ in samples and length, with forwards in between."""
+@needs("data_parallel")
+@pytest.mark.parametrize("way", [False, True], ids=["kept", "re-entrant"])
+@on_ranks()
+def test_layers_are_computed_again_for_the_batch_that_they_had(folder: str, way: bool) -> None:
+    """Steps that differ in samples and length, with forwards in between."""
     model, mesh = load_on_mesh(folder, 1, True)
     trained = AutoModelForCausalLM.from_pretrained(folder)
     tp_transformers.data_parallel(model.train(), mesh)
     model.gradient_checkpointing_enable({"use_reentrant": way})
     model.enable_input_require_grads()
-    found = []
     for samples, length in ((2, 9), (2, 9), (1, 9), (2, 7)):
         given = torch.randint(3, VOCAB, (2, samples, length), generator=torch.Generator().manual_seed(length))
         model.zero_grad()
@@ -212,22 +204,20 @@ def checkpointed(folder: str, way: bool | None) -> list[float]:
             model(given[0, :, :5])
         loss.backward()
         torch.stack([trained(ids, labels=ids).loss for ids in given]).mean().backward()
-        found.append(max(gradient_differences(model, trained).values()))
-    return found
-
-
-@needs("data_parallel")
-@pytest.mark.parametrize("way", [False, True], ids=["kept", "re-entrant"])
-def test_layers_are_computed_again_for_the_batch_that_they_had(pool: Pool, cases: Any, way: bool) -> None:
-    for found in pool.run(2, checkpointed, cases(9, 3).folder, way):
-        assert max(found) < GRADIENT_TOLERANCE, found
+        assert max(gradient_differences(model, trained).values()) < GRADIENT_TOLERANCE, (samples, length)
 
 
 # -- dropout
 
 
-def slope(folder: str, checkpoints: bool) -> tuple[float, float]:
-    """By how much the mean of all losses grows along its gradient, in fp64: (what the gradient says, what it does)."""
+@needs("data_parallel")
+@pytest.mark.parametrize("checkpoints", [False, True])
+@on_ranks(heads=(9, 9), model="gpt2")
+def test_dropouts_have_gradients(folder: str, checkpoints: bool) -> None:
+    """The mean of all losses grows along its gradient as the gradient says, in fp64.
+
+    Ranks that draw their own numbers draw alike on what each computes of all samples.
+    """
     drops = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}
     model, mesh = load_on_mesh(folder, 1, True, dtype=torch.float64, **drops)
     tp_transformers.data_parallel(model.train(), mesh)
@@ -255,25 +245,19 @@ def slope(folder: str, checkpoints: bool) -> tuple[float, float]:
             for param in model.parameters():
                 local_tensor(param).add_(local_tensor(param.grad), alpha=sign * step)
             found.append(mean_of(loss_of()))
-    return expected, (found[0] - found[1]) / (2 * step)
-
-
-@needs("data_parallel")
-def test_dropouts_have_gradients(pool: Pool, tmp_path: Path) -> None:
-    """Ranks that draw their own numbers draw alike on what each computes of all samples."""
-    folder = architectures.make_case(tmp_path, "gpt2", 9, 3).folder
-    for checkpoints in (False, True):
-        for expected, seen in pool.run(2, slope, folder, checkpoints):
-            assert abs(seen - expected) < 1e-4 * expected  # the curvature over the step
+    # But for the curvature over the step.
+    assert abs((found[0] - found[1]) / (2 * step) - expected) < 1e-4 * expected
 
 
 # -- what goes through, and what does not
 
 
-def refusals(folder: str, reference: str) -> dict[str, Any]:
-    """Run on every rank: faults of one rank are the same error on all, after which everything is as before."""
+@needs("debug")
+@on_ranks(heads=(8, 2))
+def test_faults_of_one_rank_are_errors_on_all(folder: str) -> None:
+    """After the errors, everything is as before."""
     model, _ = load_on_mesh(folder, 1, EVERYTHING)
-    first, expected = dist.get_rank() == 0, torch.load(reference)
+    first, expected = dist.get_rank() == 0, observe(AutoModelForCausalLM.from_pretrained(folder))
     ready_made = torch.ones(2, 1, 7, 7, dtype=torch.bool)
     cache = model.generate(PROMPTS, max_new_tokens=1, return_dict_in_generate=True).past_key_values
     usual, packed = model.config._attn_implementation, torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
@@ -285,76 +269,68 @@ def refusals(folder: str, reference: str) -> dict[str, Any]:
         finally:
             model.config._attn_implementation = usual
 
-    said = []
-    for call in (
-        lambda: model(PROMPTS[:, : 6 + first]),
-        lambda: model(PROMPTS, attention_mask=None if first else ready_made),
-        lambda: model(PROMPTS, output_attentions=first),
-        lambda: model(PROMPTS[:, :1], past_key_values=None if first else cache),
-        lambda: model(PROMPTS, position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 7]) if first else None),
-        lambda: with_attention("flash_attention_2", position_ids=packed if first else None),
-        lambda: with_attention("flex_attention", attention_mask=MASK[:1] if first else None),
-        lambda: model.lm_head(torch.zeros(1, 1 + first, model.config.hidden_size)),
-        lambda: model.generate(PROMPTS + first, max_new_tokens=1),
-        lambda: tp_transformers.debug.check_inputs(model),
-        lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
-        lambda: get_peft_model(model, LoraConfig(target_modules=["lm_head"])),
+    for call, says in (
+        (lambda: model(PROMPTS[:, : 6 + first]), "sequences of 7 on rank 0 and of 6 on rank 1"),
+        (
+            lambda: model(PROMPTS, attention_mask=None if first else ready_made),
+            "attention masks that some ranks have made",
+        ),
+        (lambda: model(PROMPTS, output_attentions=first), "output_attentions=True"),
+        (lambda: model(PROMPTS[:, :1], past_key_values=None if first else cache), "past_key_values"),
+        (
+            lambda: model(PROMPTS, position_ids=POSITIONS, cu_seq_lens_q=torch.tensor([0, 3, 7]) if first else None),
+            "cu_seq_lens_q",
+        ),
+        (
+            lambda: with_attention("flash_attention_2", position_ids=packed if first else None),
+            "position_ids that start again in a rank's only row",
+        ),
+        (
+            lambda: with_attention("flex_attention", attention_mask=MASK[:1] if first else None),
+            "flex attention with a mask",
+        ),
+        (
+            lambda: model.lm_head(torch.zeros(1, 1 + first, model.config.hidden_size)),
+            "sequences of 2 on rank 0 and of 1 on rank 1",
+        ),
+        (
+            lambda: model.generate(PROMPTS + first, max_new_tokens=1),
+            "generate's inputs: got one on rank 0 and another on rank 1",
+        ),
+        (lambda: tp_transformers.debug.check_inputs(model), "batches of their own"),
+        (
+            lambda: get_peft_model(model, LoraConfig(target_modules=["q_proj"], lora_dropout=0.1)),
+            "lora_dropout, where ranks have batches of their own",
+        ),
+        (
+            lambda: get_peft_model(model, LoraConfig(target_modules=["lm_head"])),
+            "an adapter on a layer with the strategy colwise_rep, input: batch-sharded",
+        ),
     ):
-        try:
+        with pytest.raises(tp_transformers.TensorParallelError, match=says):
             call()
-        except tp_transformers.TensorParallelError as error:
-            said.append(str(error))
     seen = observe(model)  # of the same prompts on all ranks, generated too
     compared = compare_seen(model, seen, expected)
     own = {"input_ids": PROMPTS[dist.get_rank()][None], "attention_mask": MASK[dist.get_rank()][None]}
     logits = model(**own).logits.detach()
-    return {
-        "said": said,
-        **compared,
-        "logits": max(compared["logits"], relative(logits, expected["logits"][dist.get_rank()][None])),
-    }
+    assert max(compared["logits"], relative(logits, expected["logits"][dist.get_rank()][None])) < 1e-5
+    assert compared["grads"][1] < GRADIENT_TOLERANCE, compared["grads"]
+    assert compared["tokens"]
+
+
+@on_ranks(heads=(8, 4), model="mixtral")
+def test_router_logits_of_some_samples_are_refused(folder: str) -> None:
+    """Without the router logits, of which some are of all ranks' samples, it works."""
+    model, _ = load_on_mesh(folder, 1, ["model.layers.0.mlp"])
+    model(PROMPTS)
+    says = "where only some mixtures of experts are batch-sharded"
+    with pytest.raises(tp_transformers.UnsupportedError, match=says):
+        model(PROMPTS, output_router_logits=dist.get_rank() == 0)
 
 
 @needs("debug")
-def test_faults_of_one_rank_are_errors_on_all(pool: Pool, cases: Any) -> None:
-    case = cases(8, 2)
-    for found in pool.run(2, refusals, case.folder, case.reference):
-        says = (
-            "sequences of 7 on rank 0 and of 6 on rank 1",
-            "attention masks that some ranks have made",
-            "output_attentions=True",
-            "past_key_values",
-            "cu_seq_lens_q",
-            "position_ids that start again in a rank's only row",
-            "flex attention with a mask",
-            "sequences of 2 on rank 0 and of 1 on rank 1",
-            "generate's inputs: got one on rank 0 and another on rank 1",
-            "batches of their own",
-            "lora_dropout, where ranks have batches of their own",
-            "an adapter on a layer with the strategy colwise_rep, input: batch-sharded",
-        )
-        assert len(found["said"]) == len(says)
-        assert all(text in error for text, error in zip(says, found["said"], strict=True)), found["said"]
-        assert found["logits"] < 1e-5
-        assert found["grads"][1] < GRADIENT_TOLERANCE, found["grads"]
-        assert found["tokens"]
-
-
-def some_routers(folder: str) -> str:
-    """Run on every rank: the error for router logits of which some are of all ranks' samples; without them it works."""
-    model, _ = load_on_mesh(folder, 1, ["model.layers.0.mlp"])
-    model(PROMPTS)
-    with pytest.raises(tp_transformers.UnsupportedError) as raised:
-        model(PROMPTS, output_router_logits=dist.get_rank() == 0)
-    return str(raised.value)
-
-
-def test_router_logits_of_some_samples_are_refused(pool: Pool, tmp_path: Path) -> None:
-    for error in pool.run(2, some_routers, architectures.make_case(tmp_path, "mixtral", 8, 4).folder):
-        assert "where only some mixtures of experts are batch-sharded" in error
-
-
-def printed(folder: str) -> list[str]:
+@on_ranks(4, heads=(8, 4))
+def test_the_partition_is_printed(folder: str) -> None:
     found = []
     for chosen in (None, ["model.layers.1.mlp", "lm_head"]):
         model, mesh = load_on_mesh(folder, 2, chosen)
@@ -362,25 +338,19 @@ def printed(folder: str) -> list[str]:
         tp_transformers.data_parallel(model, mesh)
         found.append(str(tp_transformers.debug.partition(model)))
         assert found[-1] == before
-    return found
-
-
-@needs("debug")
-def test_the_partition_is_printed(pool: Pool, cases: Any) -> None:
     norms = "model.layers.*.input_layernorm, model.layers.*.post_attention_layernorm, model.norm"
-    for usual, batch in pool.run(4, printed, cases(8, 4).folder):
-        lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 2], [1, 3]"]
-        lines += [
-            f"dp_rank {dp} (tp_rank {tp}): model.embed_tokens:{tp}, model.layers.*.self_attn:{tp}, "
-            f"model.layers.*.mlp:{tp}, {norms}, lm_head:{tp}"
-            for dp in range(2)
-            for tp in range(2)
-        ]
-        assert usual.splitlines() == lines
-        lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 1, 2, 3]", "DP_GROUP of shards: [0, 2], [1, 3]"]
-        lines += [
-            f"dp_rank {rank} (tp_rank {rank % 2}): model.embed_tokens, model.layers.*.self_attn, model.layers.0.mlp, "
-            f"model.layers.1.mlp:{rank % 2}, {norms}, lm_head:{rank % 2}"
-            for rank in range(4)
-        ]
-        assert batch.splitlines() == lines
+    lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 2], [1, 3]"]
+    lines += [
+        f"dp_rank {dp} (tp_rank {tp}): model.embed_tokens:{tp}, model.layers.*.self_attn:{tp}, "
+        f"model.layers.*.mlp:{tp}, {norms}, lm_head:{tp}"
+        for dp in range(2)
+        for tp in range(2)
+    ]
+    assert found[0].splitlines() == lines
+    lines = ["TP_GROUP: [0, 1], [2, 3]", "DP_GROUP: [0, 1, 2, 3]", "DP_GROUP of shards: [0, 2], [1, 3]"]
+    lines += [
+        f"dp_rank {rank} (tp_rank {rank % 2}): model.embed_tokens, model.layers.*.self_attn, model.layers.0.mlp, "
+        f"model.layers.1.mlp:{rank % 2}, {norms}, lm_head:{rank % 2}"
+        for rank in range(4)
+    ]
+    assert found[1].splitlines() == lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from tests.support.architectures import (
     ARCHITECTURES,
     GRADIENT_TOLERANCE,
     LOGITS_TOLERANCE,
-    make_case,
     observe,
 )
 from tests.support.comparisons import assert_same_tensors, compare_seen
-from tests.support.models import excess_read, load, save_as_loaded
+from tests.support.models import Case, excess_read, load, save_as_loaded
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -55,35 +54,28 @@ MIXTURES = (
 """Other model types with experts, of `MODELS`."""
 
 
-def with_complete_experts(name: str, folder: str, reference_file: str, saved: str) -> dict[str, Any]:
-    """Run on every rank: load, compare with the reference, save."""
-    model = load(folder, getattr(transformers, ARCHITECTURES[name].model), tp_expert_parallel=True)
-    reference = torch.load(reference_file)
-    seen = observe(model)
-    found = compare_seen(model, seen, reference)
-    model.save_pretrained(saved)
-    experts = [
-        tp_transformers.local_tensor(p) for name, p in model.named_parameters() if name.endswith("experts.down_proj")
-    ]
-    return {
-        **found,
-        "experts": len(experts[0]),
-        "read": excess_read(model, folder),
-    }
-
-
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("name", wide(NAMES, 2))
-def test_whole_experts_a_rank(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
-    case = make_case(tmp_path, name, 8, 4)
-    results = pool.run(size, with_complete_experts, name, case.folder, case.reference, str(tmp_path / "saved"))
-    for result in results:
-        assert result["logits"] < TOLERANCE
-        assert result["tokens"]
-        assert result["grads"][1] < 1e-3, result["grads"]
-        assert result["read"] == 0  # other ranks' experts are never read
-    assert [result["experts"] for result in results] == {2: [2, 2], 3: [2, 1, 1]}[size]
+@on_ranks()
+def test_whole_experts_a_rank(case: Case, tmp_path: Path, name: str, size: int) -> None:
+    model = load(case.folder, getattr(transformers, ARCHITECTURES[name].model), tp_expert_parallel=True)
+    read = excess_read(model, case.folder)
+    found = compare_seen(model, observe(model), torch.load(case.reference))
+    assert found["logits"] < TOLERANCE
+    assert found["tokens"]
+    assert found["grads"][1] < 1e-3, found["grads"]
+    assert read == 0  # other ranks' experts are never read
+    experts = next(param for key, param in model.named_parameters() if key.endswith("experts.down_proj"))
+    assert len(tp_transformers.local_tensor(experts)) == {2: [2, 2], 3: [2, 1, 1]}[size][dist.get_rank()]
+    model.save_pretrained(tmp_path / "saved")
+    dist.barrier()
     assert_same_tensors(case.folder, tmp_path / "saved")
+
+
+@pytest.fixture
+def case(made: Any, name: str) -> Case:
+    """A model of an architecture, with its reference."""
+    return made(name, (8, 4))
 
 
 @pytest.mark.slow
@@ -113,39 +105,32 @@ class GroupedRows(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def rows_of_one_expert(folder: str, ids: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Run on every rank, each with one expert: rows that its products multiply, and tokens routed to it."""
-    model = load(folder, transformers.MixtralForCausalLM, tp_expert_parallel=True, experts_implementation="grouped_mm")
+@pytest.mark.parametrize("tokens", wide([1, 32], 1))
+@on_ranks(4, heads=(8, 4), model="mixtral")
+def test_a_single_expert_multiplies_its_own_rows(folder: str, tokens: int) -> None:
+    """Each rank has one expert: rows that its products multiply, and tokens routed to it."""
+    cls, implementation = transformers.MixtralForCausalLM, {"experts_implementation": "grouped_mm"}
+    model = load(folder, cls, tp_expert_parallel=True, **implementation)
+    ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), GroupedRows() as rows:
         output = model(ids, output_router_logits=True)
     chosen = [layer.topk(model.config.num_experts_per_tok).indices for layer in output.router_logits]
-    routed = [int((each == dist.get_rank()).sum()) for each in chosen]
-    return rows.counts, routed
+    assert rows.counts == [max(int((each == dist.get_rank()).sum()), 1) for each in chosen for _ in ("up", "down")]
+    assert min(int((each == expert).sum()) for each in chosen for expert in range(4)) < tokens
 
 
-@pytest.mark.parametrize("tokens", wide([1, 32], 1))
-def test_a_single_expert_multiplies_its_own_rows(pool: Pool, tmp_path: Path, tokens: int) -> None:
-    case = make_case(tmp_path, "mixtral", 8, 4)
-    ids = torch.randint(3, 60, (1, tokens), generator=torch.Generator().manual_seed(0))
-    found = pool.run(4, rows_of_one_expert, case.folder, ids)
-    for counts, routed in found:
-        assert counts == [max(rows, 1) for rows in routed for _ in ("up", "down")]
-    assert min(rows for _, routed in found for rows in routed) < tokens
-
-
-def without_tokens(folder: str, **plan: Any) -> tuple[int, ...]:
-    """Run on every rank, each with one expert: the shape that experts make of no tokens."""
+def without_tokens(folder: str, **plan: Any) -> torch.Size:
+    """The shape that experts make of no tokens."""
     model = load(folder, transformers.MixtralForCausalLM, experts_implementation="grouped_mm", **plan)
     experts, hidden = model.model.layers[0].mlp.experts, model.config.hidden_size
-    shape: torch.Size = experts(torch.empty(0, hidden), torch.empty(0, 2).long(), torch.empty(0, 2)).shape
-    return tuple(shape)
+    return experts(torch.empty(0, hidden), torch.empty(0, 2).long(), torch.empty(0, 2)).shape
 
 
 @pytest.mark.parametrize("option", ["tp_expert_parallel", "tp_invariant"])
-def test_experts_without_any_token(pool: Pool, tmp_path: Path, option: str) -> None:
-    case = make_case(tmp_path, "mixtral", 8, 4)
-    found = pool.run(4, functools.partial(without_tokens, **{option: True}), case.folder)
-    assert found == [pool.run(1, functools.partial(without_tokens, tp_plan=None), case.folder)[0]] * 4
+@on_ranks(4, heads=(8, 4), model="mixtral")
+def test_experts_without_any_token(folder: str, option: str) -> None:
+    """Each rank has one expert."""
+    assert without_tokens(folder, **{option: True}) == without_tokens(folder, tp_plan=None)
 
 
 def test_more_ranks_than_experts_are_refused() -> None:

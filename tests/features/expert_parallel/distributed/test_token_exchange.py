@@ -14,10 +14,10 @@ import tp_transformers
 from benchmarks.forward import Collectives
 from tests.features.batch_sharded.distributed import test_batch_sharded as batches
 from tests.features.sequence.distributed import test_sequence_parallel as sequences
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, observe
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, observe
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import PROMPTS, Case, load, save_as_loaded
-from tests.support.pool import Pool
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
 
@@ -64,21 +64,21 @@ def make_case(folder: Path, name: str, *, crowded: bool = False) -> Case:
     return Case(str(folder / "checkpoint"), str(folder / "reference.pt"))
 
 
-def compare_with_exchange(folder: str, reference: str, plan: str, saved: str) -> dict[str, Any]:
-    """Run on every rank: the worst difference of everything from one process, also of lengths below the ranks'."""
+@pytest.fixture
+def crowded() -> bool:
+    return False
 
-    def with_plan(folder: str, **options: Any) -> Any:
-        return load(folder, tp_plan=plan, **options)
 
-    original, sequences.load = sequences.load, with_plan
-    try:
-        found = sequences.compare_sequences(folder, reference)
-    finally:
-        sequences.load = original
-    model = with_plan(folder, tp_sequence_parallel=True)
-    model.save_pretrained(saved)
-    experts = next(param for key, param in model.named_parameters() if key.endswith("experts.down_proj"))
-    return {**found, "experts": len(local_tensor(experts))}
+@pytest.fixture
+def case(tmp_path: Path, name: str, crowded: bool) -> Case:
+    """A mixture of experts; `crowded`, where every token goes to the first two experts."""
+    return make_case(tmp_path, name, crowded=crowded)
+
+
+@pytest.fixture
+def plan(tmp_path: Path, name: str) -> str:
+    """A plan in which experts exchange tokens."""
+    return write_plan(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -96,23 +96,20 @@ def compare_with_exchange(folder: str, reference: str, plan: str, saved: str) ->
         2,
     ),
 )
-def test_parts_of_a_sequence_are_computed_as_in_one_process(
-    pool: Pool, tmp_path: Path, name: str, size: int, crowded: bool
-) -> None:
-    case = make_case(tmp_path, name, crowded=crowded)
-    saved = tmp_path / "saved"
-    results = pool.run(size, compare_with_exchange, case.folder, case.reference, write_plan(tmp_path, name), str(saved))
-    for result in results:
-        print(result)
-        assert result["values"][1] < LOGITS_TOLERANCE, result["values"]
-        assert result["grads"][2] < GRADIENT_TOLERANCE, result["grads"]
-        assert result["tokens"]
-    assert [result["experts"] for result in results] == {2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 1, 1]}[size]
-    assert_same_tensors(case.folder, saved)
+@on_ranks()
+def test_parts_of_a_sequence_are_computed_as_in_one_process(case: Case, plan: str, tmp_path: Path, size: int) -> None:
+    sequences.check_sequences(case.folder, case.reference, tp_plan=plan)
+    model = load(case.folder, tp_plan=plan, tp_sequence_parallel=True)
+    model.save_pretrained(tmp_path / "saved")
+    torch.distributed.barrier()
+    assert_same_tensors(case.folder, tmp_path / "saved")
+    experts = next(param for key, param in model.named_parameters() if key.endswith("experts.down_proj"))
+    held = {2: [3, 3], 3: [2, 2, 2], 4: [2, 2, 1, 1]}[size]
+    assert len(local_tensor(experts)) == held[torch.distributed.get_rank()]
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "copies", "chosen", "mode"),
+    ("name", "size", "copies", "chosen", "mode"),
     wide(
         [
             ("deepseek_v3", 3, 1, ["model.layers.*.mlp"], "shard"),
@@ -126,46 +123,38 @@ def test_parts_of_a_sequence_are_computed_as_in_one_process(
         1,
     ),
 )
+@on_ranks()
 def test_ranks_with_batches_of_their_own_train_as_one_process(
-    pool: Pool, tmp_path: Path, name: str, ranks: int, copies: int, chosen: Any, mode: str
+    case: Case, plan: str, tmp_path: Path, copies: int, chosen: Any, mode: str
 ) -> None:
-    case = make_case(tmp_path, name)
-    saved, plan = str(tmp_path / "saved"), write_plan(tmp_path, name)
-    for found in pool.run(ranks, batches.compare_trained, case.folder, copies, chosen, mode, saved, plan):
-        print(found)
-        assert found["losses"] < batches.LOSS_TOLERANCE
-        # Of routers whose gradients nearly cancel.
-        assert found["norms"] < batches.NORM_TOLERANCE * 50
-        assert max(found["grads"], found["moments"], found.get("twice", 0)) < batches.GRADIENT_TOLERANCE * 50
-        assert max(found["weights"], found["saved"], found["state"]) < batches.WEIGHT_TOLERANCE
+    saved = str(tmp_path / "saved")
+    batches.check_trained(case.folder, copies, chosen, mode, saved, chaos=50, tp_plan=plan)  # of routers that cancel
 
 
-def train_by(folder: str, plan: str, way: str) -> dict[str, Any]:
-    """Run on every rank: one step by an implementation of experts, against one process's by the same."""
-    model = load(folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation=way)
-    plain = AutoModelForCausalLM.from_pretrained(folder, experts_implementation=way)
+@pytest.mark.parametrize("name", ["mixtral"])
+@pytest.mark.parametrize("way", wide(["grouped_mm", "eager", "batched_mm"], 1))
+@on_ranks(3)
+def test_every_implementation_of_experts(case: Case, plan: str, way: str) -> None:
+    """One step by an implementation of experts, against one process's by the same."""
+    model = load(case.folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation=way)
+    plain = AutoModelForCausalLM.from_pretrained(case.folder, experts_implementation=way)
     with Collectives() as seen:
         loss = model(PROMPTS, labels=PROMPTS).loss
     loss.backward()
     expected = plain(PROMPTS, labels=PROMPTS).loss
     expected.backward()
     errors = [relative(loss.detach(), expected.detach()), *gradient_differences(model, plain).values()]
-    return {"worst": max(errors), "counts": seen.counts}
+    assert max(errors) < GRADIENT_TOLERANCE
+    # Of each of two layers: numbers, tokens, sums; all that is gathered else is attention's, and around the layers.
+    assert seen.counts["alltoall_base"] == 2 * 3, seen.counts
 
 
-@pytest.mark.parametrize("way", wide(["grouped_mm", "eager", "batched_mm"], 1))
-def test_every_implementation_of_experts(pool: Pool, tmp_path: Path, way: str) -> None:
-    case = make_case(tmp_path, "mixtral")
-    for found in pool.run(3, train_by, case.folder, write_plan(tmp_path, "mixtral"), way):
-        assert found["worst"] < GRADIENT_TOLERANCE
-        # Of each of two layers: numbers, tokens, sums; all that is gathered else is attention's, and around the layers.
-        assert found["counts"]["alltoall_base"] == 2 * 3, found["counts"]
-
-
-def crowd(folder: str, plan: str) -> dict[str, float]:
-    """Run on every rank: samples of its own, all of whose tokens go to the first rank's experts."""
-    model, _ = batches.load_on_mesh(folder, 1, ["model.layers.*.mlp"], tp_plan=plan)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+@pytest.mark.parametrize(("name", "crowded"), [("gpt_oss", True)])
+@on_ranks(3)
+def test_experts_without_tokens(case: Case, plan: str) -> None:
+    """Ranks have samples of their own, all of whose tokens go to the first rank's experts."""
+    model, _ = batches.load_on_mesh(case.folder, 1, ["model.layers.*.mlp"], tp_plan=plan)
+    plain = AutoModelForCausalLM.from_pretrained(case.folder)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     texts = [PROMPTS, PROMPTS.flip(0)[:1], PROMPTS.flip(1)]
     logits = model(texts[rank]).logits
@@ -177,33 +166,23 @@ def crowd(folder: str, plan: str) -> dict[str, float]:
         if ".experts." in name:
             found[name] = relative(tp_transformers.full_tensor(param, param.grad), plain.get_parameter(name).grad)
             assert rank == 0 or not local_tensor(param.grad).any()
-    return found
+    assert len(found) == 1 + 4 * 2
+    assert max(found.values()) < GRADIENT_TOLERANCE, found
 
 
-def test_experts_without_tokens(pool: Pool, tmp_path: Path) -> None:
-    case = make_case(tmp_path, "gpt_oss", crowded=True)
-    for found in pool.run(3, crowd, case.folder, write_plan(tmp_path, "gpt_oss")):
-        assert len(found) == 1 + 4 * 2
-        assert max(found.values()) < GRADIENT_TOLERANCE, found
-
-
-def compiled(folder: str, plan: str) -> dict[str, Any]:
-    """Run on every rank: a compiled training step, against one process."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral"])
+@on_ranks()
+def test_a_compiled_step_has_a_break_at_the_experts_alone(case: Case, plan: str) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = load(folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation="grouped_mm")
-    plain = AutoModelForCausalLM.from_pretrained(folder)
+    model = load(case.folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation="grouped_mm")
+    plain = AutoModelForCausalLM.from_pretrained(case.folder)
     losses = [each(PROMPTS, labels=PROMPTS).loss for each in (torch.compile(model, backend="eager"), plain)]
     for loss in losses:
         loss.backward()
     errors = [relative(*(loss.detach() for loss in losses)), *gradient_differences(model, plain).values()]
-    return {"worst": max(errors), "breaks": [*torch._dynamo.utils.counters["graph_break"]]}
-
-
-@pytest.mark.slow
-def test_a_compiled_step_has_a_break_at_the_experts_alone(pool: Pool, tmp_path: Path) -> None:
-    case = make_case(tmp_path, "mixtral")
-    for found in pool.run(2, compiled, case.folder, write_plan(tmp_path, "mixtral")):
-        assert found["worst"] < GRADIENT_TOLERANCE
-        assert found["breaks"]
-        assert all("MixtralExperts.forward" in reason for reason in found["breaks"]), found["breaks"]
+    assert max(errors) < GRADIENT_TOLERANCE
+    breaks = [*torch._dynamo.utils.counters["graph_break"]]
+    assert breaks
+    assert all("MixtralExperts.forward" in reason for reason in breaks), breaks

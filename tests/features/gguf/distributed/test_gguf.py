@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters, relative
 from tests.support.gguf_files import write_gguf
 from tests.support.models import MASK, PROMPTS, bytes_read, load, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.packed.weight import packed_weights
 
@@ -73,16 +74,21 @@ FILES: Mapping[str, tuple[str, Callable[[], Any], Mapping[str, str]]] = {
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory):
     """`files(name)`: a folder with a GGUF file."""
-    made: dict[str, Path] = {}
 
+    @cache
     def make(name: str) -> Path:
-        if name not in made:
-            architecture, config, kinds = FILES[name]
-            made[name] = tmp_path_factory.mktemp("gguf")
-            write_gguf(made[name] / NAME, architecture, config(), kinds)
-        return made[name]
+        architecture, config, kinds = FILES[name]
+        folder = tmp_path_factory.mktemp("gguf")
+        write_gguf(folder / NAME, architecture, config(), kinds)
+        return folder
 
     return make
+
+
+@pytest.fixture
+def file(files: Any, name: str) -> Path:
+    """The folder with the file of a test."""
+    return files(name)
 
 
 def compare(folder: str) -> dict[str, Any]:
@@ -129,32 +135,6 @@ def test_ranks_have_the_values_of_one_process(pool: Any, files: Any, name: str, 
         assert max(rank["read"] for rank in seen) < 0.75 * (folder / NAME).stat().st_size + size_of_header
 
 
-def stay_packed(folder: str) -> dict[str, Any]:
-    """A packed model beside a dequantised one, both in bfloat16."""
-    exact = logits_of(load(folder, gguf_file=NAME))
-    dense = load(folder, gguf_file=NAME, dtype=torch.bfloat16)
-    model = load(folder, gguf_file=NAME, dtype=torch.bfloat16, tp_dequantize=False)
-    with pytest.raises(tp_transformers.UnsupportedError, match="GGUF, which is only read"):
-        model.save_pretrained(f"{folder}/saved")
-    fp32 = load(folder, gguf_file=NAME, tp_dequantize=False)
-    with torch.enable_grad():
-        recorded = model(PROMPTS, attention_mask=MASK).logits
-    assert model.device == torch.device("cpu"), "that of inputs, also if the embedding stays packed"
-    return {
-        "recorded": torch.equal(recorded, logits_of(model)),
-        "fp32": relative(logits_of(fp32), exact),
-        "packed": relative(logits_of(model).float(), exact),
-        "dense": relative(logits_of(dense).float(), exact),
-        "products": model.tp_report.products,
-        "held": model.tp_report.share / dense.tp_report.share,
-        "operators": {
-            name.split(".")[-2]
-            for name, weight in packed_weights(model).items()
-            if any(block.product for block in weight.blocks)
-        },
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "size", "operators"),
     wide(
@@ -168,17 +148,27 @@ def stay_packed(folder: str) -> dict[str, Any]:
         1,
     ),
 )
-def test_packed_weights_compute_as_dequantised_ones(
-    pool: Any, files: Any, name: str, size: int, operators: set[str]
-) -> None:
-    for rank in pool.run(size, stay_packed, str(files(name))):
-        assert rank["recorded"]  # in inference, linears have a shorter forward
-        assert rank["fp32"] < 1e-5
-        assert 0 < rank["packed"] < 2 * rank["dense"]
-        assert rank["held"] < 0.8
-        assert rank["operators"] == operators
-        assert rank["products"].get("int4 operator", 0) == 2 * len(operators)  # of two layers
-        assert set(rank["products"]) <= {"int4 operator", "decoded"}
+@on_ranks()
+def test_packed_weights_compute_as_dequantised_ones(file: Path, operators: set[str]) -> None:
+    """A packed model beside a dequantised one, both in bfloat16."""
+    exact = logits_of(load(file, gguf_file=NAME))
+    dense = load(file, gguf_file=NAME, dtype=torch.bfloat16)
+    model = load(file, gguf_file=NAME, dtype=torch.bfloat16, tp_dequantize=False)
+    with pytest.raises(tp_transformers.UnsupportedError, match="GGUF, which is only read"):
+        model.save_pretrained(file / "saved")
+    with torch.enable_grad():
+        recorded = model(PROMPTS, attention_mask=MASK).logits
+    assert torch.equal(recorded, logits_of(model))  # in inference, linears have a shorter forward
+    assert model.device == torch.device("cpu"), "that of inputs, also if the embedding stays packed"
+    assert relative(logits_of(load(file, gguf_file=NAME, tp_dequantize=False)), exact) < 1e-5
+    errors = [relative(logits_of(each).float(), exact) for each in (model, dense)]
+    assert 0 < errors[0] < 2 * errors[1]
+    assert model.tp_report.share < 0.8 * dense.tp_report.share
+    multiplied = {name for name, weight in packed_weights(model).items() if any(b.product for b in weight.blocks)}
+    assert {name.split(".")[-2] for name in multiplied} == operators
+    products = model.tp_report.products
+    assert products.get("int4 operator", 0) == 2 * len(operators)  # of two layers
+    assert set(products) <= {"int4 operator", "decoded"}
 
 
 def save(folder: str, target: str) -> None:

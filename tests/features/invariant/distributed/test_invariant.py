@@ -17,6 +17,7 @@ import transformers
 import tp_transformers
 from tests.support.invariance import MODELS, auto_class, has_bits, observe, prompts, save
 from tests.support.models import load
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool, WorkerError
 from tests.support.tiers import wide
 from tp_transformers.features.verify.small_models.model import on_threads
@@ -67,17 +68,29 @@ def differing(folder: str, dtype: str, experts: str | None, file: Path, **plan: 
     return [name for name, value in expected.items() if not has_bits(seen[name], value)]
 
 
-def invariant(*arguments: Any) -> list[str]:
-    return differing(*arguments, tp_invariant=True)
+@pytest.fixture
+def reference(model: str, dtype: str, experts: str | None, tmp_path: Path) -> Path:
+    """The file of what one process computes."""
+    write_reference(model, dtype, experts, tmp_path / "reference")
+    return tmp_path / "reference"
+
+
+@pytest.fixture
+def model(checkpoint: Any, name: str) -> str:
+    """The folder of the model of a test."""
+    return checkpoint(name)
 
 
 @pytest.mark.parametrize(("name", "size", "dtype", "experts"), wide(dict.fromkeys(CASES), quick=len(QUICK)))
-def test_every_bit_is_that_of_one_process(
-    pool: Pool, checkpoint: Any, tmp_path: Path, name: str, size: int, dtype: str, experts: str | None
-) -> None:
-    folder, file = checkpoint(name), tmp_path / "reference"
-    write_reference(folder, dtype, experts, file)
-    assert pool.run(size, invariant, folder, dtype, experts, file) == [[]] * size
+@on_ranks()
+def test_every_bit_is_that_of_one_process(model: str, dtype: str, experts: str | None, reference: Path) -> None:
+    assert differing(model, dtype, experts, reference, tp_invariant=True) == []
+
+
+@pytest.mark.parametrize(("name", "size", "dtype", "experts"), [("llama", 3, "float32", None)])
+@on_ranks()
+def test_the_usual_plan_has_other_bits(model: str, dtype: str, experts: str | None, reference: Path) -> None:
+    assert {"logits of 48", "norm 0"} <= set(differing(model, dtype, experts, reference))
 
 
 def autocast(folder: str, experts: str, **plan: Any) -> torch.Tensor:
@@ -108,19 +121,12 @@ ADAPTERS = [
 ]
 
 
-def adapted(folder: str, configs: list[Any]) -> list[str]:
-    """Run on every rank: what each adapter is refused with."""
-    found = []
-    for config in configs:
-        with pytest.raises(tp_transformers.UnsupportedError) as raised:
-            peft.get_peft_model(load(folder, tp_invariant=True), config)
-        found.append(str(raised.value))
-    return found
-
-
-def test_adapters_are_refused(pool: Pool, checkpoint: Any) -> None:
-    for errors in pool.run(2, adapted, checkpoint("mixtral"), ADAPTERS):
-        assert ["an adapter with tp_invariant=True" in error for error in errors] == [True] * len(ADAPTERS)
+@pytest.mark.parametrize("name", ["mixtral"])
+@pytest.mark.parametrize("config", ADAPTERS)
+@on_ranks()
+def test_adapters_are_refused(model: str, config: Any) -> None:
+    with pytest.raises(tp_transformers.UnsupportedError, match="an adapter with tp_invariant=True"):
+        peft.get_peft_model(load(model, tp_invariant=True), config)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +155,6 @@ def test_a_conv1d_of_a_width_that_is_no_multiple_of_4_is_refused() -> None:
         resolve(plan.with_options(invariant=True), model, 2)
     model.config.n_inner = config.n_inner = 128
     resolve(plan.with_options(invariant=True), transformers.GPT2LMHeadModel(config), 2)
-
-
-def test_the_usual_plan_has_other_bits(pool: Pool, checkpoint: Any, tmp_path: Path) -> None:
-    folder, file = checkpoint("llama"), tmp_path / "reference"
-    write_reference(folder, "float32", None, file)
-    found = pool.run(3, differing, folder, "float32", None, file)[0]
-    assert {"logits of 48", "norm 0"} <= set(found)
 
 
 class Own(RowwiseParallel):

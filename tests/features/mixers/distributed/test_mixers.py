@@ -64,22 +64,29 @@ def divides(heads: int, groups: int, size: int) -> bool:
     return heads % size == 0 and (groups % size == 0 or size % groups == 0)
 
 
+def check(pool: Pool, size: int, cases: Any, folder: Path, tolerance: float, compare: Any = compare_cases) -> Any:
+    """Models on ranks are those of one process; returns what ranks have seen, by layout."""
+    results = pool.run(size, compare, cases, observe, str(folder / "saved"))
+    for layout in cases:
+        for seen in (result[layout] for result in results):
+            assert seen["logits"] < TOLERANCE, layout
+            assert seen["tokens"], layout
+            assert seen["gradient"][1] < tolerance, layout
+            assert seen["read"] == 0, layout  # exactly this rank's bytes, and the headers
+    return results
+
+
 @needs("verify")
 @pytest.mark.parametrize("layouts", wide(LAYOUTS, 1))
 @pytest.mark.parametrize("size", wide([3, 2, 4], 1))
 @pytest.mark.parametrize("name", wide(MIXERS, 1))
 def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: int, layouts: str) -> None:
     cases = make(name, LAYOUTS[layouts], tmp_path)
-    results = pool.run(size, compare_cases, cases, observe, str(tmp_path / "saved"))
+    results = check(pool, size, cases, tmp_path, TOLERANCE)
     for layout, case in cases.items():
         print(name, size, layout, results[0][layout], [round(seen[layout]["states"], 3) for seen in results])
-        for seen in (result[layout] for result in results):
-            assert seen["logits"] < TOLERANCE, layout
-            assert seen["tokens"], layout
-            assert seen["gradient"][1] < TOLERANCE, layout
-            assert seen["read"] == 0, layout  # exactly this rank's bytes, and the headers
-            if divides(*map(int, layout.split("-")), size):
-                assert seen["states"] <= 1 / size + 0.05, layout
+        if divides(*map(int, layout.split("-")), size):
+            assert all(result[layout]["states"] <= 1 / size + 0.05 for result in results), layout
         assert_same_files(case.folder, str(tmp_path / "saved" / layout))
 
 
@@ -87,36 +94,24 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
 @pytest.mark.parametrize("shares", wide(["3,1", "2,1", "1,2,1", "5,3,1", "2,1,1,4"], 1))
 @pytest.mark.parametrize("name", wide(["qwen3_next", *(name for name in MIXERS if name != "qwen3_next")], 1))
 def test_mixers_follow_shares(pool: Pool, tmp_path: Path, name: str, shares: str) -> None:
-    cases, saved = make(name, ((9, 3), (8, 2)), tmp_path), str(tmp_path / "saved")
-    results = pool.run(len(shares.split(",")), with_shares, shares, compare_cases, cases, observe, saved)
+    cases = make(name, ((9, 3), (8, 2)), tmp_path)
+    compare = partial(with_shares, shares, compare_cases)
+    check(pool, len(shares.split(",")), cases, tmp_path, REPEATED, compare)
     for layout, case in cases.items():
-        for seen in (result[layout] for result in results):
-            assert seen["logits"] < TOLERANCE, layout
-            assert seen["tokens"], layout
-            assert seen["gradient"][1] < REPEATED, layout
-            assert seen["read"] == 0, layout
-        assert_same_files(case.folder, f"{saved}/{layout}")
+        assert_same_files(case.folder, str(tmp_path / "saved" / layout))
 
 
 @needs("verify")
 @pytest.mark.parametrize("name", wide(["lfm2", "bamba", "qwen3_5_text", "recurrent_gemma", "xlstm", "rwkv"], 1))
 def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name: str) -> None:
     compare = partial(compare_cases, tp_sequence_parallel=True)
-    for result in pool.run(3, compare, make(name, ((8, 2),), tmp_path), observe, str(tmp_path / "saved")):
-        (seen,) = result.values()
-        assert seen["logits"] < TOLERANCE
-        assert seen["tokens"]
-        assert seen["gradient"][1] < REPEATED
+    check(pool, 3, make(name, ((8, 2),), tmp_path), tmp_path, REPEATED, compare)
 
 
 @needs("verify")
 @pytest.mark.parametrize("name", wide(["zamba", "mamba2", "qwen3_5_text"], 1))
 def test_mixers_with_fewer_heads_than_ranks_are_cut_by_features(pool: Pool, tmp_path: Path, name: str) -> None:
-    for result in pool.run(3, compare_cases, make(name, ((2, 2),), tmp_path), observe, str(tmp_path / "saved")):
-        (seen,) = result.values()
-        assert max(seen["logits"], seen["gradient"][1]) < TOLERANCE
-        assert seen["tokens"]
-        assert seen["read"] == 0
+    check(pool, 3, make(name, ((2, 2),), tmp_path), tmp_path, TOLERANCE)
 
 
 def count(folders: dict[str, str]) -> dict[str, tuple[dict[str, int], list[int]]]:

@@ -5,19 +5,19 @@ Outside of the model's own forward, and in hooks, every module takes and returns
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.architectures import ARCHITECTURES
-from tests.support.comparisons import gradient_errors, gradients, relative, worst
-from tests.support.models import PROMPTS, load
+from tests.support.comparisons import gradient_errors, gradients, ranks_agree, relative, worst
+from tests.support.models import PROMPTS, load, load_both
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.plans import Plan
@@ -25,9 +25,11 @@ from tp_transformers.plans import Plan
 pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
-EXCHANGE = {"layers.*.mlp.experts": "moe_all_to_all"} | {
-    f"layers.*.mlp.experts.{name}_proj": "local" for name in ("gate_up", "down")
-}
+PARAMETERS = {f"layers.*.mlp.experts.{name}_proj": "local" for name in ("gate_up", "down")}
+EXCHANGING = Plan.parse(
+    {"extends": "mixtral", "optional": {"layers.*.mlp.experts": "moe_all_to_all", **PARAMETERS}}, source="mine"
+)
+"""A plan with experts that exchange tokens."""
 
 
 def call_layer(model: Any, index: int, states: Tensor) -> Tensor:
@@ -111,24 +113,21 @@ def train(model: Any, loss: Callable[[Any, Tensor], Tensor], length: int) -> dic
     return {"output": output.detach(), "of states": states.grad, "grads": gradients(model)}
 
 
-def compare_alone(folder: str, lengths: tuple[int, ...], names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Run on every rank: the worst difference of outputs and gradients, by loss and length."""
-    model = load(folder, tp_sequence_parallel=True, **options)
-    one_process = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found = {}
+def check_alone(folder: str, lengths: tuple[int, ...], names: Iterable[str], **options: Any) -> None:
+    """Run on every rank: outputs and gradients, by loss and length."""
+    model, one_process = load_both(folder, tp_sequence_parallel=True, **options)
     for name in names:
         for length in lengths:
             mine, expected = (train(each, LOSSES[name], length) for each in (model, one_process))
             errors = gradient_errors(model, mine["grads"], expected["grads"])
             errors |= {key: relative(mine[key], expected[key]) for key in ("output", "of states")}
-            found[f"{name} {length}"] = worst(errors)
-    return found
+            assert max(errors.values()) < TOLERANCE, (name, length, worst(errors))
 
 
-def test_modules_alone(pool: Pool, cases: Any) -> None:
+@on_ranks()
+def test_modules_alone(folder: str) -> None:
     names = ["norm before attention", "last norm", "first layer", "second layer", "in a hook", "checkpointed norm"]
-    for found in pool.run(2, compare_alone, cases(9, 3).folder, (7,), names, {}):
-        assert {case: error for case, error in found.items() if error[1] > TOLERANCE} == {}
+    check_alone(folder, (7,), names)
 
 
 CASES = (
@@ -137,18 +136,22 @@ CASES = (
     ("phi", (9, 3), 2, {}),  # LayerNorm with a bias
     ("qwen3", (8, 2), 3, {}),  # norms of queries and keys
     ("mixtral", (9, 3), 2, {}),
-    ("mixtral", (8, 2), 2, {"tp_plan": Plan.parse({"extends": "mixtral", "optional": EXCHANGE}, source="mine")}),
+    ("mixtral", (8, 2), 2, {"tp_plan": EXCHANGING}),
 )
+
+
+@pytest.fixture
+def architecture(tmp_path: Path, name: str, heads: tuple[int, int]) -> str:
+    """A model of an architecture."""
+    ARCHITECTURES[name].make(*heads).save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "heads", "size", "options"), CASES)
-def test_all_modules_alone(
-    pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], size: int, options: dict[str, Any]
-) -> None:
-    ARCHITECTURES[name].make(*heads).save_pretrained(tmp_path)
-    for found in pool.run(size, compare_alone, str(tmp_path), (7, 1), list(LOSSES), options):
-        assert {case: error for case, error in found.items() if error[1] > TOLERANCE} == {}
+@on_ranks()
+def test_all_modules_alone(architecture: str, options: dict[str, Any]) -> None:
+    check_alone(architecture, (7, 1), LOSSES, **options)
 
 
 RECOMPUTED: dict[str, Callable[[Any, Tensor, bool], Tensor]] = {
@@ -174,14 +177,10 @@ def test_checkpoints_of_modules_alone_are_refused(pool: Pool, cases: Any, name: 
     assert "all the base model" in error
 
 
-def drop_alone(folder: str) -> list[Tensor]:
-    """Run on every rank: a layer with dropout that is called by itself; all ranks have the same full sequence."""
+@on_ranks(model="phi")
+def test_dropouts_of_a_layer_alone_are_the_same_on_all_ranks(folder: str) -> None:
+    """All ranks have the same full sequence."""
     model = load(folder, tp_sequence_parallel=True, resid_pdrop=0.3).train()
     torch.manual_seed(5)
     states = torch.randn(2, 7, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    return [call_layer(model, index, states).detach() for index in (0, 1)]
-
-
-def test_dropouts_of_a_layer_alone_are_the_same_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["phi"].make(9, 3).save_pretrained(tmp_path)
-    assert all(torch.equal(*pair) for pair in zip(*pool.run(2, drop_alone, str(tmp_path)), strict=True))
+    assert ranks_agree(*(call_layer(model, index, states).detach() for index in (0, 1)))

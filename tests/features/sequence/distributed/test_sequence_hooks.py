@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
+from tests.features.sequence.distributed.test_sequence_alone import EXCHANGING
+from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative, relative_errors
-from tests.support.models import MASK, PROMPTS, load, logits_of
-from tests.support.pool import Pool
-from tp_transformers.plans import Plan
+from tests.support.models import MASK, PROMPTS, load, load_both, logits_of
+from tests.support.on_ranks import on_ranks
+from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
 
@@ -170,39 +169,29 @@ def observe(model: Any, way: Way, length: int, use_reentrant: bool | None) -> di
     }
 
 
-def compare_hooked(folder: str) -> dict[str, tuple[float, float, bool]]:
-    """Run on every rank: each case -> largest differences of values and of gradients, whether tokens are the same."""
-    model, whole = load(folder, tp_sequence_parallel=True), transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found = {}
+@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
+@on_ranks()
+def test_hooks_see_and_change_complete_sequences(folder: str) -> None:
+    model, whole = load_both(folder, tp_sequence_parallel=True)
     for case in CASES:
         mine, expected = observe(model, *case), observe(whole, *case)
         values = relative_errors(mine["values"], expected["values"])
         grads = gradient_errors(model, mine["grads"], expected["grads"])
-        same = torch.equal(mine["tokens"], expected["tokens"])
-        found[f"{case[0].__name__} {case[1:]}"] = (max(values.values()), max(grads.values()), same)
-    return found
-
-
-@pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 4), marks=pytest.mark.slow)])
-def test_hooks_see_and_change_complete_sequences(pool: Pool, cases: Any, heads: tuple[int, int]) -> None:
-    for result in pool.run(2, compare_hooked, cases(*heads).folder):
-        for case, (values, grads, same) in result.items():
-            print(case, values, grads)
-            assert values < LOGITS_TOLERANCE, case
-            assert grads < GRADIENT_TOLERANCE, case
-            assert same, case
+        assert max(values.values()) < LOGITS_TOLERANCE, case
+        assert max(grads.values()) < GRADIENT_TOLERANCE, case
+        assert torch.equal(mine["tokens"], expected["tokens"]), case
 
 
 # -- what is beside a plain hook
 
 
-def put_and_copy(folder: str) -> tuple[float, float]:
-    """Run on every rank: differences of a model beside a copy that has hooks, and of the copy; hooks are refused."""
-    model = load(folder, tp_sequence_parallel=True)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+@on_ranks()
+def test_hooks_of_a_copy_and_hooks_that_are_refused(folder: str) -> None:
+    """A model beside a copy that has hooks, and the copy."""
+    model, whole = load_both(folder, tp_sequence_parallel=True)
     copied = copy.deepcopy(model)
     steer_in_place(copied, {})
-    plain = relative(logits_of(model), logits_of(whole))
+    assert relative(logits_of(model), logits_of(whole)) < LOGITS_TOLERANCE
     steer_in_place(whole, {})
     layer = model.model.layers[1]
     layer.register_forward_hook(lambda module, args, output: output[:, :2])
@@ -210,16 +199,12 @@ def put_and_copy(folder: str) -> tuple[float, float]:
         logits_of(model)
     with pytest.raises(tp_transformers.UnsupportedError, match="Use register_full_backward_hook"):
         layer.mlp.register_backward_hook(lambda *_: None)
-    return plain, relative(logits_of(copied), logits_of(whole))
+    assert relative(logits_of(copied), logits_of(whole)) < LOGITS_TOLERANCE
 
 
-def test_hooks_of_a_copy_and_hooks_that_are_refused(pool: Pool, cases: Any) -> None:
-    for worst in pool.run(2, put_and_copy, cases(9, 3).folder):
-        assert max(worst) < LOGITS_TOLERANCE
-
-
-def hook_all_modules(folder: str) -> list[str]:
-    """Run on every rank: what is logged of hooks on all modules at once; those of torch's own see parts in silence."""
+@on_ranks()
+def test_hooks_of_all_modules_are_told_of(folder: str) -> None:
+    """Hooks on all modules at once are logged, once; those of torch's own see parts in silence."""
     model, records = load(folder, tp_sequence_parallel=True), []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -235,50 +220,28 @@ def hook_all_modules(folder: str) -> list[str]:
         handle.remove()
     finally:
         logger.removeHandler(handler)
-    return records
-
-
-def test_hooks_of_all_modules_are_told_of(pool: Pool, cases: Any) -> None:
-    for (record,) in pool.run(2, hook_all_modules, cases(9, 3).folder):
-        assert "a hook of all modules, hook_all_modules.<locals>.<lambda>, sees this rank's shard" in record
-
-
-def compile_with_hooks(folder: str) -> float:
-    """Run on every rank: the difference of a compiled model, in one graph."""
-    model = load(folder, tp_sequence_parallel=True)
-    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    steer_in_place(model, {})
-    steer_in_place(whole, {})
-    torch.compiler.reset()
-    return relative(logits_of(torch.compile(model, backend="eager", fullgraph=True)), logits_of(whole))
+    (record,) = records
+    name = "test_hooks_of_all_modules_are_told_of.<locals>.<lambda>"
+    assert f"a hook of all modules, {name}, sees this rank's shard" in record
 
 
 @pytest.mark.slow
-def test_hooks_are_compiled(pool: Pool, cases: Any) -> None:
-    for worst in pool.run(2, compile_with_hooks, cases(9, 3).folder):
-        assert worst < LOGITS_TOLERANCE
+@on_ranks()
+def test_hooks_are_compiled(folder: str) -> None:
+    """In one graph."""
+    model, whole = load_both(folder, tp_sequence_parallel=True)
+    steer_in_place(model, {})
+    steer_in_place(whole, {})
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert relative(logits_of(compiled), logits_of(whole)) < LOGITS_TOLERANCE
 
 
-EXCHANGE = {"layers.*.mlp.experts": "moe_all_to_all"} | {
-    f"layers.*.mlp.experts.{name}_proj": "local" for name in ("gate_up", "down")
-}
-
-
-def hook_experts(folder: str) -> float:
-    """Run on every rank: a block whose experts exchange tokens takes hooks, its router does not."""
-    model = load(
-        folder,
-        tp_plan=Plan.parse({"extends": "mixtral", "optional": EXCHANGE}, source="mine"),
-        tp_sequence_parallel=True,
-    )
-    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+@on_ranks(heads=(8, 2), model="mixtral")
+def test_hooks_around_experts_that_exchange_tokens(folder: str) -> None:
+    """A block whose experts exchange tokens takes hooks, its router does not."""
+    model, whole = load_both(folder, tp_plan=EXCHANGING, tp_sequence_parallel=True)
     with pytest.raises(tp_transformers.UnsupportedError, match=r"layers.0.mlp.gate: got .* exchange them"):
         model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: None)
     found = [observe(each, replace_outputs, 7, None)["values"] for each in (model, whole)]
-    return max(relative_errors(*found).values())
-
-
-def test_hooks_around_experts_that_exchange_tokens(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["mixtral"].make(8, 2).save_pretrained(tmp_path)
-    for worst in pool.run(2, hook_experts, str(tmp_path)):
-        assert worst < LOGITS_TOLERANCE
+    assert max(relative_errors(*found).values()) < LOGITS_TOLERANCE

@@ -15,11 +15,11 @@ import torch.distributed as dist
 import transformers
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, make_case, observe
+from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, observe
 from tests.support.comparisons import gradient_errors, gradients, relative, worst
 from tests.support.memory import Memory
-from tests.support.models import MASK, PROMPTS, llama_config, load
-from tests.support.pool import Pool
+from tests.support.models import MASK, PROMPTS, Case, llama_config, load, load_both
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
 
@@ -71,14 +71,13 @@ def train(model: Any, length: int, way: str) -> dict[str, Any]:
     }
 
 
-def compare_sequences(folder: str, reference_file: str) -> dict[str, Any]:
-    """Run on every rank: the worst difference of everything from one process."""
-    model = load(folder, tp_sequence_parallel=True)
-    reference = torch.load(reference_file)
-    seen = observe(model)
-    errors = {"logits": relative(seen["logits"], reference["logits"])}
-    grads = {"generate": gradient_errors(model, seen["grads"], reference["grads"])}
-    one_process = transformers.AutoModelForCausalLM.from_pretrained(folder)
+def check_sequences(folder: str, reference_file: str, **options: Any) -> None:
+    """Run on every rank: everything is that of one process, also of lengths below the ranks'."""
+    model, one_process = load_both(folder, tp_sequence_parallel=True, **options)
+    reference, seen = torch.load(reference_file), observe(model)
+    assert relative(seen["logits"], reference["logits"]) < LOGITS_TOLERANCE
+    assert torch.equal(seen["tokens"], reference["tokens"])
+    assert worst(gradient_errors(model, seen["grads"], reference["grads"]))[1] < GRADIENT_TOLERANCE
     for length, way in TRAINED:
         expected = train(one_process, length, way)
         if way != "kept":
@@ -86,15 +85,11 @@ def compare_sequences(folder: str, reference_file: str) -> dict[str, Any]:
             model.enable_input_require_grads()
         mine = train(model, length, way)
         model.gradient_checkpointing_disable()
-        errors[f"loss {length} {way}"] = relative(mine["loss"], expected["loss"])
-        states = zip(mine["states"], expected["states"], strict=True)
-        errors[f"states {length} {way}"] = max(relative(*pair) for pair in states)
-        grads[f"{length} {way}"] = gradient_errors(model, mine["grads"], expected["grads"])
-    return {
-        "values": worst(errors),
-        "grads": max(((way, *worst(each)) for way, each in grads.items()), key=lambda item: item[2]),
-        "tokens": torch.equal(seen["tokens"], reference["tokens"]),
-    }
+        assert relative(mine["loss"], expected["loss"]) < LOGITS_TOLERANCE, (length, way)
+        for state, of_one in zip(mine["states"], expected["states"], strict=True):
+            assert relative(state, of_one) < LOGITS_TOLERANCE, (length, way)
+        error = worst(gradient_errors(model, mine["grads"], expected["grads"]))
+        assert error[1] < GRADIENT_TOLERANCE, (length, way, error)
 
 
 def shapes() -> Iterator[tuple[str, Variant, int]]:
@@ -116,41 +111,41 @@ def shapes() -> Iterator[tuple[str, Variant, int]]:
         3,
     ),
 )
-def test_architecture_matches_one_process(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, name: str, variant: Variant, size: int
-) -> None:
-    case = make_case(tmp_path_factory.mktemp("case"), name, *variant)
-    for result in pool.run(size, compare_sequences, case.folder, case.reference):
-        print(result)
-        assert result["values"][1] < LOGITS_TOLERANCE, result["values"]
-        assert result["grads"][2] < GRADIENT_TOLERANCE, result["grads"]
-        assert result["tokens"]
+@on_ranks()
+def test_architecture_matches_one_process(case: Case) -> None:
+    check_sequences(case.folder, case.reference)
 
 
-def count_memory(folder: str) -> dict[str, tuple[int, int]]:
-    """What `peak_of` says of the layers and of the whole model, without the options and with both."""
-    options, tokens, found = {"tp_sequence_parallel": True, "tp_loss_parallel": True}, torch.arange(256).view(1, -1), {}
-    for way, given in (("plain", {}), ("cut", options)):
-        model = load(folder, **given).train()
-        found[f"{way} layers"] = peak_of(lambda base=model.model: base(tokens)[0].square().mean(), model)
-        found[f"{way} model"] = peak_of(lambda model=model: model(tokens, labels=tokens).loss, model)
-    return found
+@pytest.fixture
+def case(made: Any, name: str, variant: Variant) -> Case:
+    """A model of an architecture, with its reference."""
+    return made(name, variant)
 
 
-def test_memory_of_activations(pool: Pool, tmp_path: Path) -> None:
+@pytest.fixture
+def like_smollm2(tmp_path: Path) -> str:
     """A Llama with the proportions of SmolLM2-135M, of whose logits each layer has its share."""
     sizes = {"num_hidden_layers": 2, "intermediate_size": 192, "vocab_size": 409, "max_position_embeddings": 256}
     transformers.LlamaForCausalLM(llama_config(9, 3, **sizes)).save_pretrained(tmp_path)
-    for found in pool.run(2, count_memory, str(tmp_path)):
-        print(found)
-        assert max(mine / whole for mine, whole in zip(found["cut layers"], found["plain layers"], strict=True)) < 0.75
-        assert found["cut model"][1] < 0.6 * found["plain model"][1]
+    return str(tmp_path)
 
 
-def fail_in_a_block(folder: str) -> tuple[bool, float]:
-    """Run on every rank: an error inside a block leaves nothing behind; the next steps are as right as ever."""
-    model = load(folder, tp_sequence_parallel=True).train()
-    one_process = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+@on_ranks()
+def test_memory_of_activations(like_smollm2: str) -> None:
+    """`peak_of` the layers and of the whole model, without the options and with both."""
+    options, tokens, found = {"tp_sequence_parallel": True, "tp_loss_parallel": True}, torch.arange(256).view(1, -1), {}
+    for way, given in (("plain", {}), ("cut", options)):
+        model = load(like_smollm2, **given).train()
+        found[f"{way} layers"] = peak_of(lambda base=model.model: base(tokens)[0].square().mean(), model)
+        found[f"{way} model"] = peak_of(lambda model=model: model(tokens, labels=tokens).loss, model)
+    assert max(mine / whole for mine, whole in zip(found["cut layers"], found["plain layers"], strict=True)) < 0.75
+    assert found["cut model"][1] < 0.6 * found["plain model"][1]
+
+
+@on_ranks(heads=(8, 2), model="llama")
+def test_a_forward_that_fails_leaves_nothing_behind(folder: str) -> None:
+    """The steps after an error inside a block are as right as ever."""
+    model, one_process = (each.train() for each in load_both(folder, tp_sequence_parallel=True))
     expected = train(one_process, 7, "kept")
 
     def fail(*_: Any) -> None:
@@ -169,15 +164,9 @@ def fail_in_a_block(folder: str) -> tuple[bool, float]:
     loss.backward()  # gathers as often again
     twice = {name: param.grad / 2 for name, param in model.named_parameters()}
     assert all(torch.equal(local_tensor(twice[name]), local_tensor(grad)) for name, grad in once.items())
-    errors = [gradient_errors(model, each["grads"], expected["grads"]) for each in (mine, copied)]
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None, max(max(each.values()) for each in errors)
-
-
-def test_a_forward_that_fails_leaves_nothing_behind(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["llama"].make(8, 2).save_pretrained(tmp_path)
-    for is_clean, error in pool.run(2, fail_in_a_block, str(tmp_path)):
-        assert is_clean
-        assert error < GRADIENT_TOLERANCE
+    for each in (mine, copied):
+        assert max(gradient_errors(model, each["grads"], expected["grads"]).values()) < GRADIENT_TOLERANCE
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 # -- dropout
@@ -196,9 +185,8 @@ class Replayed(torch.nn.Module):
         return x * next(self.masks) / (1 - DROPPED) if self.training else x
 
 
-def drop_parts(folder: str) -> list[dict[str, Any]]:
-    """Run on every rank: what is dropped between blocks, and what one process makes of the same."""
-    results = []
+@on_ranks(model="phi")
+def test_dropouts_between_blocks_are_those_of_one_process_with_the_same_masks(folder: str) -> None:
     for checkpoints in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         model = load(folder, tp_sequence_parallel=True, resid_pdrop=DROPPED).train()
         if checkpoints is not None:
@@ -229,34 +217,20 @@ def drop_parts(folder: str) -> list[dict[str, Any]]:
         first, second = (torch.cat([mask[:, :3] for mask in seen[:4]]) for seen, *_ in everyone)
         with torch.no_grad():
             evaluated = [each.eval()(PROMPTS).logits for each in (model, one_process)]
-        results.append(
-            {
-                "loss": relative(loss.detach(), expected.detach()),
-                "grads": max(gradient_errors(model, gradients(model), gradients(one_process)).values()),
-                "evaluated": relative(*evaluated),
-                "kept": torch.cat(whole).float().mean().item(),
-                "alike": (first == second).float().mean().item(),
-                "short": all(torch.equal(*each) for each in zip(*(short for _, short, _ in everyone), strict=True)),
-                "one state": torch.equal(*(state for *_, state in everyone)),
-            }
-        )
-    return results
+        assert relative(loss.detach(), expected.detach()) < LOGITS_TOLERANCE
+        assert relative(*evaluated) < LOGITS_TOLERANCE
+        errors = gradient_errors(model, gradients(model), gradients(one_process))
+        assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+        kept, alike = (mask.float().mean().item() for mask in (torch.cat(whole), first == second))
+        assert abs(kept - (1 - DROPPED)) < 0.05  # of 4,032 numbers
+        assert abs(alike - (DROPPED**2 + (1 - DROPPED) ** 2)) < 0.1  # of 1,728 that are independent
+        for pair in zip(*(short for _, short, _ in everyone), strict=True):
+            assert torch.equal(*pair), "a sequence that is shorter than the ranks is whole, and dropped alike"
+        assert torch.equal(*(state for *_, state in everyone))
 
 
-def test_dropouts_between_blocks_are_those_of_one_process_with_the_same_masks(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["phi"].make(9, 3).save_pretrained(tmp_path)
-    for result in (result for results in pool.run(2, drop_parts, str(tmp_path)) for result in results):
-        print(result)
-        assert max(result["loss"], result["evaluated"]) < LOGITS_TOLERANCE
-        assert result["grads"] < GRADIENT_TOLERANCE
-        assert abs(result["kept"] - (1 - DROPPED)) < 0.05  # of 4,032 numbers
-        assert abs(result["alike"] - (DROPPED**2 + (1 - DROPPED) ** 2)) < 0.1  # of 1,728 that are independent
-        assert result["short"], "a sequence that is shorter than the ranks is whole, and dropped alike"
-        assert result["one state"]
-
-
-def drop_within(folder: str) -> list[torch.Tensor]:
-    """Run on every rank: losses with dropouts in blocks, without sequence parallelism and with it."""
+@on_ranks(3, heads=(9, 9), model="gpt2")
+def test_dropouts_in_blocks_are_those_without_sequence_parallelism(folder: str) -> None:
     losses = []
     for is_cut in (False, True):
         model = load(folder, tp_sequence_parallel=is_cut, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2).train()
@@ -265,10 +239,4 @@ def drop_within(folder: str) -> list[torch.Tensor]:
         loss.backward()
         losses.append(torch.stack([loss.detach(), tp_transformers.clip_grad_norm_(model, 1.0)]))
     assert model.tp_plan["transformer.h.*.mlp"] == "sequence_gather"
-    return losses
-
-
-def test_dropouts_in_blocks_are_those_without_sequence_parallelism(pool: Pool, tmp_path: Path) -> None:
-    ARCHITECTURES["gpt2"].make(9, 9).save_pretrained(tmp_path)
-    for plain, cut in pool.run(3, drop_within, str(tmp_path)):
-        torch.testing.assert_close(cut, plain)
+    torch.testing.assert_close(*losses)
