@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.functional import pad
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -62,7 +63,7 @@ def mxfp4(folder: Path, target: Path) -> Any:
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return None
-        made = [_compress("mxfp4-pack-quantized", weights, each.t().contiguous())[0] for each in tensor]
+        made = [compress("mxfp4-pack-quantized", weights, each.t().contiguous())[0] for each in tensor]
         blocks = torch.stack([each["weight_packed"] for each in made])
         return {
             f"{name}_blocks": blocks.unflatten(-1, (-1, 16)),
@@ -84,7 +85,7 @@ def compressed(folder: Path, target: Path, *, form: str, **weights: Any) -> Any:
     def change(name: str, tensor: torch.Tensor) -> Tensors | None:
         if not is_linear(name, tensor):
             return None
-        prefix, (made, expected[name]) = name.removesuffix("weight"), _compress(form, weights, tensor)
+        prefix, (made, expected[name]) = name.removesuffix("weight"), compress(form, weights, tensor)
         return {f"{prefix}{each}": value for each, value in made.items()}
 
     settings = {
@@ -100,8 +101,8 @@ def compressed(folder: Path, target: Path, *, form: str, **weights: Any) -> Any:
     return _undone(target, CompressedTensorsConfig(dequantize=True))
 
 
-def _compress(form: str, weights: dict[str, Any], weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """The stored tensors of a weight, and the values that the library decodes them to."""
+def compress(form: str, weights: dict[str, Any], weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """The stored tensors of a weight by compressed-tensors, and the values that the library decodes them to."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -113,6 +114,14 @@ def _compress(form: str, weights: dict[str, Any], weight: torch.Tensor) -> tuple
     divisor = generate_gparam(weight.min(), weight.max()).reshape(1) if is_nv else None
     if "group_size" in weights:
         low, high = torch.aminmax(weight.unflatten(1, (-1, weights["group_size"])), dim=-1)
+    elif "block_structure" in weights:
+        sides = weights["block_structure"]
+        counts = [-(-length // side) for length, side in zip(weight.shape, sides, strict=True)]
+        padding = [count * side - length for count, side, length in zip(counts, sides, weight.shape, strict=True)]
+        blocks = pad(weight, (0, padding[1], 0, padding[0])).view(counts[0], sides[0], counts[1], sides[1])
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    elif weights["strategy"] == "tensor":
+        low, high = weight.min().reshape(1), weight.max().reshape(1)
     else:
         low, high = torch.aminmax(weight, dim=-1, keepdim=True)
     scale, zero = calculate_qparams(low, high, args, global_scale=divisor)

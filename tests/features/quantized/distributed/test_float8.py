@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+import math
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
-from tests.features.quantized.distributed.test_quantized import check_errors, packed_errors, packed_folder
+from tests.features.quantized.distributed.test_quantized import (
+    check_errors,
+    held_by,
+    matrices,
+    packed_errors,
+    packed_folder,
+)
 from tests.support.comparisons import assert_same_files, different_tensors, full_parameters
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
 from tests.support.models import bytes_read, headers, llama_config, load
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -52,18 +60,15 @@ CONFIGS = {"llama": llama_config(9, 3), "qwen3_moe": QWEN, "deepseek_v3": DEEPSE
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory):
     """`folders(name)`: a checkpoint in FP8, and the same dequantised, in one file."""
-    made: dict[str, tuple[Path, Path]] = {}
 
+    @cache
     def make(name: str) -> tuple[Path, Path]:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(CONFIGS[name])
-            model.save_pretrained(folder / "plain")
-            expected = quantize_folder(folder / "plain", folder / "float8", BLOCK)
-            save_file(expected, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
-            made[name] = folder / "float8", folder / "plain"
-        return made[name]
+        folder = tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(folder / "plain")
+        expected = quantize_folder(folder / "plain", folder / "float8", BLOCK)
+        save_file(expected, folder / "plain" / "model.safetensors", metadata={"format": "pt"})
+        return folder / "float8", folder / "plain"
 
     return make
 
@@ -95,22 +100,11 @@ def load_and_save(folder: str, plain: str, dtype: torch.dtype, saved: str) -> di
 
 def file_bytes(name: str, param: torch.Tensor) -> int:
     """Bytes that a rank's shard of a parameter has in the files: its values, and the scales of all it touches."""
-    shard = getattr(param, "tp_shard", None)
-    if shard is None:  # a buffer
+    if not hasattr(param, "tp_shard"):  # a buffer
         return param.numel() * 4
-    held = [set(range(length)) for length in shard.shape]
-    if shard.layout is not None:
-        held[shard.layout.dim] = {
-            index for start, stop in shard.layout.split.ranges[shard.group.rank] for index in range(start, stop)
-        }
-    *experts, rows, columns = [set(), *held] if len(held) == 1 else held
     if param.ndim < 2 or any(part in name.split(".")[-2:] or f"{part}." in name for part in NOT_CONVERTED):
-        return len(rows or {0}) * len(columns) * 4
-    count = len(experts[0]) if experts else 1
-    parts = [rows]
-    if name.endswith("gate_up_proj"):  # two tensors of every expert
-        half = shard.shape[1] // 2
-        parts = [{row for row in rows if row < half}, {row - half for row in rows if row >= half}]
+        return 4 * math.prod(map(len, held_by(param)))
+    count, parts, columns = matrices(name, param)
     return count * sum(
         len(part) * len(columns) + 4 * len({row // BLOCK[0] for row in part}) * len({c // BLOCK[1] for c in columns})
         for part in parts
@@ -150,15 +144,15 @@ def test_ranks_read_their_values_and_the_scales_of_their_blocks(
     assert report.startswith(f"[rank 0/{size}] rank 0 of {size}: ")
 
 
-def packed_products(folder: str) -> dict[str, Any]:
-    model = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
-    errors = packed_errors(folder, load(folder, dtype=torch.bfloat16), model)
-    return {"errors": errors, "products": model.tp_report.products}
-
-
 @pytest.mark.parametrize(("name", "size"), wide([("qwen3_moe", 3), ("llama", 2)], 1))
-def test_packed_blocks_of_many_rows_are_decoded_without_scales(pool: Any, tmp_path: Path, name: str, size: int) -> None:
-    folder, _ = packed_folder(tmp_path, name, partial(quantize_folder, block=(64, 32)))
-    for rank in pool.run(size, packed_products, str(folder)):
-        check_errors(rank["errors"])
-        assert "fp8 decoded without scales" in " ".join(rank["products"])
+@on_ranks()
+def test_packed_blocks_of_many_rows_are_decoded_without_scales(of_large_blocks: str) -> None:
+    model = load(of_large_blocks, dtype=torch.bfloat16, tp_dequantize=False)
+    check_errors(packed_errors(of_large_blocks, load(of_large_blocks, dtype=torch.bfloat16), model))
+    assert "fp8 decoded without scales" in " ".join(model.tp_report.products)
+
+
+@pytest.fixture
+def of_large_blocks(tmp_path: Path, name: str) -> str:
+    """A checkpoint whose blocks have 64 rows."""
+    return str(packed_folder(tmp_path, name, partial(quantize_folder, block=(64, 32)))[0])

@@ -6,7 +6,7 @@ import copy
 import math
 import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import tp_transformers
 from tests.support import quantized
 from tests.support.comparisons import different_tensors, full_parameters, read_folder, relative
 from tests.support.models import bytes_read, headers, llama_config, load, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.packed.weight import packed_weights
 from tp_transformers.loading import memory
@@ -78,14 +79,14 @@ FLOATING = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "router", "sinks", "
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory):
     """`folders(name, variant)`: a quantised checkpoint, and one of the same values in floating point."""
-    made: dict[tuple[str, str], tuple[Path, Path]] = {}
+    return cache(lambda name, variant: packed_folder(tmp_path_factory.mktemp("quantised"), name, VARIANTS[variant]))
 
-    def make(name: str, variant: str) -> tuple[Path, Path]:
-        if (name, variant) not in made:
-            made[name, variant] = packed_folder(tmp_path_factory.mktemp("quantised"), name, VARIANTS[variant])
-        return made[name, variant]
 
-    return make
+@pytest.fixture
+def checkpoints(folders: Any, name: str, variant: str) -> tuple[str, str]:
+    """Both folders of a test."""
+    packed, plain = folders(name, variant)
+    return str(packed), str(plain)
 
 
 def packed_folder(folder: Path, name: str, quantize: Callable[[Path, Path], quantized.Tensors]) -> tuple[Path, Path]:
@@ -116,16 +117,32 @@ def compare_decoded(packed: str, plain: str, variant: str, dtype: torch.dtype) -
     }
 
 
-def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
-    """Bytes that a rank's shard of a parameter has in the files: its words, and the scales of all it touches."""
-    shard = getattr(param, "tp_shard", None)
-    if shard is None:  # a buffer
-        return param.numel() * 4
+def held_by(param: torch.Tensor) -> list[set[int]]:
+    """By dimension, the indices that this rank's shard has of a parameter."""
+    shard = param.tp_shard
     held = [set(range(length)) for length in shard.shape]
     if shard.layout is not None:
         held[shard.layout.dim] = {
             index for start, stop in shard.layout.split.ranges[shard.group.rank] for index in range(start, stop)
         }
+    return held
+
+
+def matrices(name: str, param: torch.Tensor) -> tuple[int, list[set[int]], set[int]]:
+    """The stored matrices of a parameter: a number of them for each set of rows, with these columns."""
+    *experts, rows, columns = held_by(param)
+    parts, length = [rows], param.tp_shard.shape[-2] // 2
+    if name.endswith("gate_up_proj"):  # two tensors of every expert
+        parts = [{row for row in rows if row < length}, {row - length for row in rows if row >= length}]
+    return len(experts[0]) if experts else 1, parts, columns
+
+
+def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
+    """Bytes that a rank's shard of a parameter has in the files: its words, and the scales of all it touches."""
+    shard = getattr(param, "tp_shard", None)
+    if shard is None:  # a buffer
+        return param.numel() * 4
+    held = held_by(param)
     if any(part in name for part in FLOATING) or (variant == "mxfp4" and "experts" not in name):
         return 2 * math.prod(map(len, held))
     if variant == "mxfp4":
@@ -134,12 +151,7 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
         pairs = {column // 2 for column in held[1]}
         assert columns == 2 * len(pairs)
         return experts * rows * (len(pairs) + len(touched))
-    *experts, rows, columns = held
-    count = len(experts[0]) if experts else 1
-    parts, length = [rows], shard.shape[-2]
-    if name.endswith("gate_up_proj"):  # two tensors of every expert
-        length //= 2
-        parts = [{row for row in rows if row < length}, {row - length for row in rows if row >= length}]
+    count, parts, columns = matrices(name, param)
     settings: dict[str, Any] = {"bits": 4, "group": None, "symmetric": True}
     if "form" in getattr(VARIANTS[variant], "keywords", {}):
         is_nv = variant.startswith("nvfp4")
@@ -200,14 +212,14 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
         2,
     ),
 )
+@on_ranks()
 def test_ranks_read_their_words_and_the_scales_of_their_groups(
-    pool: Any, folders: Any, name: str, variant: str, size: int, dtype: torch.dtype
+    checkpoints: tuple[str, str], variant: str, dtype: torch.dtype
 ) -> None:
-    packed, plain = folders(name, variant)
-    for rank in pool.run(size, compare_decoded, str(packed), str(plain), variant, dtype):
-        assert rank["differ"] == []
-        assert rank["read"] == rank["expected"]
-        assert rank["fallbacks"] == ()
+    found = compare_decoded(*checkpoints, variant, dtype)
+    assert found["differ"] == []
+    assert found["read"] == found["expected"]
+    assert found["fallbacks"] == ()
 
 
 def packed_errors(folder: str, dense: Any, model: Any) -> dict[str, float]:

@@ -187,22 +187,59 @@ def test_float8_stays_packed(tmp_path: Path, llama: Path, block: tuple[int, int]
 
 
 FLOAT8 = torch.zeros(20, 20, dtype=torch.float8_e4m3fn)
+PACKED = torch.zeros(6, 8, dtype=torch.int32)  # 64 columns of 4 bits
+WORDS = torch.zeros(8, 16, dtype=torch.int32)  # GPTQ: 64 features in, 16 out
+GPTQ = {
+    "qweight": WORDS,
+    "qzeros": torch.zeros(2, 2, dtype=torch.int32),
+    "scales": torch.ones(2, 16).half(),
+    "g_idx": torch.arange(64) // 32,
+}
+AWQ = {
+    "qweight": torch.zeros(64, 2, dtype=torch.int32),
+    "qzeros": torch.zeros(2, 2, dtype=torch.int32),
+    "scales": GPTQ["scales"],
+}
+IN_ORDER, AS_STORED = Gptq(4, 32, True, True), Gptq(4, 32, False, True)
+BLOCKS, GROUPS = Float8((16, 16)), Compressed.of(compressed(group_size=16))
 
 
 @pytest.mark.parametrize(
-    ("tensors", "says"),
+    ("form", "tensors", "says"),
     [
-        ({"a.weight": FLOAT8}, "torch.float8_e4m3fn without a.weight_scale_inv"),
-        ({"a.weight": FLOAT8, "a.weight_scale_inv": torch.ones(1, 2)}, "scales of shape (1, 2)"),
-        ({"a.weight": FLOAT8, "a.weight_scale_inv": torch.ones(2)}, "scales of shape (1, 2)"),
-        ({"a.weight": FLOAT8[0], "a.weight_scale_inv": torch.ones(2)}, "of shape (20,) with scales"),
-        ({"a.weight": FLOAT8.to(torch.int8), "a.weight_scale_inv": torch.ones(2, 2)}, "torch.int8 of shape"),
-        ({"a.weight": FLOAT8, "a.weight_scale_inv": torch.ones(2, 2).to(torch.uint8)}, "scales in torch.uint8"),
+        (BLOCKS, {"weight": FLOAT8}, "tensor a.weight: got torch.float8_e4m3fn without a.weight_scale_inv"),
+        (BLOCKS, {"weight": FLOAT8, "weight_scale_inv": torch.ones(1, 2)}, "scales of shape (1, 2)"),
+        (BLOCKS, {"weight": FLOAT8, "weight_scale_inv": torch.ones(2)}, "scales of shape (1, 2)"),
+        (BLOCKS, {"weight": FLOAT8[0], "weight_scale_inv": torch.ones(2)}, "of shape (20,) with scales"),
+        (BLOCKS, {"weight": FLOAT8.to(torch.int8), "weight_scale_inv": torch.ones(2, 2)}, "torch.int8 of shape"),
+        (BLOCKS, {"weight": FLOAT8, "weight_scale_inv": torch.ones(2, 2).byte()}, "scales in torch.uint8"),
+        (GROUPS, {"weight_packed": PACKED}, "a.weight_scale: got no such tensor"),
+        (GROUPS, {"weight_packed": PACKED, "weight_scale": torch.ones(6, 3)}, "values of shape (6, 8), not (6, 6)"),
+        (GROUPS, {"weight_packed": PACKED, "weight_scale": torch.ones(5, 4)}, "scales of shape (5, 4), not (6, 4)"),
+        (GROUPS, {"weight_packed": PACKED, "weight_scale": PACKED[:, :4]}, "torch.int32 of shape (6, 4)"),
+        (GROUPS, {"weight": PACKED.to(torch.int8), "weight_scale": torch.ones(6, 4)}, "a.weight_packed: got no"),
+        (Mxfp4(), {"blocks": torch.zeros(2, 4, 3, 16, dtype=torch.uint8)}, "no such tensor"),
+        (IN_ORDER, GPTQ | {"g_idx": GPTQ["g_idx"] + 1}, "got groups from 1 to 2, expected those from 0"),
+        (IN_ORDER, GPTQ | {"g_idx": GPTQ["g_idx"] - 1}, "got groups from -1 to 0"),
+        (IN_ORDER, GPTQ | {"g_idx": None}, "tensor a.g_idx: got no such tensor"),
+        (AS_STORED, GPTQ | {"scales": None}, "tensor a.scales: got no such tensor"),
+        (AS_STORED, GPTQ | {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
+        (AS_STORED, GPTQ | {"qweight": None}, "tensor a.qweight: got no such tensor"),
+        (Gptq(4, 16, False, True), GPTQ, "scales of shape (2, 16), not (4, 16)"),
+        (AS_STORED, GPTQ | {"scales": GPTQ["scales"].int()}, "got torch.int32 of shape (2, 16)"),
+        (AS_STORED, GPTQ | {"scales": GPTQ["scales"][:, :15]}, "scales of shape (2, 15), not (2, 16)"),
+        (Awq(group=32), AWQ | {"scales": None}, "tensor a.scales: got no such tensor"),
+        (Awq(group=32), AWQ | {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
+        (Awq(group=32), AWQ | {"qweight": None}, "got zero points of no weight"),
+        (Awq(group=16), AWQ, "scales of shape (2, 16), not (4, 16)"),
+        (Awq(group=32), AWQ | {"qzeros": AWQ["qzeros"].half()}, "got torch.float16 of shape (2, 2)"),
     ],
 )
-def test_scales_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
-    with pytest.raises(CheckpointError, match=r"tensor a\.weight") as caught:
-        Float8((16, 16)).dequantized({name: Resident(tensor) for name, tensor in tensors.items()})
+def test_tensors_that_do_not_fit_are_refused(form: Format, tensors: dict[str, torch.Tensor | None], says: str) -> None:
+    join = "_" if isinstance(form, Mxfp4) else "."
+    given = {f"a{join}{name}": Resident(tensor) for name, tensor in tensors.items() if tensor is not None}
+    with pytest.raises(CheckpointError, match=r"tensor a[._]") as caught:
+        form.dequantized(given)
     assert says in str(caught.value)
 
 
@@ -225,71 +262,6 @@ def test_scales_are_taken_with_their_weights_alone() -> None:
     value = made["a.weight"].materialize()
     assert torch.equal(made["d.weight"].select(0, [(1, 3)]).materialize(), torch.full((2, 20, 20), 3.0))
     assert [value[0, 0], value[0, 16], value[16, 15], value[19, 19]] == [2, 4, 8, 16]
-
-
-PACKED = torch.zeros(6, 8, dtype=torch.int32)  # 64 columns of 4 bits
-
-
-@pytest.mark.parametrize(
-    ("tensors", "says"),
-    [
-        ({"weight_packed": PACKED}, "a.weight_scale: got no such tensor"),
-        (
-            {"weight_packed": PACKED, "weight_scale": torch.ones(6, 3)},
-            "values of shape (6, 8), not (6, 6)",
-        ),
-        ({"weight_packed": PACKED, "weight_scale": torch.ones(5, 4)}, "scales of shape (5, 4), not (6, 4)"),
-        ({"weight_packed": PACKED, "weight_scale": PACKED[:, :4]}, "torch.int32 of shape (6, 4)"),
-        ({"weight": PACKED.to(torch.int8), "weight_scale": torch.ones(6, 4)}, "a.weight_packed: got no"),
-    ],
-)
-def test_members_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor], says: str) -> None:
-    form = Compressed.of(compressed(group_size=16))
-    with pytest.raises(CheckpointError) as caught:
-        form.dequantized({f"a.{name}": Resident(tensor) for name, tensor in tensors.items()})
-    assert says in str(caught.value)
-    with pytest.raises(CheckpointError, match="no such tensor"):
-        Mxfp4().dequantized({"a_blocks": Resident(torch.zeros(2, 4, 3, 16, dtype=torch.uint8))})
-
-
-WORDS = torch.zeros(8, 16, dtype=torch.int32)  # GPTQ: 64 features in, 16 out
-GPTQ = {
-    "qweight": WORDS,
-    "qzeros": torch.zeros(2, 2, dtype=torch.int32),
-    "scales": torch.ones(2, 16).half(),
-    "g_idx": torch.arange(64) // 32,
-}
-AWQ = {
-    "qweight": torch.zeros(64, 2, dtype=torch.int32),
-    "qzeros": torch.zeros(2, 2, dtype=torch.int32),
-    "scales": GPTQ["scales"],
-}
-
-
-@pytest.mark.parametrize(
-    ("form", "whole", "changes", "says"),
-    [
-        (Gptq(4, 32, True, True), GPTQ, {"g_idx": GPTQ["g_idx"] + 1}, "got groups from 1 to 2, expected those from 0"),
-        (Gptq(4, 32, True, True), GPTQ, {"g_idx": GPTQ["g_idx"] - 1}, "got groups from -1 to 0"),
-        (Gptq(4, 32, True, True), GPTQ, {"g_idx": None}, "tensor a.g_idx: got no such tensor"),
-        (Gptq(4, 32, False, True), GPTQ, {"scales": None}, "tensor a.scales: got no such tensor"),
-        (Gptq(4, 32, False, True), GPTQ, {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
-        (Gptq(4, 32, False, True), GPTQ, {"qweight": None}, "tensor a.qweight: got no such tensor"),
-        (Gptq(4, 16, False, True), GPTQ, {}, "scales of shape (2, 16), not (4, 16)"),
-        (Gptq(4, 32, False, True), GPTQ, {"scales": GPTQ["scales"].int()}, "got torch.int32 of shape (2, 16)"),
-        (Gptq(4, 32, False, True), GPTQ, {"scales": GPTQ["scales"][:, :15]}, "scales of shape (2, 15), not (2, 16)"),
-        (Awq(group=32), AWQ, {"scales": None}, "tensor a.scales: got no such tensor"),
-        (Awq(group=32), AWQ, {"qzeros": None}, "tensor a.qzeros: got no such tensor"),
-        (Awq(group=32), AWQ, {"qweight": None}, "got zero points of no weight"),
-        (Awq(group=16), AWQ, {}, "scales of shape (2, 16), not (4, 16)"),
-        (Awq(group=32), AWQ, {"qzeros": AWQ["qzeros"].half()}, "got torch.float16 of shape (2, 2)"),
-    ],
-)
-def test_packed_linears_that_do_not_fit_are_refused(form: Format, whole: Any, changes: Any, says: str) -> None:
-    tensors = {f"a.{name}": Resident(tensor) for name, tensor in (whole | changes).items() if tensor is not None}
-    with pytest.raises(CheckpointError) as caught:
-        form.dequantized(tensors)
-    assert says in str(caught.value)
 
 
 def test_rules_of_gptq_count_in_their_order() -> None:
