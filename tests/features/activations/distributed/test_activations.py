@@ -18,7 +18,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.debug import full_activation, local_activation
 
-pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-5
 GRADIENTS = 1e-4
 
@@ -66,7 +65,7 @@ def watch(model: nn.Module, names: list[str], seen: Seen, *, gathers: bool) -> N
     ),
 )
 @on_ranks()
-def test_full_activations_are_those_of_one_process(checkpoint: str, architecture: str) -> None:
+def test_full_activations_are_those_of_one_process(checkpoint, architecture) -> None:
     """Activations and their gradients, of all linears; and gradients of parameters."""
     ours, plain = load_both(checkpoint, getattr(transformers, ARCHITECTURES[architecture].model))
     names = [name for name, module in ours.named_modules() if isinstance(module, nn.Linear | transformers.Conv1D)]
@@ -92,7 +91,7 @@ def checkpoint(made: Any, architecture: str, heads: tuple[int, int]) -> str:
 
 
 @on_ranks()
-def test_an_edit_of_full_activations_is_that_of_one_process(folder: str) -> None:
+def test_an_edit_of_full_activations_is_that_of_one_process(folder) -> None:
     """Features that a hook sets, on two ranks with other shards of them."""
     ours, plain = load_both(folder)
 
@@ -111,7 +110,7 @@ def test_an_edit_of_full_activations_is_that_of_one_process(folder: str) -> None
 
 @needs("sequence")
 @on_ranks()
-def test_partial_sums_are_not_gathered(folder: str) -> None:
+def test_partial_sums_are_not_gathered(folder) -> None:
     """Those of a block that scatters them over the sequence."""
     model, errors = load(folder, tp_sequence_parallel=True), []
     with pytest.raises(ValueError, match="72 features, not of"):

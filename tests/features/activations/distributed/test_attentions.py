@@ -14,11 +14,8 @@ from tests.support.comparisons import relative, relative_errors
 from tests.support.models import load, save_as_loaded
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, model_class
-
-pytestmark = pytest.mark.distributed
 
 LENGTHS = (4, 8, 11)
 """One, two and three blocks of four tokens, on ranks with two heads and one."""
@@ -54,7 +51,7 @@ NAMES = [*FIRST, *(name for name in MODELS if name not in (*FIRST, "llama4_visio
 @needs("shares")
 @pytest.mark.parametrize("name", wide(NAMES, len(FIRST)))
 @on_ranks()
-def test_attentions_of_a_type_have_all_heads(tiny: str, name: str) -> None:
+def test_attentions_of_a_type_have_all_heads(tiny, name) -> None:
     found = []
     for plan in ({"tp_plan": None}, {"tp_shares": [2, 1]}):
         model = load(tiny, model_class(MODELS[name]), attn_implementation="eager", **plan).eval()
@@ -74,7 +71,7 @@ def tiny(tmp_path: Path, name: str) -> str:
     return str(tmp_path / "checkpoint")
 
 
-def test_local_attentions_have_all_heads(pool: Pool, tmp_path: Path) -> None:
+def test_local_attentions_have_all_heads(pool, tmp_path) -> None:
     torch.manual_seed(0)
     config = transformers.LongT5Config(
         vocab_size=64, d_model=24, d_kv=8, num_heads=3, d_ff=32, num_layers=2, local_radius=3, decoder_start_token_id=0

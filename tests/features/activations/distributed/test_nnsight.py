@@ -22,7 +22,6 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 
 nnsight = pytest.importorskip("nnsight")
-pytestmark = pytest.mark.distributed
 TOLERANCE = 1e-4
 
 
@@ -81,7 +80,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 @needs("peft")
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 2), 4), ((9, 3), 3)], 1))
 @on_ranks()
-def test_nnsight_sees_one_process(folder: str) -> None:
+def test_nnsight_sees_one_process(folder) -> None:
     ours, plain = load_both(folder)
     found = relative_errors(trace(ours), trace(plain))
     between = []
@@ -96,7 +95,7 @@ def test_nnsight_sees_one_process(folder: str) -> None:
 
 @needs("sequence")
 @on_ranks()
-def test_shards_of_the_sequence_are_refused(folder: str) -> None:
+def test_shards_of_the_sequence_are_refused(folder) -> None:
     with pytest.raises(tp_transformers.UnsupportedError, match="tp_sequence_parallel"):
         nnsight.NNsight(load(folder, tp_sequence_parallel=True))
 
@@ -111,7 +110,7 @@ def gpt_neo(tmp_path: Path) -> str:
 
 
 @on_ranks()
-def test_attention_weights_are_refused(gpt_neo: str) -> None:
+def test_attention_weights_are_refused(gpt_neo) -> None:
     tree, ids = nnsight.NNsight(load(gpt_neo)), torch.arange(3, 15)[None]
     says = "or of attention weights"
     with pytest.raises(tp_transformers.UnsupportedError, match=says), torch.no_grad(), tree.trace(ids):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,8 +28,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 from tp_transformers import local_tensor
-
-pytestmark = pytest.mark.distributed
 
 STEPS = 3
 LENGTH = 9
@@ -175,9 +172,7 @@ def checkpoint(cases: Any, made: Any, kind: Any) -> str:
     ),
 )
 @on_ranks()
-def test_ranks_train_as_one_process(
-    checkpoint: str, tmp_path: Path, copies: int, kind: Any, chosen: Any, mode: str, share: float
-) -> None:
+def test_ranks_train_as_one_process(checkpoint, tmp_path, copies, kind, chosen, mode, share) -> None:
     chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
     check_trained(checkpoint, copies, chosen, mode, str(tmp_path / "saved"), chaos=chaos, share=share)
 
@@ -188,7 +183,7 @@ def test_ranks_train_as_one_process(
 @needs("data_parallel")
 @pytest.mark.parametrize("way", [False, True], ids=["kept", "re-entrant"])
 @on_ranks()
-def test_layers_are_computed_again_for_the_batch_that_they_had(folder: str, way: bool) -> None:
+def test_layers_are_computed_again_for_the_batch_that_they_had(folder, way) -> None:
     """Steps that differ in samples and length, with forwards in between."""
     model, mesh = load_on_mesh(folder, 1, True)
     trained = AutoModelForCausalLM.from_pretrained(folder)
@@ -213,7 +208,7 @@ def test_layers_are_computed_again_for_the_batch_that_they_had(folder: str, way:
 @needs("data_parallel")
 @pytest.mark.parametrize("checkpoints", [False, True])
 @on_ranks(heads=(9, 9), model="gpt2")
-def test_dropouts_have_gradients(folder: str, checkpoints: bool) -> None:
+def test_dropouts_have_gradients(folder, checkpoints) -> None:
     """The mean of all losses grows along its gradient as the gradient says, in fp64.
 
     Ranks that draw their own numbers draw alike on what each computes of all samples.
@@ -254,7 +249,7 @@ def test_dropouts_have_gradients(folder: str, checkpoints: bool) -> None:
 
 @needs("debug")
 @on_ranks(heads=(8, 2))
-def test_faults_of_one_rank_are_errors_on_all(folder: str) -> None:
+def test_faults_of_one_rank_are_errors_on_all(folder) -> None:
     """After the errors, everything is as before."""
     model, _ = load_on_mesh(folder, 1, EVERYTHING)
     first, expected = dist.get_rank() == 0, observe(AutoModelForCausalLM.from_pretrained(folder))
@@ -319,7 +314,7 @@ def test_faults_of_one_rank_are_errors_on_all(folder: str) -> None:
 
 
 @on_ranks(heads=(8, 4), model="mixtral")
-def test_router_logits_of_some_samples_are_refused(folder: str) -> None:
+def test_router_logits_of_some_samples_are_refused(folder) -> None:
     """Without the router logits, of which some are of all ranks' samples, it works."""
     model, _ = load_on_mesh(folder, 1, ["model.layers.0.mlp"])
     model(PROMPTS)
@@ -330,7 +325,7 @@ def test_router_logits_of_some_samples_are_refused(folder: str) -> None:
 
 @needs("debug")
 @on_ranks(4, heads=(8, 4))
-def test_the_partition_is_printed(folder: str) -> None:
+def test_the_partition_is_printed(folder) -> None:
     found = []
     for chosen in (None, ["model.layers.1.mlp", "lm_head"]):
         model, mesh = load_on_mesh(folder, 2, chosen)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,8 +16,6 @@ from tests.support.models import PROMPTS, load_both
 from tests.support.on_ranks import on_ranks
 from tests.support.training import mesh_of
 from tp_transformers.features.data_parallel import averaging
-
-pytestmark = pytest.mark.distributed
 
 
 @contextmanager
@@ -42,7 +39,7 @@ def one_layer_twice(model: Any) -> None:
 
 
 @on_ranks(4)
-def test_gradients_are_averaged_during_a_backward(folder: str) -> None:
+def test_gradients_are_averaged_during_a_backward(folder) -> None:
     """Gradients of every kind of step, and what was sent before the step ended."""
     averaging.BUCKET, averaging.TRAVELLING = 20_000, 2
     mesh = mesh_of(2)

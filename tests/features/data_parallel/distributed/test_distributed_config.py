@@ -13,13 +13,11 @@ import tp_transformers
 from tests.support.comparisons import full_gradients, relative, relative_errors
 from tests.support.models import PROMPTS, load, logits_of
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 
 DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
 if not hasattr(DistributedConfig(), "tp_size"):
     pytest.skip("this release's DistributedConfig has no tp_size", allow_module_level=True)
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 SIZES = ("fsdp_size", "dp_replicate_size")
@@ -38,7 +36,7 @@ MLP = {
     [({"tp_size": 2}, "colwise"), ({"tp_plan": "auto"}, "colwise"), ({"tp_size": 2, "tp_plan": MLP}, "colwise_rep")],
 )
 @on_ranks()
-def test_tensor_parallelism_alone_is_ours(folder: str, fields: dict[str, Any], gate: str) -> None:
+def test_tensor_parallelism_alone_is_ours(folder, fields, gate) -> None:
     model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
     assert relative(logits_of(model), logits_of(AutoModelForCausalLM.from_pretrained(folder))) < TOLERANCE
     assert model.tp_plan["model.layers.*.mlp.gate_proj"] == gate
@@ -58,7 +56,7 @@ def gradients_on_mesh(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field", [name for name in SIZES if hasattr(DistributedConfig(), name)])
 @on_ranks(4)
-def test_copies_train_as_one_process(folder: str, field: str) -> None:
+def test_copies_train_as_one_process(folder, field) -> None:
     one = AutoModelForCausalLM.from_pretrained(folder).train()
     sum(one(own[None], labels=own[None]).loss / 2 for own in PROMPTS).backward()
     errors = relative_errors(gradients_on_mesh(folder, {field: 2}), full_gradients(one))
@@ -70,7 +68,7 @@ def gradients_of_one_copy(folder: str, fields: dict[str, Any]) -> None:
     gradients_on_mesh(folder if int(os.environ["RANK"]) < 2 else f"{folder}/missing", fields)
 
 
-def test_a_copy_that_does_not_load_stops_the_others(pool: Pool, cases: Any) -> None:
+def test_a_copy_that_does_not_load_stops_the_others(pool, cases) -> None:
     if not hasattr(DistributedConfig(), "dp_replicate_size"):
         pytest.skip("this release has no such field")
     with pytest.raises(WorkerError) as caught:
@@ -92,20 +90,20 @@ def test_a_copy_that_does_not_load_stops_the_others(pool: Pool, cases: Any) -> N
         ({"tp_size": 2, "fsdp_size": 2}, "got 2 copies of a model on 2 ranks each, expected 1 ranks"),
     ],
 )
-def test_the_rest_is_refused_by_name(cases: Any, fields: dict[str, Any], expected: str) -> None:
+def test_the_rest_is_refused_by_name(cases, fields, expected) -> None:
     if not fields.keys() <= vars(DistributedConfig()).keys():
         pytest.skip("this release has no such field")
     with pytest.raises(tp_transformers.TensorParallelError, match=expected):
         load(cases(9, 3).folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
 
 
-def test_one_argument_says_how_many_ranks(cases: Any) -> None:
+def test_one_argument_says_how_many_ranks(cases) -> None:
     with pytest.raises(tp_transformers.PlanError, match="got both distributed_config and device_map, expected one"):
         load(cases(9, 3).folder, tp_plan=None, device_map="cpu", distributed_config=DistributedConfig(tp_size=2))
     with pytest.raises(tp_transformers.PlanError, match="got both tp_plan and distributed_config"):
         load(cases(9, 3).folder, distributed_config=DistributedConfig(tp_size=2))
 
 
-def test_without_tensor_parallelism_transformers_loads(cases: Any) -> None:
+def test_without_tensor_parallelism_transformers_loads(cases) -> None:
     model = load(cases(9, 3).folder, tp_plan=None, distributed_config=DistributedConfig(tp_size=1))
     assert not tp_transformers.is_tensor_parallel(model)

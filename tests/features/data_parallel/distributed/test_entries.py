@@ -23,12 +23,9 @@ from tests.support.comparisons import gradient_differences, parameter_difference
 from tests.support.models import VOCAB, load, load_both
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 from tp_transformers.errors import UnsupportedError
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 BATCH = torch.randint(3, VOCAB, (8, 7), generator=torch.Generator().manual_seed(5))
@@ -141,7 +138,7 @@ def sizes(ways: Iterable[str]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(("way", "size"), wide(sizes(WAYS), 2))
 @on_ranks()
-def test_gradients_are_averaged_whatever_is_called(folder: str, way: str) -> None:
+def test_gradients_are_averaged_whatever_is_called(folder, way) -> None:
     check_entries(folder, way, QUICK)
 
 
@@ -154,7 +151,7 @@ def tied(request: pytest.FixtureRequest, cases: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "size"), sizes(WAYS))
 @on_ranks()
-def test_gradients_are_averaged_whatever_is_called_at_length(tied: str, way: str) -> None:
+def test_gradients_are_averaged_whatever_is_called_at_length(tied, way) -> None:
     check_entries(tied, way, [name for name in ENTRIES if name not in REFUSED.get(way.partition(",")[0], ())])
 
 
@@ -163,7 +160,7 @@ def fail(grad: Tensor) -> None:
 
 
 @on_ranks(4)
-def test_a_backward_averages_after_another_one_failed(folder: str) -> None:
+def test_a_backward_averages_after_another_one_failed(folder) -> None:
     """A backward fails, then another one averages, without a call of the model between them."""
     model, one_process, batches, part = start(folder, 2, "replicate", {})
     states = model.model(batches[part]).last_hidden_state
@@ -193,7 +190,7 @@ def hooked(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("wrong", "reason"), [(stand_ins, "stood in for parameters"), (hooked, "one copy")])
-def test_gradients_of_one_copy_are_refused(pool: Pool, cases: Any, wrong: Any, reason: str) -> None:
+def test_gradients_of_one_copy_are_refused(pool, cases, wrong, reason) -> None:
     error = pool.error(4, wrong, cases(9, 3).folder)
     assert UnsupportedError.__name__ in error
     assert reason in error
@@ -201,7 +198,7 @@ def test_gradients_of_one_copy_are_refused(pool: Pool, cases: Any, wrong: Any, r
 
 @needs("full_parameters")
 @on_ranks(4)
-def test_parameters_that_are_added_are_the_same_in_all_copies(folder: str) -> None:
+def test_parameters_that_are_added_are_the_same_in_all_copies(folder) -> None:
     """Embeddings that every copy draws by itself, and then takes from the first."""
     model, _, batches, part = start(folder, 2, "replicate", {})
     torch.manual_seed(part)
@@ -213,7 +210,7 @@ def test_parameters_that_are_added_are_the_same_in_all_copies(folder: str) -> No
 
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 @on_ranks(4)
-def test_prompts_are_averaged(folder: str, mode: Any) -> None:
+def test_prompts_are_averaged(folder, mode) -> None:
     """A prompt's gradient; PEFT calls the embeddings by themselves."""
     mesh, part = mesh_of(2), dist.get_rank() // 2
     models, batches = load_both(folder, device_mesh=mesh), BATCH.chunk(2)
@@ -242,7 +239,7 @@ def prompts_outside(folder: str, mode: str, comes_first: bool) -> None:
 @needs("peft")
 @pytest.mark.parametrize("comes_first", [True, False])
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
-def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode: str, comes_first: bool) -> None:
+def test_prompts_outside_of_the_copies_are_refused(pool, cases, mode, comes_first) -> None:
     error = pool.error(4, prompts_outside, cases(9, 3).folder, mode, comes_first)
     assert UnsupportedError.__name__ in error
     assert "data_parallel(peft_model" in error
@@ -250,5 +247,5 @@ def test_prompts_outside_of_the_copies_are_refused(pool: Pool, cases: Any, mode:
 
 @needs("sequence")
 @on_ranks()
-def test_a_sequence_ends_after_the_last_layer(folder: str) -> None:
+def test_a_sequence_ends_after_the_last_layer(folder) -> None:
     check_entries(folder, "sequence", ["layer by layer", "a part of a layer"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,12 @@ import tp_transformers
 from tests.support.comparisons import full_gradients, read_folder, relative, relative_errors
 from tests.support.models import VOCAB, load
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
 
 DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
 if not hasattr(DistributedConfig(), "ep_implementation"):
     pytest.skip("this release's DistributedConfig has no ep_implementation", allow_module_level=True)
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # fp32 sums in another order
 EXPERTS = "model.layers.*.mlp.experts"
@@ -123,7 +119,7 @@ def errors_of(found: dict[str, Any]) -> dict[str, float]:
     ),
     ids=str,
 )
-def test_experts_are_complete_and_exact(pool: Pool, mixtral: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_experts_are_complete_and_exact(pool, mixtral, tmp_path, fields) -> None:
     size = fields.get("tp_size", 1) * fields.get("fsdp_size", 1) * fields.get("dp_replicate_size", 1)
     folder, experts = mixtral(5, 3), fields["ep_size"]
     results = pool.run(size, against_one, folder, fields, str(tmp_path / "saved"))
@@ -156,7 +152,7 @@ def test_experts_are_complete_and_exact(pool: Pool, mixtral: Any, tmp_path: Path
         2,
     ),
 )
-def test_their_expert_parallelism(pool: Pool, mixtral: Any, fields: dict[str, Any]) -> None:
+def test_their_expert_parallelism(pool, mixtral, fields) -> None:
     """transformers shards the model; tokens are exchanged by `ExpertExchange`, or by transformers ("auto")."""
     size = fields["fsdp_size"] * fields.get("tp_size", 1)
     for found in pool.run(size, against_one, mixtral(4, 2), {"ep_implementation": "tp_transformers", **fields}):
@@ -178,7 +174,7 @@ def placements(folder: str, ours: bool) -> dict[str, Any]:
 
 
 @needs("expert_parallel")
-def test_experts_in_even_halves_are_dtensors(pool: Pool, mixtral: Any) -> None:
+def test_experts_in_even_halves_are_dtensors(pool, mixtral) -> None:
     ours, theirs = (pool.run(2, placements, mixtral(4, 2), is_ours) for is_ours in (True, False))
     assert ours == theirs
     assert ours[0]
@@ -203,7 +199,7 @@ def loads(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields", wide([{"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2}], 2), ids=str
 )
-def test_tokens_of_experts_and_ranks_are_counted(pool: Pool, mixtral: Any, fields: dict[str, Any]) -> None:
+def test_tokens_of_experts_and_ranks_are_counted(pool, mixtral, fields) -> None:
     folder = mixtral(5, 3)
     one = AutoModelForCausalLM.from_pretrained(folder)
     logits = [one(batch(index), output_router_logits=True).router_logits for index in range(fields.get("fsdp_size", 1))]
@@ -221,7 +217,7 @@ def test_tokens_of_experts_and_ranks_are_counted(pool: Pool, mixtral: Any, field
 
 
 @pytest.mark.slow
-def test_trainer_gives_each_rank_a_batch(pool: Pool, mixtral: Any, tmp_path: Path) -> None:
+def test_trainer_gives_each_rank_a_batch(pool, mixtral, tmp_path) -> None:
     folder, saved = mixtral(5, 3, auxiliary=False), [str(tmp_path / name) for name in ("one", "ranks")]
     (expected,) = pool.run(1, with_trainer, folder, saved[0], 0)
     config = DistributedConfig(fsdp_size=2, ep_size=2)
@@ -244,7 +240,7 @@ def flagged(folder: str) -> list[int]:
 
 
 @needs("expert_parallel")
-def test_the_flag_of_older_releases(pool: Pool, mixtral: Any) -> None:
+def test_the_flag_of_older_releases(pool, mixtral) -> None:
     assert pool.run(2, flagged, mixtral(5, 3)) == [[48, 3], [48, 2]]
 
 
@@ -257,7 +253,7 @@ def test_the_flag_of_older_releases(pool: Pool, mixtral: Any) -> None:
         ({"fsdp_size": 2, "ep_size": 2}, "got 1 copy of a model on 2 ranks each, expected 1 ranks"),
     ],
 )
-def test_the_rest_is_refused_by_name(mixtral: Any, fields: dict[str, Any], expected: str) -> None:
+def test_the_rest_is_refused_by_name(mixtral, fields, expected) -> None:
     with pytest.raises(tp_transformers.TensorParallelError, match=expected):
         load(mixtral(5, 3), tp_plan=None, distributed_config=DistributedConfig(**fields))
 
@@ -272,7 +268,7 @@ def refused(folder: str, fields: dict[str, Any]) -> str:
 
 
 @needs("expert_parallel")
-def test_what_does_not_fit_the_model_is_named(pool: Pool, mixtral: Any, cases: Any) -> None:
+def test_what_does_not_fit_the_model_is_named(pool, mixtral, cases) -> None:
     typo = {"tp_size": 2, "ep_size": 2, "ep_plan": {"model.layers.*.mlp.expert": "grouped_gemm"}}
     for folder, fields, expected in (
         (mixtral(5, 3), typo, "model.layers.*.mlp.expert: matches no module"),

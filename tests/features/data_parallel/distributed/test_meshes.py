@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,13 @@ import tp_transformers
 from tests.support.comparisons import gradient_differences, relative
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 @on_ranks(4)
-def test_ranks_that_share_a_model_need_not_be_neighbours(folder: str, mode: Any) -> None:
+def test_ranks_that_share_a_model_need_not_be_neighbours(folder, mode) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     model, one_process = (each.train() for each in load_both(folder, device_mesh=mesh))
@@ -43,7 +40,7 @@ AXES = ("dp", "tp")
 
 
 @on_ranks(4)
-def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(folder: str) -> None:
+def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(folder) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     right, across = (DeviceMesh("cpu", ranks, mesh_dim_names=AXES) for ranks in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
@@ -103,7 +100,7 @@ def ranks_of_srun(folder: str, address: bool) -> tuple[int, int]:
         os.environ.update(saved)
 
 
-def test_ranks_that_srun_started(pool: Pool, cases: Any) -> None:
+def test_ranks_that_srun_started(pool, cases) -> None:
     folder = cases(9, 3).folder
     assert pool.run(2, ranks_of_srun, folder, True) == [(0, 2), (1, 2)]
     with pytest.raises(WorkerError) as caught:

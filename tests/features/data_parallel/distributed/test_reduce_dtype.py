@@ -16,11 +16,9 @@ import tp_transformers
 from tests.support.groups import join
 from tests.support.models import load
 from tests.support.needs import needs
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tests.support.training import BATCH, mesh_of
 from tp_transformers.ranks.direct import BACKEND, transport_of
-
-pytestmark = pytest.mark.distributed
 
 ROUNDED_ONCE = 2.0**-8 * (1 + 2.0**-10)
 """Half a step of bf16, relative, and what fp32 adds to it."""
@@ -76,7 +74,7 @@ def copies(folder: str, mode: str) -> list[float]:
 
 
 @needs("full_parameters")
-def test_gradients_are_summed_in_fp32(pool: Pool, cases: Any) -> None:
+def test_gradients_are_summed_in_fp32(pool, cases) -> None:
     folder = cases(8, 1).folder
     for function, way in ((shared_heads, "gloo"), (copies, "replicate"), (copies, "shard")):
         for without, with_option in pool.run(3, function, folder, way):
@@ -94,7 +92,7 @@ def different_dtypes(folder: str) -> None:
     load(folder, tp_reduce_dtype=torch.float32 if dist.get_rank() else None)
 
 
-def test_other_dtypes_are_one_error_on_all_ranks(pool: Pool, cases: Any) -> None:
+def test_other_dtypes_are_one_error_on_all_ranks(pool, cases) -> None:
     folder = cases(8, 1).folder
     for function, arguments, says in (
         (load_with, ("float32",), "tp_reduce_dtype: got 'float32'"),

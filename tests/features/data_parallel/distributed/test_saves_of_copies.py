@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +11,10 @@ from peft import LoraConfig, get_peft_model
 import tp_transformers
 from tests.support.models import load
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 from tp_transformers.checkpoint.saving.folder import SaveFolder
 from tp_transformers.errors import CheckpointError
-
-pytestmark = pytest.mark.distributed
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -33,7 +29,7 @@ def start(folder: str, mode: Any, adapted: bool = False) -> Any:
 
 @pytest.mark.parametrize(("mode", "adapted"), wide([("shard", False), ("replicate", True), ("replicate", False)], 2))
 @on_ranks(4)
-def test_files_are_there_for_all_copies(folder: str, tmp_path: Path, mode: str, adapted: bool) -> None:
+def test_files_are_there_for_all_copies(folder, tmp_path, mode, adapted) -> None:
     """The rank that writes the files is slow."""
     model, put = start(folder, mode, adapted), SaveFolder.put
 
@@ -54,7 +50,7 @@ def save_on_a_file(folder: str, saved: str) -> None:
     start(folder, "replicate").save_pretrained(saved)
 
 
-def test_all_copies_raise_the_error_of_the_first(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_all_copies_raise_the_error_of_the_first(pool, cases, tmp_path) -> None:
     (tmp_path / "saved").write_text("")
     assert pool.error(4, save_on_a_file, cases(9, 3).folder, str(tmp_path / "saved")).startswith(
         CheckpointError.__name__

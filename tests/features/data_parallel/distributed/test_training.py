@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +38,6 @@ from tests.support.training import (
     WEIGHT_TOLERANCE,
     mesh_of,
 )
-
-pytestmark = pytest.mark.distributed
 
 ROUNDING = 2e-6
 
@@ -126,7 +123,7 @@ def checkpoint(cases: Any, made: Any, kind: str) -> str:
     ),
 )
 @on_ranks(4)
-def test_copies_train_as_one_process(checkpoint: str, tmp_path: Path, kind: str, mode: Any) -> None:
+def test_copies_train_as_one_process(checkpoint, tmp_path, kind, mode) -> None:
     """Two copies on two ranks each train, are compared, and save."""
     mesh, saved = mesh_of(2), str(tmp_path / "saved")
     chaos = 50 if kind == "mixtral" else 1  # routers whose gradients nearly cancel
@@ -202,7 +199,7 @@ def check_states(model: Any, trained: Any, folder: str) -> None:
 
 @needs("peft")
 @on_ranks(4)
-def test_adapters_and_own_layers_train_under_fsdp(folder: str) -> None:
+def test_adapters_and_own_layers_train_under_fsdp(folder) -> None:
     """Train adapters, of embeddings too, and a layer that no plan knows, under FSDP."""
     mesh = mesh_of(2)
     targets = ["q_proj", "o_proj", "embed_tokens", "lm_head"]
@@ -230,7 +227,7 @@ def test_adapters_and_own_layers_train_under_fsdp(folder: str) -> None:
 
 
 @on_ranks(heads=(8, 4))
-def test_what_does_not_fit_is_refused(folder: str) -> None:
+def test_what_does_not_fit_is_refused(folder) -> None:
     mesh = mesh_of(2)
     model = load(folder, device_mesh=mesh["tp"])
     for arguments, says in (
@@ -243,7 +240,7 @@ def test_what_does_not_fit_is_refused(folder: str) -> None:
 
 
 @on_ranks(heads=(8, 2))
-def test_copies_start_alike_whatever_their_strides(folder: str) -> None:
+def test_copies_start_alike_whatever_their_strides(folder) -> None:
     """A parameter and a buffer with gaps in memory, of which copies begin with others."""
     mesh = mesh_of(2)
     model = load(folder, device_mesh=mesh)
@@ -261,7 +258,7 @@ def test_copies_start_alike_whatever_their_strides(folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(8, 4), (8, 2)])
 @on_ranks(3)
-def test_three_ranks_train_as_one_process(folder: str) -> None:
+def test_three_ranks_train_as_one_process(folder) -> None:
     """Clipped steps of a fused optimizer."""
     model = load(folder)
     groups = tp_transformers.training.parameter_groups(model)

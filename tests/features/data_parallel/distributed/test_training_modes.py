@@ -25,10 +25,7 @@ from tests.support.architectures import ARCHITECTURES, Variant
 from tests.support.comparisons import full_parameters, largest_step, relative_errors
 from tests.support.models import load
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM
-
-pytestmark = pytest.mark.distributed
 
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
 STEPS = 5 if WHOLE_MATRIX else 2
@@ -249,9 +246,7 @@ def table() -> Iterator[tuple[str, Variant, int, tuple[str, ...]]]:
         for row in table()
     ],
 )
-def test_trains_as_one_process(
-    pool: Pool, made: Any, name: str, variant: Variant, size: int, modes: tuple[str, ...]
-) -> None:
+def test_trains_as_one_process(pool, made, name, variant, size, modes) -> None:
     results = pool.run(size, compare_modes, *made(name, variant), modes, timeout=100 * len(modes))
     for mode in modes:
         worst = {key: max(result[mode][key] for result in results) for key in ("losses", "norms", "weights")}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ import tp_transformers
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import load
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.errors import CheckpointError, UnsupportedError
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(not hasattr(modeling_utils, "get_distributed_checkpoint_dir"), reason="transformers < 5.20"),
-]
+pytestmark = pytest.mark.skipif(
+    not hasattr(modeling_utils, "get_distributed_checkpoint_dir"), reason="transformers < 5.20"
+)
 
 
 def by_config(folder: str, **sizes: int) -> Any:
@@ -62,9 +59,7 @@ def own(folder: str) -> dict[str, torch.Tensor]:
     ("heads", "fields"),
     wide([((9, 3), {"tp_size": 3}), ((8, 4), {"tp_size": 2, "fsdp_size": 2}), ((8, 2), {"tp_size": 4})], 2),
 )
-def test_transformers_and_any_number_of_ranks_read_what_is_saved(
-    pool: Pool, cases: Any, tmp_path: Path, heads: Any, fields: dict[str, int]
-) -> None:
+def test_transformers_and_any_number_of_ranks_read_what_is_saved(pool, cases, tmp_path, heads, fields) -> None:
     folder, saved = cases(*heads).folder, str(tmp_path)
     ranks = fields["tp_size"] * fields.get("fsdp_size", 1)
     for _ in range(2):  # over the files of an earlier save
@@ -75,7 +70,7 @@ def test_transformers_and_any_number_of_ranks_read_what_is_saved(
 
 
 @pytest.mark.parametrize("name", ["phi3", "mixtral"])
-def test_fused_projections_and_experts(pool: Pool, made: Any, tmp_path: Path, name: str) -> None:
+def test_fused_projections_and_experts(pool, made, tmp_path, name) -> None:
     case, saved = made(name, (6, 3)), str(tmp_path)
     pool.run(2, save, case.folder, saved, {"tp_size": 2})
     assert different_tensors(own(saved), own(case.folder)) == []
@@ -83,14 +78,14 @@ def test_fused_projections_and_experts(pool: Pool, made: Any, tmp_path: Path, na
         assert different_tensors(found, own(case.folder)) == []
 
 
-def test_what_transformers_saved_is_read(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_what_transformers_saved_is_read(pool, cases, tmp_path) -> None:
     folder, saved = cases(8, 4).folder, str(tmp_path)
     pool.run(2, save_theirs, folder, saved)
     for found in pool.run(3, parameters, saved):
         assert different_tensors(found, own(folder)) == []
 
 
-def test_a_missing_file_is_an_error(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(pool, cases, tmp_path) -> None:
     pool.run(3, save, cases(9, 3).folder, str(tmp_path), {"tp_size": 3})
     next(tmp_path.glob("shard-00002-*")).unlink()
     error = pool.error(2, parameters, str(tmp_path))
@@ -100,7 +95,7 @@ def test_a_missing_file_is_an_error(pool: Pool, cases: Any, tmp_path: Path) -> N
 
 @needs("data_parallel")
 @pytest.mark.parametrize("given", [{"state_dict": True}, {"variant": "fp16"}, {"push_to_hub": True}])
-def test_what_the_format_cannot_take_is_refused(pool: Pool, cases: Any, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_what_the_format_cannot_take_is_refused(pool, cases, tmp_path, given) -> None:
     error = pool.error(2, save_given, cases(8, 4).folder, str(tmp_path), given)
     assert error.startswith(UnsupportedError.__name__)
     assert f"distributed_checkpoint with {next(iter(given))}" in error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ from tests.features.dcp.unit.test_distributed import Program, with_metadata
 from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import MASK, PROMPTS, load
 from tests.support.needs import needs
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tp_transformers.checkpoint import load_distributed_checkpoint
-
-pytestmark = pytest.mark.distributed
 
 
 def train_and_save(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -61,7 +58,7 @@ def load_saved(folder: str, target: str) -> tuple[dict[str, torch.Tensor], dict[
 
 @needs("full_parameters")
 @pytest.mark.parametrize("tied", [False, True])
-def test_distributed_checkpoints_at_any_size(pool: Any, cases: Any, tmp_path: Path, tied: bool) -> None:
+def test_distributed_checkpoints_at_any_size(pool, cases, tmp_path, tied) -> None:
     heads, sizes = (((9, 3), (2, 3)), ((8, 2), (3, 2)))[tied]
     folder, target = cases(*heads, tie_word_embeddings=tied).folder, str(tmp_path / str(heads))
     (saved, moments), *others = pool.run(sizes[0], train_and_save, folder, target)
@@ -89,7 +86,7 @@ def read(folders: list[str]) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_rank_with_code_stops_all(pool: Pool, tmp_path: Path) -> None:
+def test_one_rank_with_code_stops_all(pool, tmp_path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     dcp.save({"weight": torch.ones(3)}, checkpoint_id=good)
     shutil.copytree(good, bad)

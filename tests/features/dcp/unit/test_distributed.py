@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_it_reads_what_torch_reads(folder: Path) -> None:
+def test_it_reads_what_torch_reads(folder) -> None:
     mine, torchs = state(0), state(0)
     load_distributed_checkpoint(mine, folder)
     dcp.load(torchs, checkpoint_id=folder)
@@ -51,7 +51,7 @@ def test_it_reads_what_torch_reads(folder: Path) -> None:
     assert (mine["optimizer"], mine["step"]) == (torchs["optimizer"], torchs["step"]) == (state(7)["optimizer"], 7)
 
 
-def test_tensors_that_are_missing_are_torchs_error(folder: Path) -> None:
+def test_tensors_that_are_missing_are_torchs_error(folder) -> None:
     with pytest.raises(dcp.api.CheckpointException, match="another"):
         load_distributed_checkpoint({"another": torch.ones(2)}, folder)
 
@@ -62,7 +62,7 @@ def with_metadata(folder: Path, change: Callable[[Metadata], None]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def test_metadata_that_runs_code(folder: Path, tmp_path: Path) -> None:
+def test_metadata_that_runs_code(folder, tmp_path) -> None:
     def program(metadata: Metadata) -> None:
         metadata.planner_data = Program(tmp_path / "ran")
 
@@ -76,7 +76,7 @@ def test_metadata_that_runs_code(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists(), "torch's own reader runs it"
 
 
-def test_a_value_that_runs_code(tmp_path: Path) -> None:
+def test_a_value_that_runs_code(tmp_path) -> None:
     dcp.save({"step": Program(tmp_path / "ran")}, checkpoint_id=tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="value step of a distributed checkpoint"):
         load_distributed_checkpoint({"step": 1}, tmp_path / "checkpoint")
@@ -84,7 +84,7 @@ def test_a_value_that_runs_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("absolute", [False, True])
-def test_files_outside_the_folder(folder: Path, tmp_path: Path, absolute: bool) -> None:
+def test_files_outside_the_folder(folder, tmp_path, absolute) -> None:
     (file,) = folder.glob("*.distcp")
     shutil.move(file, tmp_path / "elsewhere")
 
@@ -98,7 +98,7 @@ def test_files_outside_the_folder(folder: Path, tmp_path: Path, absolute: bool) 
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04N.", b"\x80\x04", b"not a pickle", pickle.dumps({"a": 1})])
-def test_metadata_that_is_none(folder: Path, content: bytes) -> None:
+def test_metadata_that_is_none(folder, content) -> None:
     (folder / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match="metadata that cannot be read"):
         load_distributed_checkpoint(state(0), folder)

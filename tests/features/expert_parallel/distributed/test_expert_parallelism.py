@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,13 +21,10 @@ from tests.support.architectures import (
 from tests.support.comparisons import assert_same_tensors, compare_seen
 from tests.support.models import Case, excess_read, load, save_as_loaded
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -57,7 +53,7 @@ MIXTURES = (
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("name", wide(NAMES, 2))
 @on_ranks()
-def test_whole_experts_a_rank(case: Case, tmp_path: Path, name: str, size: int) -> None:
+def test_whole_experts_a_rank(case, tmp_path, name, size) -> None:
     model = load(case.folder, getattr(transformers, ARCHITECTURES[name].model), tp_expert_parallel=True)
     read = excess_read(model, case.folder)
     found = compare_seen(model, observe(model), torch.load(case.reference))
@@ -80,7 +76,7 @@ def case(made: Any, name: str) -> Case:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MIXTURES if name in MODELS])
-def test_complete_experts_of_other_types(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_complete_experts_of_other_types(pool, tmp_path, name) -> None:
     save_as_loaded(MODELS[name].make(), tmp_path)
     for found in pool.run(
         2, compare_small_models, {name: str(tmp_path / "checkpoint")}, None, {"tp_expert_parallel": True}
@@ -107,7 +103,7 @@ class GroupedRows(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", wide([1, 32], 1))
 @on_ranks(4, heads=(8, 4), model="mixtral")
-def test_a_single_expert_multiplies_its_own_rows(folder: str, tokens: int) -> None:
+def test_a_single_expert_multiplies_its_own_rows(folder, tokens) -> None:
     """Each rank has one expert: rows that its products multiply, and tokens routed to it."""
     cls, implementation = transformers.MixtralForCausalLM, {"experts_implementation": "grouped_mm"}
     model = load(folder, cls, tp_expert_parallel=True, **implementation)
@@ -128,7 +124,7 @@ def without_tokens(folder: str, **plan: Any) -> torch.Size:
 
 @pytest.mark.parametrize("option", ["tp_expert_parallel", "tp_invariant"])
 @on_ranks(4, heads=(8, 4), model="mixtral")
-def test_experts_without_any_token(folder: str, option: str) -> None:
+def test_experts_without_any_token(folder, option) -> None:
     """Each rank has one expert."""
     assert without_tokens(folder, **{option: True}) == without_tokens(folder, tp_plan=None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from tests.support.models import PROMPTS, Case, load, save_as_loaded
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
-
-pytestmark = pytest.mark.distributed
 
 SECTIONS = dict.fromkeys(("mixtral", "gpt_oss"), "base_model") | dict.fromkeys(
     ("qwen3_moe", "qwen2_moe", "deepseek_v3"), "optional"
@@ -97,7 +94,7 @@ def plan(tmp_path: Path, name: str) -> str:
     ),
 )
 @on_ranks()
-def test_parts_of_a_sequence_are_computed_as_in_one_process(case: Case, plan: str, tmp_path: Path, size: int) -> None:
+def test_parts_of_a_sequence_are_computed_as_in_one_process(case, plan, tmp_path, size) -> None:
     sequences.check_sequences(case.folder, case.reference, tp_plan=plan)
     model = load(case.folder, tp_plan=plan, tp_sequence_parallel=True)
     model.save_pretrained(tmp_path / "saved")
@@ -124,9 +121,7 @@ def test_parts_of_a_sequence_are_computed_as_in_one_process(case: Case, plan: st
     ),
 )
 @on_ranks()
-def test_ranks_with_batches_of_their_own_train_as_one_process(
-    case: Case, plan: str, tmp_path: Path, copies: int, chosen: Any, mode: str
-) -> None:
+def test_ranks_with_batches_of_their_own_train_as_one_process(case, plan, tmp_path, copies, chosen, mode) -> None:
     saved = str(tmp_path / "saved")
     batches.check_trained(case.folder, copies, chosen, mode, saved, chaos=50, tp_plan=plan)  # of routers that cancel
 
@@ -134,7 +129,7 @@ def test_ranks_with_batches_of_their_own_train_as_one_process(
 @pytest.mark.parametrize("name", ["mixtral"])
 @pytest.mark.parametrize("way", wide(["grouped_mm", "eager", "batched_mm"], 1))
 @on_ranks(3)
-def test_every_implementation_of_experts(case: Case, plan: str, way: str) -> None:
+def test_every_implementation_of_experts(case, plan, way) -> None:
     """One step by an implementation of experts, against one process's by the same."""
     model = load(case.folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation=way)
     plain = AutoModelForCausalLM.from_pretrained(case.folder, experts_implementation=way)
@@ -151,7 +146,7 @@ def test_every_implementation_of_experts(case: Case, plan: str, way: str) -> Non
 
 @pytest.mark.parametrize(("name", "crowded"), [("gpt_oss", True)])
 @on_ranks(3)
-def test_experts_without_tokens(case: Case, plan: str) -> None:
+def test_experts_without_tokens(case, plan) -> None:
     """Ranks have samples of their own, all of whose tokens go to the first rank's experts."""
     model, _ = batches.load_on_mesh(case.folder, 1, ["model.layers.*.mlp"], tp_plan=plan)
     plain = AutoModelForCausalLM.from_pretrained(case.folder)
@@ -173,7 +168,7 @@ def test_experts_without_tokens(case: Case, plan: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral"])
 @on_ranks()
-def test_a_compiled_step_has_a_break_at_the_experts_alone(case: Case, plan: str) -> None:
+def test_a_compiled_step_has_a_break_at_the_experts_alone(case, plan) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model = load(case.folder, tp_plan=plan, tp_sequence_parallel=True, experts_implementation="grouped_mm")

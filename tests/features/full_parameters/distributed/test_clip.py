@@ -12,8 +12,6 @@ from tests.support.comparisons import full_gradients, relative_errors
 from tests.support.models import PROMPTS, load_both
 from tests.support.on_ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-5  # fp32 sums in another order
 MAX_NORM = 0.1
 
@@ -28,7 +26,7 @@ def clip(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
 # DTensors beside plain parameters, plain parameters alone, KV heads that ranks share.
 @pytest.mark.parametrize(("heads", "size"), [((8, 4), 2), ((8, 4), 3), ((8, 1), 2)])
 @on_ranks()
-def test_torch_clips_by_the_norm_of_the_whole_model(folder: str) -> None:
+def test_torch_clips_by_the_norm_of_the_whole_model(folder) -> None:
     (norm, found), (expected, grads) = map(clip, load_both(folder))
     assert expected > MAX_NORM, "there is something to clip"
     assert abs(norm - expected) < TOLERANCE * expected

@@ -28,8 +28,6 @@ from tests.support.training import mesh_of
 from tp_transformers import TensorParallelError, UnsupportedError, full_tensor
 from tp_transformers.training import full_parameters as in_full
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-4  # fp32 sums in another order
 
 
@@ -63,7 +61,7 @@ def checkpoint(made: Any, name: str, heads: tuple[int, int]) -> str:
 
 @ARCHITECTURES
 @on_ranks()
-def test_what_a_block_writes_is_sharded_again(checkpoint: str) -> None:
+def test_what_a_block_writes_is_sharded_again(checkpoint) -> None:
     model, alone = load_both(checkpoint)
     shapes = {name: tuple(param.shape) for name, param in alone.named_parameters()}
     objects = list(model.parameters())
@@ -85,7 +83,7 @@ def test_what_a_block_writes_is_sharded_again(checkpoint: str) -> None:
 
 @ARCHITECTURES
 @on_ranks()
-def test_gradients_and_forwards_in_a_block(checkpoint: str) -> None:
+def test_gradients_and_forwards_in_a_block(checkpoint) -> None:
     """Gradients around and in a block, and a forward and backward in the block."""
     model, alone = load_both(checkpoint)
     for each in (model, alone):
@@ -112,7 +110,7 @@ def test_gradients_and_forwards_in_a_block(checkpoint: str) -> None:
 
 @pytest.mark.parametrize("ranks", ["1", "012"])
 @on_ranks(3)
-def test_an_error_in_a_block_is_raised_on_all_ranks(folder: str, ranks: str) -> None:
+def test_an_error_in_a_block_is_raised_on_all_ranks(folder, ranks) -> None:
     """An error in a block on some ranks, and what is left of the block."""
     model = load(folder)
     model(PROMPTS, labels=PROMPTS).loss.backward()
@@ -135,7 +133,7 @@ def test_an_error_in_a_block_is_raised_on_all_ranks(folder: str, ranks: str) -> 
 
 @pytest.mark.parametrize("name", ["gemma"])
 @on_ranks(3)
-def test_some_parameters_tied_ones_and_other_shapes(checkpoint: str) -> None:
+def test_some_parameters_tied_ones_and_other_shapes(checkpoint) -> None:
     """Some parameters alone, tied ones, a deleted and a resized one, and rank 0's values."""
     model, alone = load_both(checkpoint)
     weight, head = model.model.embed_tokens.weight, model.lm_head.weight
@@ -167,7 +165,7 @@ def test_some_parameters_tied_ones_and_other_shapes(checkpoint: str) -> None:
 
 
 @on_ranks(3)
-def test_functions_of_torch_that_move_a_parameter(folder: str) -> None:
+def test_functions_of_torch_that_move_a_parameter(folder) -> None:
     """Functions that write to views of tensors like a parameter, too."""
     model, alone = load_both(folder)
     layers = [each.model.layers[0] for each in (model, alone)]
@@ -187,7 +185,7 @@ def test_functions_of_torch_that_move_a_parameter(folder: str) -> None:
 @needs("data_parallel")
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
 @on_ranks(4)
-def test_full_parameters_of_copies(folder: str, mode: Any) -> None:
+def test_full_parameters_of_copies(folder, mode) -> None:
     """A model with copies, over which FSDP may shard it again."""
     mesh = mesh_of(2)
     model, alone = load(folder, device_mesh=mesh), load(folder, tp_plan=None)
@@ -287,7 +285,7 @@ def step(model: Any, optimizer: Any, alone: Any, reference: Any, closure: bool) 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 3), ((8, 4), 2)], 1))
 @on_ranks(num_hidden_layers=1)
-def test_optimizers_of_full_parameters(folder: str) -> None:
+def test_optimizers_of_full_parameters(folder) -> None:
     """Steps, in blocks, of optimizers that need all full parameters."""
     for name, make in MAKERS.items():
         model, alone = load_both(folder)
@@ -301,7 +299,7 @@ def test_optimizers_of_full_parameters(folder: str) -> None:
 
 
 @on_ranks()
-def test_steps_on_the_other_side_of_a_block(folder: str) -> None:
+def test_steps_on_the_other_side_of_a_block(folder) -> None:
     torch.optim.SGD([nn.Linear(2, 2).weight], lr=0.1)  # torch hooks the step of the class before the load
     model = load(folder)
     outside = torch.optim.SGD(model.parameters(), lr=0.1)

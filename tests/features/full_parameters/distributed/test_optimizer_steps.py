@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,12 +26,9 @@ from tests.support.models import PROMPTS, load, load_both
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
 from tests.support.optimizers import Comparison
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 from tp_transformers import local_tensor
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-6  # the same gradients, and the same arithmetic on them
 
@@ -74,7 +70,7 @@ SAVED = ("Muon", "Adafactor", "transformers' Adafactor", "schedule-free AdamW")
 @needs("debug")
 @pytest.mark.parametrize(("size", "heads"), wide([(3, (9, 3)), (2, (8, 4)), (2, (9, 3)), (3, (8, 4))], 1))
 @on_ranks(num_hidden_layers=1)
-def test_updates_and_states_are_those_of_one_process(folder: str) -> None:
+def test_updates_and_states_are_those_of_one_process(folder) -> None:
     """Updates, with a closure too, and states."""
     comparison, result = Comparison(folder), {}
     names = [name for name, _ in comparison.model.named_parameters()]
@@ -103,7 +99,7 @@ def test_updates_and_states_are_those_of_one_process(folder: str) -> None:
 
 
 @on_ranks()
-def test_a_rank_without_a_gradient_counts_as_zeros(folder: str) -> None:
+def test_a_rank_without_a_gradient_counts_as_zeros(folder) -> None:
     """The second rank's experts got no token."""
     comparison = Comparison(folder)
     of, rank = dict(comparison.model.named_parameters()), comparison.model.tp_group.rank
@@ -128,7 +124,7 @@ def test_a_rank_without_a_gradient_counts_as_zeros(folder: str) -> None:
 
 @pytest.mark.parametrize(("heads", "mode"), wide([((9, 3), "shard"), ((8, 4), "shard"), ((9, 3), "replicate")], 0))
 @on_ranks(4, num_hidden_layers=1)
-def test_copies_take_the_steps_of_one_process(folder: str, mode: Any) -> None:
+def test_copies_take_the_steps_of_one_process(folder, mode) -> None:
     """Two copies of the model, over which FSDP2 may cut it again."""
     mesh = mesh_of(2)
     change = lambda model: tp_transformers.data_parallel(model, mesh, mode=mode)  # noqa: E731
@@ -179,7 +175,7 @@ def resume(folder: str, name: str, target: str) -> dict[str, Tensor]:
 
 @needs("dcp")
 @pytest.mark.parametrize("name", wide(SAVED, 1))
-def test_states_go_on_on_another_number_of_ranks(pool: Pool, cases: Any, tmp_path: Path, name: str) -> None:
+def test_states_go_on_on_another_number_of_ranks(pool, cases, tmp_path, name) -> None:
     folder = cases(9, 3).folder
     expected, *_ = pool.run(2, leave, folder, name, str(tmp_path))
     for found in pool.run(3, resume, folder, name, str(tmp_path)):
@@ -206,7 +202,7 @@ QuantisesLargeStates.tp_scope = "shard"  # type: ignore[attr-defined]
 
 @needs("dcp")
 @on_ranks()
-def test_states_quantised_on_one_rank_are_rejected_on_all(folder: str) -> None:
+def test_states_quantised_on_one_rank_are_rejected_on_all(folder) -> None:
     """A state that only the rank with more heads has quantised."""
     model = load(folder)
     optimizer = QuantisesLargeStates([model.model.layers[0].self_attn.k_proj.weight], lr=0.1)
@@ -220,7 +216,7 @@ def test_states_quantised_on_one_rank_are_rejected_on_all(folder: str) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 @on_ranks()
-def test_hooks_see_parameters_and_errors_leave_them(folder: str) -> None:
+def test_hooks_see_parameters_and_errors_leave_them(folder) -> None:
     """Hooks, classes that had an instance before the load, errors, copies of parameter lists."""
     layer, seen = nn.Linear(2, 2), []  # type: ignore[var-annotated]
     torch.optim.Muon([layer.weight])  # torch has put its hooks around the step of the class before the load
@@ -287,7 +283,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "text"), REFUSED)
-def test_what_no_step_makes_right_is_refused(pool: Pool, cases: Any, kind: Any, text: str) -> None:
+def test_what_no_step_makes_right_is_refused(pool, cases, kind, text) -> None:
     error = pool.error(2, refuse, cases(9, 3).folder, kind)
     assert error.startswith("UnsupportedError")
     assert text in error
@@ -295,7 +291,7 @@ def test_what_no_step_makes_right_is_refused(pool: Pool, cases: Any, kind: Any, 
 
 @pytest.mark.parametrize("heads", HEADS)
 @on_ranks(num_hidden_layers=1)
-def test_averages_are_those_of_one_process(folder: str) -> None:
+def test_averages_are_those_of_one_process(folder) -> None:
     """An exponential moving average of several values of the weights."""
     models = load_both(folder)
     averaged = [AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for model in models]

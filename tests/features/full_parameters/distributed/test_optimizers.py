@@ -19,11 +19,8 @@ from tests.support.optimizers import (
     torch_optimizers,
     trainer_optimizers,
 )
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import quietly
-
-pytestmark = pytest.mark.distributed
 
 # With the same gradients, the arithmetic of an element or of a gathered matrix is the same to the last bit.
 TOLERANCE = 1e-6
@@ -78,7 +75,7 @@ def judged(name: str, row: float | str) -> str:
     ("rows", "heads"),
     wide([(trainer_rows, (9, 3)), (torch_rows, (9, 3)), (trainer_rows, (8, 4)), (torch_rows, (8, 4))], 1),
 )
-def test_every_optimizer_is_right_or_refused(pool: Pool, cases: Any, rows: Any, heads: tuple[int, int]) -> None:
+def test_every_optimizer_is_right_or_refused(pool, cases, rows, heads) -> None:
     ranks = pool.run(2, rows, cases(*heads, num_hidden_layers=1).folder, timeout=600)  # torchao's are compiled
     judgements = {name: judged(name, row) for name, row in ranks[0].items()}
     print(f"\n{heads[0]} query and {heads[1]} KV heads on 2 ranks")

@@ -24,8 +24,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import TensorParallelError, full_tensor
 
-pytestmark = pytest.mark.distributed
-
 NAMES = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.mlp.gate_proj.weight", "lm_head.weight")
 TOLERANCE = 1e-4
 """fp32 sums in another order."""
@@ -102,7 +100,7 @@ WRITES: tuple[Callable[[Tensor], None], ...] = (
 
 @pytest.mark.parametrize("heads", BOTH)
 @on_ranks(num_hidden_layers=1)
-def test_writes_to_views_are_refused(folder: str) -> None:
+def test_writes_to_views_are_refused(folder) -> None:
     """Each raises, names `full_parameters`, and leaves the parameter."""
     model = load(folder)
     for name in NAMES:
@@ -155,7 +153,7 @@ CHANGES: tuple[Callable[[Tensor], None], ...] = (by_index, rows, values, whole, 
 @pytest.mark.parametrize("heads", EITHER)
 @on_ranks(num_hidden_layers=1)
 @torch.no_grad()
-def test_changes_of_parameters_are_those_of_the_full_tensor(folder: str) -> None:
+def test_changes_of_parameters_are_those_of_the_full_tensor(folder) -> None:
     model = load(folder)
     for name in NAMES:
         param = model.get_parameter(name)
@@ -167,7 +165,7 @@ def test_changes_of_parameters_are_those_of_the_full_tensor(folder: str) -> None
 
 
 @on_ranks()
-def test_a_parameter_that_is_read_again_is_not_changed(folder: str) -> None:
+def test_a_parameter_that_is_read_again_is_not_changed(folder) -> None:
     """The gradient through a frozen head that is read for every chunk, and kept."""
     grads = []
     for model in load_both(folder):
@@ -185,7 +183,7 @@ def test_a_parameter_that_is_read_again_is_not_changed(folder: str) -> None:
 
 @pytest.mark.parametrize("heads", EITHER)
 @on_ranks()
-def test_copies_of_values_and_full_ones_in_their_place(folder: str) -> None:
+def test_copies_of_values_and_full_ones_in_their_place(folder) -> None:
     """Copies of values that go back, state dicts, and a replaced embedding."""
     model = load(folder)
     model(PROMPTS).logits.sum().backward()
@@ -226,7 +224,7 @@ def penalty(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("heads", BOTH)
 @on_ranks(num_hidden_layers=1)
-def test_a_penalty_on_gradients_is_that_of_one_process(folder: str) -> None:
+def test_a_penalty_on_gradients_is_that_of_one_process(folder) -> None:
     model, alone = load_both(folder, attn_implementation="eager")
     assert relative(penalty(model), penalty(alone)) < TOLERANCE
     assert max(gradient_differences(model, alone).values()) < TOLERANCE
@@ -245,7 +243,7 @@ class Counting(torch.optim.SGD):
 
 
 @on_ranks(heads=(8, 4))
-def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(folder: str) -> None:
+def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(folder) -> None:
     """A state of an optimizer that has the shape of one rank's shard."""
     head = load(folder).lm_head.weight
     optimizer = Counting([head], lr=0.1)
@@ -258,7 +256,7 @@ def test_a_whole_state_is_not_taken_for_a_shard_of_a_dtensor(folder: str) -> Non
 
 @pytest.mark.parametrize("heads", BOTH)
 @on_ranks()
-def test_states_may_be_those_of_one_process(folder: str) -> None:
+def test_states_may_be_those_of_one_process(folder) -> None:
     """A step of AdamW with the states of one process."""
     model, alone = load_both(folder)
     torch.manual_seed(0)
@@ -275,7 +273,7 @@ def test_states_may_be_those_of_one_process(folder: str) -> None:
 
 
 @on_ranks()
-def test_a_gradient_keeps_its_graph_as_in_one_process(folder: str) -> None:
+def test_a_gradient_keeps_its_graph_as_in_one_process(folder) -> None:
     """Gradients that are assigned with a graph, one of the full shape."""
     weight = load(folder).get_parameter(NAMES[1])
     for shape in (weight.shape, weight.tp_shard.local_shape):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,7 @@ from tests.support.comparisons import full_parameters, read_folder, relative, re
 from tests.support.models import load
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.training import BATCH, MAX_NORM, WEIGHT_TOLERANCE, mesh_of, with_trainer
-
-pytestmark = pytest.mark.distributed
 
 INFINITE = {1: ("self_attn.k_proj", 1), 3: ("mlp.down_proj", 0), 4: ("embed_tokens", 1), 6: ("lm_head", 0)}
 """Step -> the parameter of which one rank of the tp axis, that of the number, gets a gradient that is not finite."""
@@ -59,7 +55,7 @@ def one_process(folder: str, unscales: bool) -> tuple[dict[str, torch.Tensor], l
     [(2, None), *(pytest.param(4, mode, marks=pytest.mark.slow) for mode in ("shard", "replicate"))],
 )
 @on_ranks()
-def test_ranks_skip_what_one_process_skips(folder: str, mode: Any) -> None:
+def test_ranks_skip_what_one_process_skips(folder, mode) -> None:
     """Scales and weights, on ranks or on ranks of copies."""
     mesh = mesh_of(2 if mode else 1)
     copy = mesh["dp"].get_local_rank()
@@ -97,7 +93,7 @@ def overflows(folder: str) -> tuple[list[float], bool, bool]:
     return scales, moved, all(bool(value.isfinite().all()) for value in after)
 
 
-def test_overflows_of_fp16_are_skipped_together(pool: Pool, cases: Any) -> None:
+def test_overflows_of_fp16_are_skipped_together(pool, cases) -> None:
     (scales, moved, finite), other = pool.run(2, overflows, cases(9, 3).folder)
     assert other == (scales, moved, finite)
     assert scales[0] < 2.0**24, "the first step is skipped"
@@ -110,7 +106,7 @@ FP16_TOLERANCE = 0.02
 
 
 @needs("trainer")
-def test_trainer_unscales_before_it_clips(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_trainer_unscales_before_it_clips(pool, cases, tmp_path) -> None:
     folder, arguments = cases(9, 3).folder, (False, False, True)
     (expected,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, *arguments)
     assert expected["scale"] == 2.0**10, "the first step was skipped"

@@ -20,8 +20,6 @@ from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-4  # fp32 sums in another order
 
 
@@ -56,7 +54,7 @@ def assert_same_model(model: Any, whole: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "size"), wide([("tied", 2), ("shared heads", 3), ("experts", 2)], 1))
 @on_ranks()
-def test_state_of_a_model(checkpoint: str, tmp_path: Path) -> None:
+def test_state_of_a_model(checkpoint, tmp_path) -> None:
     model, whole = load_both(checkpoint)
     rank = dist.get_rank()
 
@@ -170,7 +168,7 @@ def test_state_of_a_model(checkpoint: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
 @on_ranks(vocab_size=202)
-def test_the_file_of_one_rank_is_refused_on_others(folder: str, tmp_path: Path) -> None:
+def test_the_file_of_one_rank_is_refused_on_others(folder, tmp_path) -> None:
     """Loads of rank 0's files; loads of a rank's own files are right."""
 
     def saved(value: Any) -> tuple[Any, Any]:
@@ -218,7 +216,7 @@ def test_the_file_of_one_rank_is_refused_on_others(folder: str, tmp_path: Path) 
 
 
 @on_ranks()
-def test_a_gradient_that_is_not_there_is_none(folder: str) -> None:
+def test_a_gradient_that_is_not_there_is_none(folder) -> None:
     """What `full_tensor` makes of gradients that are not there, everywhere or on one rank."""
     model, whole = load_both(folder)
     params = dict(model.named_parameters())

@@ -27,8 +27,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.packed.weight import packed_weights
 
-pytestmark = pytest.mark.distributed
-
 NAME = "model.gguf"
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -122,7 +120,7 @@ def compare(folder: str) -> dict[str, Any]:
         3,
     ),
 )
-def test_ranks_have_the_values_of_one_process(pool: Any, files: Any, name: str, size: int) -> None:
+def test_ranks_have_the_values_of_one_process(pool, files, name, size) -> None:
     folder = files(name)
     seen = pool.run(size, compare, str(folder))
     for rank in seen:
@@ -149,7 +147,7 @@ def test_ranks_have_the_values_of_one_process(pool: Any, files: Any, name: str, 
     ),
 )
 @on_ranks()
-def test_packed_weights_compute_as_dequantised_ones(file: Path, operators: set[str]) -> None:
+def test_packed_weights_compute_as_dequantised_ones(file, operators) -> None:
     """A packed model beside a dequantised one, both in bfloat16."""
     exact = logits_of(load(file, gguf_file=NAME))
     dense = load(file, gguf_file=NAME, dtype=torch.bfloat16)
@@ -176,7 +174,7 @@ def save(folder: str, target: str) -> None:
     load(folder, gguf_file=NAME).save_pretrained(target)
 
 
-def test_a_save_is_a_checkpoint_of_transformers(pool: Any, files: Any, tmp_path: Path) -> None:
+def test_a_save_is_a_checkpoint_of_transformers(pool, files, tmp_path) -> None:
     folder = files("qwen3_moe")
     pool.run(2, save, str(folder), str(tmp_path))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -184,7 +182,7 @@ def test_a_save_is_a_checkpoint_of_transformers(pool: Any, files: Any, tmp_path:
     assert different_tensors(dict(saved.named_parameters()), dict(reference.named_parameters())) == []
 
 
-def test_all_ranks_refuse_a_truncated_file(pool: Any, files: Any, tmp_path: Path) -> None:
+def test_all_ranks_refuse_a_truncated_file(pool, files, tmp_path) -> None:
     content = (files("llama") / NAME).read_bytes()
     (tmp_path / NAME).write_bytes(content[:-40_000])
     error = pool.error(2, partial(load, gguf_file=NAME), str(tmp_path))

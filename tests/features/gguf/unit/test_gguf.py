@@ -58,7 +58,7 @@ assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=Tru
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_any_slice_is_that_of_the_decoded_tensor(path: Path) -> None:
+def test_any_slice_is_that_of_the_decoded_tensor(path) -> None:
     stored = gguf.GGUFReader(path).tensors
     expected = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in stored}
     rng = random.Random(0)
@@ -76,7 +76,7 @@ def test_any_slice_is_that_of_the_decoded_tensor(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
-def test_integers_and_scales_are_those_of_the_decoded_tensor(path: Path, kind: str) -> None:
+def test_integers_and_scales_are_those_of_the_decoded_tensor(path, kind) -> None:
     with GgufCheckpoint([path]) as checkpoint:
         bundle = Gguf().dequantized(checkpoint.tensors)[kind]
         assert isinstance(bundle, Bundle)
@@ -96,7 +96,7 @@ def test_integers_and_scales_are_those_of_the_decoded_tensor(path: Path, kind: s
     assert torch.equal(found.view_as(values), values)
 
 
-def test_a_type_that_the_package_does_not_know_is_refused(path: Path, tmp_path: Path) -> None:
+def test_a_type_that_the_package_does_not_know_is_refused(path, tmp_path) -> None:
     content = bytearray(path.read_bytes())
     place = content.index(b"Q4_0") + 4 + 4 + 2 * 8  # its name, number of dims, dims
     assert struct.unpack_from("<I", content, place) == (GGMLQuantizationType.Q4_0,)
@@ -115,7 +115,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_mutated_file_is_refused_or_read_as_by_the_package(seed: int, tmp_path: Path) -> None:
+def test_a_mutated_file_is_refused_or_read_as_by_the_package(seed, tmp_path) -> None:
     path = tmp_path / "model.gguf"
     write(path, ["Q4_0", "Q6_K"])
     content = path.read_bytes()
@@ -140,7 +140,7 @@ def test_a_mutated_file_is_refused_or_read_as_by_the_package(seed: int, tmp_path
     assert read
 
 
-def test_the_sizes_of_blocks_are_those_of_the_package(path: Path) -> None:
+def test_the_sizes_of_blocks_are_those_of_the_package(path) -> None:
     with GgufCheckpoint([path]) as checkpoint:
         for kind in KINDS:
             length, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]

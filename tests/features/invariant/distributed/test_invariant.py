@@ -18,13 +18,11 @@ import tp_transformers
 from tests.support.invariance import MODELS, auto_class, has_bits, observe, prompts, save
 from tests.support.models import load
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tp_transformers.features.verify.small_models.model import on_threads
 from tp_transformers.plans.bind import resolve
 from tp_transformers.strategies import STRATEGIES, RowwiseParallel
-
-pytestmark = pytest.mark.distributed
 
 QUICK = [
     ("llama", 3, "float32", None),
@@ -83,13 +81,13 @@ def model(checkpoint: Any, name: str) -> str:
 
 @pytest.mark.parametrize(("name", "size", "dtype", "experts"), wide(dict.fromkeys(CASES), quick=len(QUICK)))
 @on_ranks()
-def test_every_bit_is_that_of_one_process(model: str, dtype: str, experts: str | None, reference: Path) -> None:
+def test_every_bit_is_that_of_one_process(model, dtype, experts, reference) -> None:
     assert differing(model, dtype, experts, reference, tp_invariant=True) == []
 
 
 @pytest.mark.parametrize(("name", "size", "dtype", "experts"), [("llama", 3, "float32", None)])
 @on_ranks()
-def test_the_usual_plan_has_other_bits(model: str, dtype: str, experts: str | None, reference: Path) -> None:
+def test_the_usual_plan_has_other_bits(model, dtype, experts, reference) -> None:
     assert {"logits of 48", "norm 0"} <= set(differing(model, dtype, experts, reference))
 
 
@@ -101,7 +99,7 @@ def autocast(folder: str, experts: str, **plan: Any) -> torch.Tensor:
     return logits
 
 
-def test_experts_under_autocast(pool: Pool, checkpoint: Any) -> None:
+def test_experts_under_autocast(pool, checkpoint) -> None:
     folder = checkpoint("qwen3_moe")
     made = pool.run(2, functools.partial(autocast, tp_invariant=True), folder, "grouped_mm")
     assert all(has_bits(logits, autocast(folder, "grouped_mm", tp_plan=None)) for logits in made)
@@ -124,7 +122,7 @@ ADAPTERS = [
 @pytest.mark.parametrize("name", ["mixtral"])
 @pytest.mark.parametrize("config", ADAPTERS)
 @on_ranks()
-def test_adapters_are_refused(model: str, config: Any) -> None:
+def test_adapters_are_refused(model, config) -> None:
     with pytest.raises(tp_transformers.UnsupportedError, match="an adapter with tp_invariant=True"):
         peft.get_peft_model(load(model, tp_invariant=True), config)
 
@@ -137,7 +135,7 @@ def test_adapters_are_refused(model: str, config: Any) -> None:
         ("mixtral", {"size": 6}, "5 experts are fewer than 6 ranks"),
     ],
 )
-def test_refusals(checkpoint: Any, name: str, options: dict[str, Any], reason: str) -> None:
+def test_refusals(checkpoint, name, options, reason) -> None:
     folder, size = checkpoint(name), options.pop("size", 2)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
     plan = tp_transformers.plans.Plan.for_model(model)
@@ -168,9 +166,7 @@ class OwnInOrder(Own):
 
 
 @pytest.mark.parametrize(("own", "is_refused"), [(Own, True), (OwnInOrder, False)])
-def test_own_strategies_have_to_keep_the_order(
-    checkpoint: Any, monkeypatch: pytest.MonkeyPatch, own: type[Own], is_refused: bool
-) -> None:
+def test_own_strategies_have_to_keep_the_order(checkpoint, monkeypatch, own, is_refused) -> None:
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(checkpoint("llama")))
     plan = tp_transformers.plans.Plan.for_model(model).with_options(invariant=True)
     monkeypatch.setitem(STRATEGIES, "rowwise", own())

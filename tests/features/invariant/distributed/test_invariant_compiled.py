@@ -13,11 +13,9 @@ import torch._inductor.config
 from tests.support import compiling
 from tests.support.invariance import has_bits, prompts, save, train
 from tests.support.models import load
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tests.support.tiers import wide
 from tp_transformers.features.verify.small_models.model import on_threads
-
-pytestmark = pytest.mark.distributed
 
 COMPILING = 600.0
 """Seconds for the ranks of one model that Inductor compiles."""
@@ -58,9 +56,7 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("name", "dynamic", "options"), wide(COMPILED, quick=1))
-def test_a_compiled_model_is_one_graph(
-    pool: Pool, checkpoint: Any, tmp_path: Path, name: str, dynamic: bool, options: dict[str, Any]
-) -> None:
+def test_a_compiled_model_is_one_graph(pool, checkpoint, tmp_path, name, dynamic, options) -> None:
     folder, file = checkpoint(name), tmp_path / "reference"
     with on_threads(1):
         torch.save(compiling.observe(load(folder, tp_plan=None, **options), None, ("prefill", "train")), file)
@@ -76,7 +72,7 @@ def train_compiled(folder: str) -> float:
 
 
 @pytest.mark.slow
-def test_dropout_of_a_compiled_model_is_refused(pool: Pool, checkpoint: Any) -> None:
+def test_dropout_of_a_compiled_model_is_refused(pool, checkpoint) -> None:
     with pytest.raises(WorkerError) as raised:  # the other rank raises it, too, or that this one failed
         pool.run(2, train_compiled, checkpoint("gpt2"))
     error = "UnsupportedError: dropout with tp_invariant=True: got torch.compile"
@@ -123,9 +119,7 @@ def alone_through_inductor(*arguments: Any) -> list[str]:
         ("deepseek_v3", 4, "float32"),
     ],
 )
-def test_every_bit_is_that_of_one_compiled_process(
-    pool: Pool, checkpoint: Any, tmp_path: Path, name: str, size: int, dtype: str
-) -> None:
+def test_every_bit_is_that_of_one_compiled_process(pool, checkpoint, tmp_path, name, size, dtype) -> None:
     folder, file = checkpoint(name), tmp_path / "reference"
     pool.run(1, alone_through_inductor, folder, dtype, file, timeout=COMPILING)
     assert pool.run(size, invariant_through_inductor, folder, dtype, file, timeout=COMPILING) == [[]] * size

@@ -15,10 +15,9 @@ import transformers
 from tests.support.fuzz import fuzz_cases, kept
 from tests.support.invariance import auto_class, has_bits
 from tests.support.models import load
-from tests.support.pool import Pool
 from tp_transformers.features.verify.small_models.model import on_threads
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 CASES = 6
 """Models of each seed; FUZZ=10 makes 10 times as many."""
@@ -79,7 +78,7 @@ def of_ranks(folder: str, case: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_models_have_the_bits_of_one_process(pool: Pool, tmp_path: Path, seed: int) -> None:
+def test_random_models_have_the_bits_of_one_process(pool, tmp_path, seed) -> None:
     for case in fuzz_cases(seed, CASES, random_case):
         settings = json.loads(case.content)
         folder = str(tmp_path / str(case.number))

@@ -29,7 +29,7 @@ def drop(shape: tuple[int, ...], *, of_heads: bool) -> torch.Tensor:
         ((2, 5, 12), False, (2, 5, 24)),
     ],
 )
-def test_masks_are_slices_of_full_ones(shape: tuple[int, ...], of_heads: bool, full: tuple[int, ...]) -> None:
+def test_masks_are_slices_of_full_ones(shape, of_heads, full) -> None:
     torch.manual_seed(0)
     expected = torch.empty(full).bernoulli_(0.5)
     dim = next(dim for dim in range(len(full)) if full[dim] != shape[dim])
@@ -38,7 +38,7 @@ def test_masks_are_slices_of_full_ones(shape: tuple[int, ...], of_heads: bool, f
 
 
 @pytest.mark.parametrize("shape", [(4, 5, 12), (2, 1, 5, 12)])
-def test_other_masks_of_heads_are_refused(shape: tuple[int, ...]) -> None:
+def test_other_masks_of_heads_are_refused(shape) -> None:
     """Those of XGLM are (batch * heads, queries, keys)."""
     with pytest.raises(UnsupportedError, match="heads, queries, keys"):
         drop(shape, of_heads=True)
@@ -50,7 +50,7 @@ LENGTHS = (130, 200, 257, 1000, 1003)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_blocks_have_the_bits_of_the_full_product(length: int, dtype: torch.dtype) -> None:
+def test_blocks_have_the_bits_of_the_full_product(length, dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(length, 96).to(dtype)
     with on_threads(1):

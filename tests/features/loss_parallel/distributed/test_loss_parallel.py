@@ -27,12 +27,10 @@ from tests.support.tiers import wide
 from tp_transformers.strategies import ColwiseParallel, vocab_parallel_cross_entropy
 from tp_transformers.strategies.shards.tensors import ShardTensor
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize(("vocabulary", "size"), [(17, 2), (18, 3), (2, 3)])
 @on_ranks()
-def test_parts_make_the_cross_entropy_of_the_whole(vocabulary: int) -> None:
+def test_parts_make_the_cross_entropy_of_the_whole(vocabulary) -> None:
     group = join()
     torch.manual_seed(0)
     logits = torch.randn(2, 5, vocabulary, dtype=torch.float64) * 5
@@ -100,7 +98,7 @@ def losses(model: Any) -> dict[str, torch.Tensor]:
     ),
 )
 @on_ranks()
-def test_model_matches_one_process_and_holds_no_whole_logits(checkpoint: str, name: str, sequence: bool) -> None:
+def test_model_matches_one_process_and_holds_no_whole_logits(checkpoint, name, sequence) -> None:
     cls = getattr(transformers, ARCHITECTURES[name].model)
     model, alone = load_both(checkpoint, cls, tp_loss_parallel=True, tp_sequence_parallel=sequence)
     seen, expected = observe(model), observe(alone)
@@ -140,7 +138,7 @@ def checkpoint(tmp_path: Path, name: str, changes: dict[str, Any]) -> str:
 
 
 @on_ranks(heads=(8, 2), model="llama")
-def test_logits_as_dtensors_work_with_the_loss_parallel_of_torch(folder: str) -> None:
+def test_logits_as_dtensors_work_with_the_loss_parallel_of_torch(folder) -> None:
     plan = tp_transformers.plans.Plan.parse(
         {"extends": "llama", "heads": {"lm_head": ColwiseParallel(use_local_output=False)}}, source="DTensor logits"
     )
@@ -159,7 +157,7 @@ def test_logits_as_dtensors_work_with_the_loss_parallel_of_torch(folder: str) ->
 
 
 @on_ranks(heads=(8, 2), model="llama")
-def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(folder: str) -> None:
+def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(folder) -> None:
     model = load(folder, tp_loss_parallel=True)
     with pytest.raises(IndexError, match=rf"^Target {VOCAB} is out of bounds\.$"):
         model(PROMPTS, labels=PROMPTS.masked_fill(PROMPTS == 77, VOCAB))
@@ -167,7 +165,7 @@ def test_a_target_outside_the_vocabulary_is_one_error_on_all_ranks(folder: str) 
 
 @needs("sequence")
 @on_ranks(model="llama")
-def test_adapters_and_embeddings_of_another_size(folder: str) -> None:
+def test_adapters_and_embeddings_of_another_size(folder) -> None:
     """With both options: LoRA everywhere, and embeddings of another size."""
     options = {"tp_loss_parallel": True, "tp_sequence_parallel": True}
     config = LoraConfig(r=2, target_modules=["q_proj", "up_proj", "down_proj", "lm_head"], init_lora_weights=False)

@@ -19,7 +19,7 @@ def logits_and_target(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_loss_and_gradient_are_those_of_torch(reduction: str) -> None:
+def test_loss_and_gradient_are_those_of_torch(reduction) -> None:
     logits, target = logits_and_target()
     whole = logits.detach().clone().requires_grad_()
     expected = cross_entropy(whole, target, reduction=reduction)

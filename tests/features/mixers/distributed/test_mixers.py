@@ -18,8 +18,6 @@ from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import HIDDEN, MIXERS, STATE, states
 
-pytestmark = pytest.mark.distributed
-
 Layouts = tuple[tuple[int, int], ...]
 
 LAYOUTS: dict[str, Layouts] = {"8 heads": ((8, 2), (8, 1)), "other heads": ((6, 3), (9, 3), (8, 4), (8, 8))}
@@ -80,7 +78,7 @@ def check(pool: Pool, size: int, cases: Any, folder: Path, tolerance: float, com
 @pytest.mark.parametrize("layouts", wide(LAYOUTS, 1))
 @pytest.mark.parametrize("size", wide([3, 2, 4], 1))
 @pytest.mark.parametrize("name", wide(MIXERS, 1))
-def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: int, layouts: str) -> None:
+def test_mixers_match_one_process(pool, tmp_path, name, size, layouts) -> None:
     cases = make(name, LAYOUTS[layouts], tmp_path)
     results = check(pool, size, cases, tmp_path, TOLERANCE)
     for layout, case in cases.items():
@@ -93,7 +91,7 @@ def test_mixers_match_one_process(pool: Pool, tmp_path: Path, name: str, size: i
 @needs("verify")
 @pytest.mark.parametrize("shares", wide(["3,1", "2,1", "1,2,1", "5,3,1", "2,1,1,4"], 1))
 @pytest.mark.parametrize("name", wide(["qwen3_next", *(name for name in MIXERS if name != "qwen3_next")], 1))
-def test_mixers_follow_shares(pool: Pool, tmp_path: Path, name: str, shares: str) -> None:
+def test_mixers_follow_shares(pool, tmp_path, name, shares) -> None:
     cases = make(name, ((9, 3), (8, 2)), tmp_path)
     compare = partial(with_shares, shares, compare_cases)
     check(pool, len(shares.split(",")), cases, tmp_path, REPEATED, compare)
@@ -103,14 +101,14 @@ def test_mixers_follow_shares(pool: Pool, tmp_path: Path, name: str, shares: str
 
 @needs("verify")
 @pytest.mark.parametrize("name", wide(["lfm2", "bamba", "qwen3_5_text", "recurrent_gemma", "xlstm", "rwkv"], 1))
-def test_mixers_match_on_parts_of_the_sequence(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_mixers_match_on_parts_of_the_sequence(pool, tmp_path, name) -> None:
     compare = partial(compare_cases, tp_sequence_parallel=True)
     check(pool, 3, make(name, ((8, 2),), tmp_path), tmp_path, REPEATED, compare)
 
 
 @needs("verify")
 @pytest.mark.parametrize("name", wide(["zamba", "mamba2", "qwen3_5_text"], 1))
-def test_mixers_with_fewer_heads_than_ranks_are_cut_by_features(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_mixers_with_fewer_heads_than_ranks_are_cut_by_features(pool, tmp_path, name) -> None:
     check(pool, 3, make(name, ((2, 2),), tmp_path), tmp_path, TOLERANCE)
 
 
@@ -124,7 +122,7 @@ def count(folders: dict[str, str]) -> dict[str, tuple[dict[str, int], list[int]]
 
 
 @needs("architectures")
-def test_a_mixer_sums_its_output_and_gathers_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_a_mixer_sums_its_output_and_gathers_nothing(pool, tmp_path) -> None:
     tokens = PROMPTS.numel()
     output, square = tokens * HIDDEN, tokens
     expected = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from torch import nn
@@ -70,7 +70,7 @@ def rows(heads: int, groups: int) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(("heads", "groups"), [(8, 4), (8, 2), (8, 1), (6, 3), (9, 3), (5, 5)])
-def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads: int, groups: int, size: int) -> None:
+def test_a_rank_has_the_rows_of_its_heads_and_of_their_groups(heads, groups, size) -> None:
     faults: list[str] = []
     bound = bound_to(Mixing(heads, groups), size, faults, {})
     cut, splits = split_mixers([Mixer.parse("mixer", ENTRY, faults)], bound)["mixer"], bound.splits
@@ -111,7 +111,7 @@ def test_more_ranks_than_heads_gather_what_projections_make() -> None:
         ("in_proj", "it has no output"),
     ],
 )
-def test_an_entry_that_is_no_mixer(entry: Any, fault: str) -> None:
+def test_an_entry_that_is_no_mixer(entry, fault) -> None:
     with pytest.raises(PlanError, match=fault):
         Plan.parse({"mixers": {"layers.*.mixer": entry}}, source="mine")
 

@@ -20,14 +20,10 @@ from transformers.generation import candidate_generator
 from tests.support.comparisons import read_folder
 from tests.support.float8 import quantize_folder
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import UnsupportedError, local_tensor
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="transformers drafts with MTP since 5.24"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="MTP since transformers 5.24")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 199,
@@ -173,7 +169,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "size", "options"), wide(CASES, 1))
-def test_drafts_are_those_of_one_process(pool: Pool, made: Any, kind: str, size: int, options: Any) -> None:
+def test_drafts_are_those_of_one_process(pool, made, kind, size, options) -> None:
     folder, (greedy, sampled) = made(kind)
     assert 0 < sum(greedy["matches"]) < NEW - len(greedy["matches"]) / 2, greedy["matches"]
     ranks = pool.run(size, on_ranks, kind, folder, options)
@@ -187,7 +183,7 @@ def test_drafts_are_those_of_one_process(pool: Pool, made: Any, kind: str, size:
 
 
 @pytest.mark.slow
-def test_layers_in_float8_are_decoded(pool: Pool, made: Any, tmp_path: Path) -> None:
+def test_layers_in_float8_are_decoded(pool, made, tmp_path) -> None:
     folder, _ = made("glm4_moe")
     dense = tmp_path / "dense"
     tensors = quantize_folder(folder, tmp_path / "float8", (32, 32))
@@ -201,6 +197,6 @@ def test_layers_in_float8_are_decoded(pool: Pool, made: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_sharded_sequences_are_refused(pool: Pool, made: Any) -> None:
+def test_sharded_sequences_are_refused(pool, made) -> None:
     for (message,) in pool.run(2, on_ranks, "glm4_moe", made("glm4_moe")[0], {"tp_sequence_parallel": True}):
         assert "tp_sequence_parallel" in message

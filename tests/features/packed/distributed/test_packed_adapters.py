@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from tests.support.comparisons import assert_same_tensors, gradient_differences,
 from tests.support.models import MASK, PROMPTS, load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.features.packed.weight import PackedWeight
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-5  # fp32 sums in another order
 
@@ -103,9 +100,7 @@ def train(packed: str, plain: str, scratch: str, checkpoints: bool) -> dict[str,
         1,
     ),
 )
-def test_adapters_on_packed_weights(
-    pool: Any, tmp_path: Path, name: str, variant: str, size: int, checkpoints: bool
-) -> None:
+def test_adapters_on_packed_weights(pool, tmp_path, name, variant, size, checkpoints) -> None:
     packed, plain = packed_folder(tmp_path / "base", name, VARIANTS[variant])
     for rank in pool.run(size, train, str(packed), str(plain), str(tmp_path), checkpoints):
         assert rank["logits"] < TOLERANCE

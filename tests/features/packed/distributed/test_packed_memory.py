@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,10 +14,7 @@ import tp_transformers
 from tests.support import quantized
 from tests.support.memory import Memory
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 TILE = 1 << 16
 """Elements decoded at a time, in place of a million."""
@@ -63,7 +59,7 @@ def peaks(packed: str, plain: str, to: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("variant", wide(list(FORMATS), 1))
-def test_one_weight_at_a_time(pool: Pool, tmp_path: Path, variant: str) -> None:
+def test_one_weight_at_a_time(pool, tmp_path, variant) -> None:
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 import tp_transformers
 from tests.support.float8 import quantize_folder
 from tests.support.models import llama_config, load
-
-pytestmark = pytest.mark.distributed
 
 TOKENS = torch.arange(3, 21).view(2, 9)
 
@@ -104,7 +101,7 @@ def uses(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_parts_do_what_they_say_or_are_refused(pool: Any, folder: str, size: int) -> None:
+def test_parts_do_what_they_say_or_are_refused(pool, folder, size) -> None:
     for rank in pool.run(size, uses, folder):
         assert {name: text for name, text in rank.items() if text != "refused"} == {}
         assert rank.keys() >= REFUSED.keys()
@@ -123,7 +120,7 @@ def train(folder: str, scratch: str, what: str) -> int:
     return sum(param.requires_grad for param in model.parameters())
 
 
-def test_trainer_does_not_leave_packed_weights_out_silently(pool: Any, folder: str, tmp_path: Path) -> None:
+def test_trainer_does_not_leave_packed_weights_out_silently(pool, folder, tmp_path) -> None:
     error = pool.error(2, train, folder, str(tmp_path), "all")
     assert "Trainer without adapters: got packed weights, which it would leave as they are" in error
     assert "tp_dequantize=True" in error

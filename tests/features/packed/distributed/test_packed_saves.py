@@ -7,7 +7,6 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,8 +21,6 @@ from tests.support.models import load, logits_of
 from tests.support.tiers import wide
 from tp_transformers.features.packed.integers import Int4Cpu
 from tp_transformers.features.presharded.offline import shard_checkpoint
-
-pytestmark = pytest.mark.distributed
 
 ROUNDING = 3e-2  # of bfloat16, in another order
 
@@ -86,9 +83,7 @@ def check_saved(folder: Path, saved: Path) -> None:
         1,
     ),
 )
-def test_a_save_is_the_checkpoint_that_was_loaded(
-    pool: Any, packed: Any, tmp_path: Path, name: str, variant: str, size: int, again: int
-) -> None:
+def test_a_save_is_the_checkpoint_that_was_loaded(pool, packed, tmp_path, name, variant, size, again) -> None:
     folder = packed(name, variant)
     pool.run(size, save, str(folder), str(tmp_path / "saved"), str(tmp_path / "sharded"))
     check_saved(folder, tmp_path / "saved")
@@ -118,7 +113,7 @@ def save_with_a_fault(folder: str, to: str) -> list[str]:
     return said
 
 
-def test_a_rank_that_cannot_convert_its_integers_stops_all(pool: Any, packed: Any, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_convert_its_integers_stops_all(pool, packed, tmp_path) -> None:
     folder = packed("llama", "gptq")
     for said in pool.run(2, save_with_a_fault, str(folder), str(tmp_path), timeout=60):
         print(said)
@@ -173,9 +168,7 @@ def save_refused(folder: str, to: str) -> list[str]:
     ],
 )
 @pytest.mark.slow
-def test_quantised_weights_that_are_not_packed_are_not_saved(
-    pool: Any, packed: Any, tmp_path: Path, name: str, change: Any, says: str
-) -> None:
+def test_quantised_weights_that_are_not_packed_are_not_saved(pool, packed, tmp_path, name, change, says) -> None:
     """They compute as ever; a save says so before anything is written."""
     folder = packed(name, "int4 by groups")
     tensors = read_folder(folder)

@@ -18,7 +18,7 @@ from tp_transformers.features.packed.weight import PACKED, packed_weights
 from tp_transformers.loading import memory
 
 pytest.importorskip("torchao")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 BY_ROWS = ("int8", "float8")
 
@@ -95,7 +95,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["int8", "float8", "int8 by groups", "int4 by groups"])
-def test_each_rank_quantises_its_own_shard(pool: Any, llama: Path, kind: str, size: int) -> None:
+def test_each_rank_quantises_its_own_shard(pool, llama, kind, size) -> None:
     for rank in pool.run(size, quantise_shards, str(llama), kind):
         assert rank["different"] == []
         assert rank["quantised"] == 14
@@ -118,6 +118,6 @@ def refuse(folder: str, kind: str) -> str:
     return ""
 
 
-def test_groups_that_a_rank_cuts_are_refused(pool: Any, tmp_path: Path) -> None:
+def test_groups_that_a_rank_cuts_are_refused(pool, tmp_path) -> None:
     LlamaForCausalLM(llama_config(6, 6, hidden_size=96, head_dim=16, intermediate_size=48)).save_pretrained(tmp_path)
     assert all("groups of 16" in text for text in pool.run(2, refuse, str(tmp_path), "int4 by groups"))

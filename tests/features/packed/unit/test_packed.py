@@ -166,7 +166,7 @@ def check_stored(before: PackedBlock, after: PackedBlock) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 @settings(max_examples=8)
-def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
+def test_products_of_any_slice(name, data) -> None:
     torch.manual_seed(0)
     make, kind = FORMATS[name]
     lazy = make()
@@ -185,7 +185,7 @@ def test_products_of_any_slice(name: str, data: st.DataObject) -> None:
     assert ((packed(lazy, torch.float32).linear(x.float()) - expected).abs() <= 1e-5 * size).all()
 
 
-def test_other_dtypes_and_groups_have_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_dtypes_and_groups_have_no_operator(monkeypatch) -> None:
     lazy = gptq()
     assert with_products(packed(lazy, torch.float32)).blocks[0].product is None
     monkeypatch.setattr(integers, "_block_rows", lambda: None)  # as in a torch without the operator
@@ -235,7 +235,7 @@ def mxfp4_experts() -> LazyTensor:
 
 @given(data=st.data())
 @settings(max_examples=20)
-def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data: st.DataObject) -> None:
+def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data) -> None:
     torch.manual_seed(0)
     lazy = mxfp4_experts()
     for dim in data.draw(st.sets(st.integers(0, 2))):
@@ -275,7 +275,7 @@ def test_casts_and_no_tokens() -> None:
         linear(x, tensor)
 
 
-def test_a_recorded_product_keeps_nothing_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_product_keeps_nothing_decoded(monkeypatch) -> None:
     weight, counts = packed(int4_by_groups(), torch.float32), 0
     decoded = PackedWeight.decoded
 

@@ -123,35 +123,35 @@ def check_slices(kind: type, nested: bool, data: st.DataObject) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 @given(data=st.data())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_products_of_any_slice(package: str, nested: bool, data: st.DataObject) -> None:
+def test_products_of_any_slice(package, nested, data) -> None:
     check_slices(Blocks4, nested, data)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @given(data=st.data())
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_products_of_any_slice_on_a_gpu(gpu: None, nested: bool, data: st.DataObject) -> None:
+def test_products_of_any_slice_on_a_gpu(gpu, nested, data) -> None:
     check_slices(Blocks4Cuda, nested, data)
 
 
-def test_a_kernel_for_gpus_that_computes_something_else_is_not_used(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_gpus_that_computes_something_else_is_not_used(gpu, monkeypatch) -> None:
     stand_in(monkeypatch, lambda x, pairs, shape, *_: x.new_zeros(1, shape[0]))
     assert with_products(packed(weight())).blocks[0].product is None
 
 
-def test_other_values_and_blocks_are_decoded(package: str) -> None:
+def test_other_values_and_blocks_are_decoded(package) -> None:
     for lazy in (weight(VALUES + 1e-3), weight(block=16)):
         assert with_products(packed(lazy)).blocks[0].product is None
 
 
-def test_a_kernel_that_computes_something_else_is_not_used(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_computes_something_else_is_not_used(package, monkeypatch) -> None:
     blocks4._is_exact.cache_clear()
     monkeypatch.setattr(blocks4, "_multiply", lambda x, packed, *_: x.new_zeros(len(x), len(packed)))
     assert with_products(packed(weight())).blocks[0].product is None
     blocks4._is_exact.cache_clear()
 
 
-def test_without_the_package_weights_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_weights_are_decoded(monkeypatch) -> None:
     monkeypatch.setattr(blocks4, "find_spec", lambda name: None)
     blocks4._maps.cache_clear()
     assert with_products(packed(weight())).blocks[0].product is None

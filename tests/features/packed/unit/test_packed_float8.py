@@ -126,7 +126,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> None:
+def test_products_of_any_slice(gpu, name, data) -> None:
     torch.manual_seed(0)
     make, group = FORMATS[name]
     lazy = make()
@@ -170,7 +170,7 @@ def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> Non
         lambda: compressed("block", COUNTS, strategy="group", group_size=64),
     ],
 )
-def test_activations_are_quantised_only_as_the_checkpoint_says(gpu: None, make: Callable[[], LazyTensor]) -> None:
+def test_activations_are_quantised_only_as_the_checkpoint_says(gpu, make) -> None:
     assert with_products(packed(make())).blocks[0].product is None
 
 
@@ -188,9 +188,7 @@ def test_activations_are_quantised_only_as_the_checkpoint_says(gpu: None, make: 
         ((torch.cuda, "get_device_capability", lambda device: (12, 0)), {"blocks": True, "rows": True}),
     ],
 )
-def test_without_the_operator_weights_are_decoded(
-    gpu: None, monkeypatch: pytest.MonkeyPatch, name: str, lacks: tuple[Any, str, Any], is_decoded: dict[str, bool]
-) -> None:
+def test_without_the_operator_weights_are_decoded(gpu, monkeypatch, name, lacks, is_decoded) -> None:
     make, group = FORMATS[name]
     monkeypatch.setattr(*lacks)
     is_without = with_products(packed(make())).blocks[0].product is None

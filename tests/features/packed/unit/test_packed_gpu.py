@@ -96,7 +96,7 @@ def sliced(name: str, data: st.DataObject) -> LazyTensor:
 @pytest.mark.parametrize("name", ["gptq", "awq", "int4", "int4 with zeros"])
 @given(data=st.data())
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> None:
+def test_products_of_any_slice(gpu, name, data) -> None:
     lazy = sliced(name, data)
     if not lazy.numel():
         return
@@ -107,7 +107,7 @@ def test_products_of_any_slice(gpu: None, name: str, data: st.DataObject) -> Non
 @pytest.mark.parametrize("name", ["int8", "int8 packed", "bitsandbytes"])
 @given(data=st.data())
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_int8_is_multiplied_as_bfloat16(int8_on_a_gpu: None, name: str, data: st.DataObject) -> None:
+def test_int8_is_multiplied_as_bfloat16(int8_on_a_gpu, name, data) -> None:
     """torch's operator reads the weight several times as slowly as a product in bfloat16."""
     lazy = sliced(name, data)
     if not lazy.numel():
@@ -133,7 +133,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["gptq", "int8", "fp8 in blocks", "mxfp4"])
-def test_a_gpu_decodes_a_matrix_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_gpu_decodes_a_matrix_whole(monkeypatch, name) -> None:
     """Pieces of a CPU's size take longer to start than to compute; a table on the CPU would let the host wait."""
     monkeypatch.setattr(bundle, "_TILE", 1 << 10)
     lazy = mxfp4_experts() if name == "mxfp4" else FORMATS[name][0]()
@@ -164,7 +164,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["gptq", "int8", "fp8 in blocks"])
-def test_a_load_makes_no_dense_weight(name: str) -> None:
+def test_a_load_makes_no_dense_weight(name) -> None:
     """Not even for a moment: on a GPU its memory would stay with the allocator."""
     lazy = FORMATS[name][0]()
     with Allocations() as made:
@@ -174,7 +174,7 @@ def test_a_load_makes_no_dense_weight(name: str) -> None:
 
 
 @pytest.mark.parametrize("lacks", ["pack_int4_for_gpu", "int4_product_of_gpu", "capability", "hip"])
-def test_without_the_operators_weights_are_decoded(gpu: None, monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+def test_without_the_operators_weights_are_decoded(gpu, monkeypatch, lacks) -> None:
     changes: dict[str, tuple[Any, str, Any]] = {
         "capability": (torch.cuda, "get_device_capability", lambda device: (7, 5)),
         "hip": (torch.version, "hip", "6.4"),

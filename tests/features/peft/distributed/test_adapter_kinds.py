@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,8 +40,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 
-pytestmark = pytest.mark.distributed
-
 KINDS = {
     "IA3": IA3Config(target_modules=["q_proj", "k_proj", "o_proj", "down_proj"], feedforward_modules=["down_proj"]),
     "IA3 on inputs": IA3Config(target_modules=["v_proj", "up_proj"], feedforward_modules=["v_proj", "up_proj"]),
@@ -76,14 +73,14 @@ QUICK = ("AdaLoRA", "PiSSA", "DoRA", "modules to save", "tokens")
 
 @pytest.mark.slow
 @on_ranks()
-def test_kinds_with_shards_of_the_sequence(folder: str, tmp_path: Path) -> None:
+def test_kinds_with_shards_of_the_sequence(folder, tmp_path) -> None:
     for kind, config in KINDS.items():
         train(folder, tmp_path / kind, config, tp_sequence_parallel=True)
 
 
 @pytest.mark.slow
 @on_ranks(tie_word_embeddings=True)
-def test_trainable_tokens_of_tied_weights(folder: str, tmp_path: Path) -> None:
+def test_trainable_tokens_of_tied_weights(folder, tmp_path) -> None:
     train(folder, tmp_path, lora(["q_proj"], trainable_token_indices=[2, VOCAB - 1]))
 
 
@@ -92,13 +89,13 @@ def test_trainable_tokens_of_tied_weights(folder: str, tmp_path: Path) -> None:
     "kind", [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 @on_ranks(num_hidden_layers=1)
-def test_other_kinds_are_those_of_one_process(folder: str, tmp_path: Path, kind: str) -> None:
+def test_other_kinds_are_those_of_one_process(folder, tmp_path, kind) -> None:
     train(folder, tmp_path, KINDS[kind])
 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 2), 4)], 1))
 @on_ranks()
-def test_adalora_allocates_as_one_process(folder: str, tmp_path: Path) -> None:
+def test_adalora_allocates_as_one_process(folder, tmp_path) -> None:
     """AdaLoRA takes ranks from some matrices and leaves them to others."""
     config = AdaLoraConfig(
         init_r=4, target_r=2, target_modules="all-linear", task_type="CAUSAL_LM", total_step=8, tinit=1, tfinal=2
@@ -146,7 +143,7 @@ def save_experts(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("plan", wide(["experts", "auto"], 1))
 @pytest.mark.parametrize("kind", EXPERTS)
 @on_ranks()
-def test_lora_on_experts_is_that_of_one_process(experts: tuple[str, Any], tmp_path: Path) -> None:
+def test_lora_on_experts_is_that_of_one_process(experts, tmp_path) -> None:
     folder, plan = experts
     train(folder, tmp_path, lora(["q_proj", "o_proj"], target_parameters=WEIGHTS), tp_plan=plan)
 
@@ -174,7 +171,7 @@ def experts(tmp_path: Path, kind: str, plan: str) -> tuple[str, str]:
     ],
 )
 @on_ranks(4)
-def test_kinds_in_copies(folder: str, mixtral: str, kind: str, mode: Any) -> None:
+def test_kinds_in_copies(folder, mixtral, kind, mode) -> None:
     """Gradients of two copies of two ranks against one process with the whole batch."""
     mesh = mesh_of(2)
     config = lora(["q_proj"], target_parameters=WEIGHTS) if kind == "experts" else KINDS[kind]
@@ -224,7 +221,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", OF_T5)
 @on_ranks()
-def test_adapters_of_t5(t5: str, tmp_path: Path, kind: str) -> None:
+def test_adapters_of_t5(t5, tmp_path, kind) -> None:
     adapted = adapt(load_both(t5, AutoModelForSeq2SeqLM), OF_T5[kind])
     shake(*adapted)
     for model in adapted:
@@ -247,7 +244,7 @@ PROMPT_KINDS = {
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 4), 3)], 1))
 @pytest.mark.parametrize("kind", PROMPT_KINDS)
 @on_ranks(num_hidden_layers=1)
-def test_prompts_are_those_of_one_process(folder: str, tmp_path: Path, kind: str) -> None:
+def test_prompts_are_those_of_one_process(folder, tmp_path, kind) -> None:
     adapted = adapt(load_both(folder), PROMPT_KINDS[kind])
     ours, theirs = adapted
     optimizers = [torch.optim.AdamW(trainable(model), lr=1e-2) for model in adapted]

@@ -21,8 +21,6 @@ from tests.support.models import edited, load, load_both, logits_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 OF_HEAD = (
     AdaLoraConfig(init_r=3, target_modules=["lm_head"], lora_dropout=0.3, total_step=9, task_type="CAUSAL_LM"),
     VeraConfig(r=4, target_modules=["lm_head"], vera_dropout=0.3, task_type="CAUSAL_LM"),
@@ -38,7 +36,7 @@ def head_plan(tmp_path: Path) -> str:
 
 
 @on_ranks(num_hidden_layers=1)
-def test_a_head_that_shards_its_full_inputs(folder: str, head_plan: str, tmp_path: Path) -> None:
+def test_a_head_that_shards_its_full_inputs(folder, head_plan, tmp_path) -> None:
     for config in OF_HEAD:
         train(folder, tmp_path / config.peft_type, config, tp_plan=head_plan)
     with pytest.raises(tp_transformers.UnsupportedError, match=r"OFT .* got lm_head, which has the strategy"):
@@ -46,7 +44,7 @@ def test_a_head_that_shards_its_full_inputs(folder: str, head_plan: str, tmp_pat
 
 
 @on_ranks(num_hidden_layers=1)
-def test_lacking_tensors_and_mixed_models_are_refused(folder: str, tmp_path: Path) -> None:
+def test_lacking_tensors_and_mixed_models_are_refused(folder, tmp_path) -> None:
     model, scratch = load(folder), str(tmp_path)
     if dist.get_rank() == 0:
         config = OFTConfig(oft_block_size=4, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
@@ -94,7 +92,7 @@ def with_biases(cases: Any, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("kind", wide(sorted(KINDS, key=lambda kind: kind not in QUICK), len(QUICK)))
 @on_ranks()
-def test_linears_with_biases(with_biases: str, tmp_path: Path, kind: str) -> None:
+def test_linears_with_biases(with_biases, tmp_path, kind) -> None:
     """A row-parallel linear adds its bias once, after the sum; its adapters have none."""
     config = copy.deepcopy(KINDS[kind])
     config.target_modules = LINEARS[: 3 if kind == "OFT" else None]  # its blocks have to fit the shards
@@ -102,7 +100,7 @@ def test_linears_with_biases(with_biases: str, tmp_path: Path, kind: str) -> Non
 
 
 @on_ranks(num_hidden_layers=1)
-def test_targets_by_default(folder: str) -> None:
+def test_targets_by_default(folder) -> None:
     """The modules that PEFT knows for a model type."""
     for config in (IA3Config(), OFTConfig(oft_block_size=8), LoraConfig(use_dora=True)):
         models = [get_peft_model(model, copy.deepcopy(config)) for model in load_both(folder)]

@@ -30,8 +30,6 @@ from tests.support.models import PROMPTS, load, load_both, logits_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 
 def train_all(folder: str, scratch: str | Path) -> None:
     """Run on every rank: adapters of linears, of embeddings and of the head."""
@@ -41,19 +39,19 @@ def train_all(folder: str, scratch: str | Path) -> None:
 
 @pytest.mark.parametrize(("heads", "size"), wide([((8, 2), 3), ((9, 3), 2), ((8, 4), 2)], 1))
 @on_ranks(num_hidden_layers=1)
-def test_lora_is_that_of_one_process(folder: str, tmp_path: Path) -> None:
+def test_lora_is_that_of_one_process(folder, tmp_path) -> None:
     train_all(folder, tmp_path)
 
 
 @on_ranks()
-def test_lora_on_fused_projections(fused: str, tmp_path: Path) -> None:
+def test_lora_on_fused_projections(fused, tmp_path) -> None:
     targets = ["c_attn", "c_proj", "c_fc"]
     train(fused, tmp_path, lora(targets, fan_in_fan_out=True, bias="all"))
     train(fused, tmp_path / "ia3", IA3Config(target_modules=targets, feedforward_modules=["c_proj"]))
 
 
 @on_ranks(num_hidden_layers=1)
-def test_other_ways_to_adapters(folder: str, tmp_path: Path) -> None:
+def test_other_ways_to_adapters(folder, tmp_path) -> None:
     scratch = str(tmp_path)
     targets = ["q_proj", "k_proj", "o_proj", "down_proj"]
 
@@ -158,7 +156,7 @@ def save_to_full_disk(folder: str, target: str) -> None:
         adapted.save_pretrained(target)
 
 
-def test_a_full_disk_is_told_with_the_folder(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_with_the_folder(pool, cases, tmp_path) -> None:
     target = tmp_path / "adapter"
     said = pool.error(2, save_to_full_disk, cases(9, 3).folder, str(target))
     assert f"folder {target}: got [Errno 28] No space left on device, expected that" in said
@@ -175,7 +173,7 @@ SECOND = {
 
 @pytest.mark.parametrize("kind", SECOND)
 @on_ranks()
-def test_adapters_of_two_calls_are_those_of_one_process(folder: str, kind: str) -> None:
+def test_adapters_of_two_calls_are_those_of_one_process(folder, kind) -> None:
     models = []
     for model in load_both(folder):
         torch.manual_seed(7)

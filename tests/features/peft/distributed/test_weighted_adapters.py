@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -20,8 +19,6 @@ from tests.support.comparisons import assert_same_tensors, different_tensors, fu
 from tests.support.models import load, load_both, logits_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -83,7 +80,7 @@ def combine(folder: str) -> dict[str, str]:
 
 
 @on_ranks(num_hidden_layers=1)
-def test_combinations_of_dora(folder: str) -> None:
+def test_combinations_of_dora(folder) -> None:
     """Combinations and a merge of two DoRA adapters: as one process has them, or refuses them."""
     both = []
     for model in load_both(folder):
@@ -111,7 +108,7 @@ def test_combinations_of_dora(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_combination_is_that_of_one_process(pool: Any, cases: Any) -> None:
+def test_every_combination_is_that_of_one_process(pool, cases) -> None:
     columns = {}
     for heads, size in LAYOUTS:
         folder = cases(*heads, num_hidden_layers=1).folder
@@ -127,7 +124,7 @@ def test_every_combination_is_that_of_one_process(pool: Any, cases: Any) -> None
 
 
 @on_ranks(num_hidden_layers=1)
-def test_combinations_go_on_as_those_of_one_process(folder: str, tmp_path: Path) -> None:
+def test_combinations_go_on_as_those_of_one_process(folder, tmp_path) -> None:
     """What comes after a combination, and combinations of other adapters and layers."""
     ours, theirs = adapted(load_both(folder), one=2, two=4)
     both = (theirs, ours)
@@ -202,7 +199,7 @@ def test_combinations_go_on_as_those_of_one_process(folder: str, tmp_path: Path)
 
 
 @on_ranks()
-def test_combinations_on_fused_projections(fused: str) -> None:
+def test_combinations_on_fused_projections(fused) -> None:
     found = []
     for model in load_both(fused):
         torch.manual_seed(5)
@@ -221,7 +218,7 @@ def test_combinations_on_fused_projections(fused: str) -> None:
 
 @pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 @on_ranks(num_hidden_layers=1)
-def test_adapters_are_swapped(folder: str, tmp_path: Path) -> None:
+def test_adapters_are_swapped(folder, tmp_path) -> None:
     """Swaps for adapters of the same, a smaller and a larger rank, on other modules, and for one that does not fit."""
     ours, theirs = load_both(folder)
     kinds = {"same": (3, TARGETS[:-2]), "small": (2, TARGETS[:-2]), "large": (5, TARGETS[:4]), "other": (2, TARGETS)}

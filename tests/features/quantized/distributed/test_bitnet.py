@@ -19,8 +19,6 @@ from tests.support.models import load
 from tests.support.quantized import is_linear, rewrite
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 TOKENS = torch.arange(3, 21).view(2, 9)
 MODES: dict[str, dict[str, Any]] = {
     "online": {"linear_class": "autobitlinear", "quantization_mode": "online"},
@@ -89,9 +87,7 @@ def loaded(folder: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.parametrize(("mode", "size"), wide([("online", 2), ("offline", 2), ("bitlinear", 3), ("online", 1)], 3))
-def test_weights_are_those_that_transformers_computes_with(
-    pool: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, mode: str, size: int
-) -> None:
+def test_weights_are_those_that_transformers_computes_with(pool, folders, monkeypatch, mode, size) -> None:
     model = reference(folders[mode], monkeypatch)
     weights = weights_of(model)
     with torch.no_grad():
@@ -104,7 +100,7 @@ def test_weights_are_those_that_transformers_computes_with(
         assert relative(found, logits) < 1e-5  # fp32 sums in another order
 
 
-def test_others_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_others_are_refused(folders, tmp_path) -> None:
     with pytest.raises(tp_transformers.UnsupportedError, match="Load it with tp_dequantize=True"):
         load(str(folders["offline"]), tp_dequantize=False)
     save_file(read_folder(folders["offline"]), tmp_path / "model.safetensors", metadata={"format": "pt"})

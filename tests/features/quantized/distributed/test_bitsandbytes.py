@@ -16,7 +16,7 @@ from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.models import headers, llama_config, load
 
 pytest.importorskip("bitsandbytes")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -54,7 +54,7 @@ def compare_decoded(folder: str, expected: dict[str, torch.Tensor]) -> dict[str,
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_the_library(pool: Any, tmp_path: Path, kind: str, size: int) -> None:
+def test_weights_are_those_of_the_library(pool, tmp_path, kind, size) -> None:
     expected = quantise(tmp_path, kind)
     for rank in pool.run(size, compare_decoded, str(tmp_path / "packed"), expected):
         assert rank["differ"] == []
@@ -66,7 +66,7 @@ def test_weights_are_those_of_the_library(pool: Any, tmp_path: Path, kind: str, 
     check_saved(tmp_path / "packed", tmp_path / "again")
 
 
-def test_blocks_that_cross_rows_are_refused(tmp_path: Path) -> None:
+def test_blocks_that_cross_rows_are_refused(tmp_path) -> None:
     quantise(tmp_path, "nf4", columns=96)
     with pytest.raises(tp_transformers.UnsupportedError, match="cross the rows"):
         load(tmp_path / "packed")

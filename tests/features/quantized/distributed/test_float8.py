@@ -26,8 +26,6 @@ from tests.support.models import bytes_read, headers, llama_config, load
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 BLOCK = (16, 16)
 SIZES = {
     "vocab_size": 99,
@@ -123,9 +121,7 @@ def file_bytes(name: str, param: torch.Tensor) -> int:
         1,
     ),
 )
-def test_ranks_read_their_values_and_the_scales_of_their_blocks(
-    pool: Any, folders: Any, tmp_path: Path, name: str, size: int, dtype: torch.dtype
-) -> None:
+def test_ranks_read_their_values_and_the_scales_of_their_blocks(pool, folders, tmp_path, name, size, dtype) -> None:
     quantised, plain = folders(name)
     ranks = pool.run(size, load_and_save, str(quantised), str(plain), dtype, str(tmp_path / "saved"))
     for rank in ranks:
@@ -146,7 +142,7 @@ def test_ranks_read_their_values_and_the_scales_of_their_blocks(
 
 @pytest.mark.parametrize(("name", "size"), wide([("qwen3_moe", 3), ("llama", 2)], 1))
 @on_ranks()
-def test_packed_blocks_of_many_rows_are_decoded_without_scales(of_large_blocks: str) -> None:
+def test_packed_blocks_of_many_rows_are_decoded_without_scales(of_large_blocks) -> None:
     model = load(of_large_blocks, dtype=torch.bfloat16, tp_dequantize=False)
     check_errors(packed_errors(of_large_blocks, load(of_large_blocks, dtype=torch.bfloat16), model))
     assert "fp8 decoded without scales" in " ".join(model.tp_report.products)

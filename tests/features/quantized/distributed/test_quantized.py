@@ -24,8 +24,6 @@ from tests.support.tiers import wide
 from tp_transformers.features.packed.weight import packed_weights
 from tp_transformers.loading import memory
 
-pytestmark = pytest.mark.distributed
-
 SIZES = {
     "vocab_size": 211,
     "hidden_size": 96,
@@ -213,9 +211,7 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
     ),
 )
 @on_ranks()
-def test_ranks_read_their_words_and_the_scales_of_their_groups(
-    checkpoints: tuple[str, str], variant: str, dtype: torch.dtype
-) -> None:
+def test_ranks_read_their_words_and_the_scales_of_their_groups(checkpoints, variant, dtype) -> None:
     found = compare_decoded(*checkpoints, variant, dtype)
     assert found["differ"] == []
     assert found["read"] == found["expected"]
@@ -284,9 +280,7 @@ def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         2,
     ),
 )
-def test_packed_weights_compute_as_dequantised_ones(
-    pool: Any, folders: Any, name: str, variant: str, size: int
-) -> None:
+def test_packed_weights_compute_as_dequantised_ones(pool, folders, name, variant, size) -> None:
     packed, _ = folders(name, variant)
     for rank in pool.run(size, stay_packed, str(packed), torch.bfloat16):
         check_errors(rank["errors"])
@@ -332,9 +326,7 @@ def load_unread(folder: str, dequantize: bool) -> None:
         1,
     ),
 )
-def test_all_ranks_refuse_members_that_do_not_fit_before_weights_are_read(
-    pool: Any, folders: Any, tmp_path: Path, change: Callable[[quantized.Tensors], None], says: str
-) -> None:
+def test_all_ranks_refuse_members_that_do_not_fit_before_reading_weights(pool, folders, tmp_path, change, says) -> None:
     folder, _ = folders("llama", "gptq in order")
     tensors = read_folder(folder)
     change(tensors)

@@ -18,7 +18,7 @@ from tests.distributed.test_smollm2 import PROMPTS, TOLERANCE
 from tests.support.comparisons import assert_same_tensors, largest_step, relative
 from tests.support.models import bytes_read, headers, load
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 README = Path(__file__).parents[4] / "README.md"
 GROUP = 64
@@ -125,7 +125,7 @@ def case(request: Any, smollm2: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_text_is_that_of_one_process(pool: Any, case: Any, smollm2: Path, tmp_path: Path, size: int) -> None:
+def test_text_is_that_of_one_process(pool, case, smollm2, tmp_path, size) -> None:
     folder, reference = case
     arguments = (str(folder), str(smollm2), str(reference), str(tmp_path / "saved"))
     for rank, results in enumerate(pool.run(size, compare_and_save, *arguments)):
@@ -163,7 +163,7 @@ def losses_on_ranks(folder: str, tokens: torch.Tensor) -> torch.Tensor:
     return losses_of_adapters(load(folder, dtype=torch.float32, tp_dequantize=False), tokens)
 
 
-def test_adapters_train_over_packed_weights_as_in_one_process(pool: Any, smollm2: Path, tmp_path: Path) -> None:
+def test_adapters_train_over_packed_weights_as_in_one_process(pool, smollm2, tmp_path) -> None:
     model = compressed_tensors(smollm2, tmp_path / "checkpoint")
     text = AutoTokenizer.from_pretrained(smollm2)(README.read_text(), return_tensors="pt")["input_ids"]
     tokens = text[:, : STEPS // 2 * LENGTH].repeat(1, 2)

@@ -24,7 +24,7 @@ from tests.support.models import MASK, PROMPTS, headers, llama_config, load, log
 from tests.support.quantisers import libraries
 from tp_transformers.features.packed.weight import packed_weights
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 RECORD = Path(__file__).parents[3] / "data" / "quantised.json"
 TOLERANCE = 1e-5  # fp32 sums in another order
@@ -214,7 +214,7 @@ def shard_in_files(folder: str, model: Any) -> int:
 
 
 @pytest.mark.parametrize(("form", "name"), CASES)
-def test_ranks_do_what_one_process_does(pool: Any, tmp_path: Path, form: str, name: str) -> None:
+def test_ranks_do_what_one_process_does(pool, tmp_path, form, name) -> None:
     made_by, make, _ = FORMATS[form]
     title, config = MODELS[name]
     torch.manual_seed(0)

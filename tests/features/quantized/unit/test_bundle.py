@@ -67,7 +67,7 @@ def filled(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @given(st.data())
-def test_a_selection_reads_its_own_units_of_every_component(bundle, data: st.DataObject) -> None:
+def test_a_selection_reads_its_own_units_of_every_component(bundle, data) -> None:
     opened, lazy, real = bundle
     index = [torch.arange(length) for length in SHAPE]
     for _ in range(data.draw(st.integers(0, 3))):

@@ -31,7 +31,7 @@ from tp_transformers import CheckpointError, PlanError, UnsupportedError
 from tp_transformers.features.quantized.bundle import Decoded
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
-from tp_transformers.features.quantized.format import Format, of_weights
+from tp_transformers.features.quantized.format import of_weights
 from tp_transformers.features.quantized.mxfp4 import Mxfp4
 from tp_transformers.features.quantized.words import Awq, Gptq
 from tp_transformers.loading import memory
@@ -72,7 +72,7 @@ def claim(folder: Path, target: Path, **settings: Any) -> Path:
 
 @pytest.mark.parametrize("block", [(16, 16), None])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_weights_are_those_of_transformers(tmp_path: Path, name: str, block: tuple[int, int] | None) -> None:
+def test_weights_are_those_of_transformers(tmp_path, name, block) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path / "plain")
     expected = quantize_folder(tmp_path / "plain", tmp_path / "float8", block)
@@ -98,7 +98,7 @@ def test_weights_are_those_of_transformers(tmp_path: Path, name: str, block: tup
             assert torch.equal(param, reference.to(dtype)), mine
 
 
-def test_the_callers_config_stays(tmp_path: Path, llama: Path) -> None:
+def test_the_callers_config_stays(tmp_path, llama) -> None:
     expected = quantize_folder(llama, tmp_path / "float8", (16, 16))
     config = AutoConfig.from_pretrained(tmp_path / "float8")
     undone = FineGrainedFP8Config(dequantize=True)
@@ -142,7 +142,7 @@ def compressed(format: str = "pack-quantized", **weights: Any) -> dict[str, Any]
         ({**compressed(), "quantization_status": "frozen"}, "the status frozen"),
     ],
 )
-def test_others_are_refused_by_name(tmp_path: Path, llama: Path, settings: dict[str, Any], says: str) -> None:
+def test_others_are_refused_by_name(tmp_path, llama, settings, says) -> None:
     folder = claim(llama, tmp_path / "quantised", **settings)
     (folder / "model.safetensors").unlink()  # no weight is looked at
     with pytest.raises(UnsupportedError, match="quantised with") as caught:
@@ -159,20 +159,20 @@ def test_others_are_refused_by_name(tmp_path: Path, llama: Path, settings: dict[
         ({"quant_method": "gptq", "bits": 4}, "for gptq"),
     ],
 )
-def test_nothing_is_quantised(llama: Path, asked: Any, says: str) -> None:
+def test_nothing_is_quantised(llama, asked, says) -> None:
     asked = asked or {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(UnsupportedError, match="tp_plan with quantization_config") as caught:
         load(llama, quantization_config=asked)
     assert says in str(caught.value)
 
 
-def test_packed_and_undone_are_not_both(llama: Path) -> None:
+def test_packed_and_undone_are_not_both(llama) -> None:
     with pytest.raises(PlanError, match="both tp_dequantize=False and quantization_config"):
         load(llama, quantization_config=FineGrainedFP8Config(dequantize=True), tp_dequantize=False)
 
 
 @pytest.mark.parametrize("block", [(16, 16), None])
-def test_float8_stays_packed(tmp_path: Path, llama: Path, block: tuple[int, int] | None, caplog: Any) -> None:
+def test_float8_stays_packed(tmp_path, llama, block, caplog) -> None:
     quantize_folder(llama, tmp_path / "float8", block)
     with caplog.at_level("INFO", logger="tp_transformers"):
         model = load(tmp_path / "float8", dtype=torch.float32, tp_dequantize=False)
@@ -235,7 +235,7 @@ BLOCKS, GROUPS = Float8((16, 16)), Compressed.of(compressed(group_size=16))
         (Awq(group=32), AWQ | {"qzeros": AWQ["qzeros"].half()}, "got torch.float16 of shape (2, 2)"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(form: Format, tensors: dict[str, torch.Tensor | None], says: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(form, tensors, says) -> None:
     join = "_" if isinstance(form, Mxfp4) else "."
     given = {f"a{join}{name}": Resident(tensor) for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(CheckpointError, match=r"tensor a[._]") as caught:
@@ -303,9 +303,7 @@ def test_every_module_has_its_group() -> None:
     assert torch.equal(made["m.experts.0.weight"].materialize(), torch.full((2, 16), 2.0 * (1 - 8)))
 
 
-def test_few_weights_are_packed_and_dequantised_at_once(
-    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_weights_are_packed_and_dequantised_at_once(tmp_path, llama, monkeypatch) -> None:
     quantized.compressed(llama, tmp_path / "packed", bits=8)
     whole = load(tmp_path / "packed")
     seen = []

@@ -40,7 +40,7 @@ CASES = [(*case, dtype) for case in (*INTEGERS, *OTHERS) for dtype in (torch.bfl
 
 
 @pytest.mark.parametrize(("form", "weights", "dtype"), [*CASES, *((*case, torch.bfloat16) for case in MICRO)])
-def test_a_weight_is_what_the_library_makes_of_it(form: str, weights: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_weight_is_what_the_library_makes_of_it(form, weights, dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(ROWS, COLUMNS, dtype=dtype)
     state, expected = compress(form, weights, weight)

@@ -170,7 +170,7 @@ def test_stored_zero_points_count_whatever_the_config_says() -> None:
         ({}, {"format": "pack-quantized"}, "tensor a.weight_packed"),
     ],
 )
-def test_tensors_that_the_scheme_does_not_read_are_refused(tensors: Any, changes: Any, says: str) -> None:
+def test_tensors_that_the_scheme_does_not_read_are_refused(tensors, changes, says) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(STORED | tensors, **changes)
     assert says in str(caught.value)

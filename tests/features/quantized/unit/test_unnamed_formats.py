@@ -35,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp8 by rows", "nvfp4"])
-def test_modelopt_is_read_by_its_scales(tmp_path: Path, llama: Path, form: str) -> None:
+def test_modelopt_is_read_by_its_scales(tmp_path, llama, form) -> None:
     expected = read_folder(llama) | quantized.modelopt(llama, tmp_path / "quantised", form=form)
     model = load(tmp_path / "quantised")
     for name, tensor in model.state_dict().items():
@@ -57,7 +57,7 @@ def test_modelopt_is_read_by_its_scales(tmp_path: Path, llama: Path, form: str) 
     assert survey(str(tmp_path / "quantised"), packed=True).packed
 
 
-def test_modelopt_is_read_where_the_config_names_it(tmp_path: Path, llama: Path) -> None:
+def test_modelopt_is_read_where_the_config_names_it(tmp_path, llama) -> None:
     expected = quantized.modelopt(llama, tmp_path / "quantised")
     config = json.loads((tmp_path / "quantised" / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "FP8"}
@@ -68,7 +68,7 @@ def test_modelopt_is_read_where_the_config_names_it(tmp_path: Path, llama: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fp8", "nvfp4"])
-def test_modelopt_is_what_the_library_makes_of_it(tmp_path: Path, llama: Path, form: str) -> None:
+def test_modelopt_is_what_the_library_makes_of_it(tmp_path, llama, form) -> None:
     pytest.importorskip("modelopt.torch.quantization.qtensor")
     from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
 
@@ -99,7 +99,7 @@ def described(folder: Path, target: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("form", "algorithm"), [("fp8", "FP8"), ("fp8 by rows", "FP8_PER_CHANNEL_PER_TOKEN"), ("nvfp4", "NVFP4")]
 )
-def test_hf_quant_config_says_what_modelopt_stores(tmp_path: Path, llama: Path, form: str, algorithm: str) -> None:
+def test_hf_quant_config_says_what_modelopt_stores(tmp_path, llama, form, algorithm) -> None:
     quantized.modelopt(llama, tmp_path / "quantised", form=form)
     excluded = ["lm_head", "model.layers.0.self_attn*"]
     folder = described(tmp_path / "quantised", tmp_path / "config", quant_algo=algorithm, exclude_modules=excluded)
@@ -115,7 +115,7 @@ def test_hf_quant_config_says_what_modelopt_stores(tmp_path: Path, llama: Path, 
 
 
 @pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "W8A8_SQ_PER_CHANNEL"])
-def test_an_algorithm_of_modelopt_that_is_not_read_is_refused(tmp_path: Path, llama: Path, algorithm: str) -> None:
+def test_an_algorithm_of_modelopt_that_is_not_read_is_refused(tmp_path, llama, algorithm) -> None:
     quantized.modelopt(llama, tmp_path / "quantised")
     folder = described(tmp_path / "quantised", tmp_path / "config", quant_algo=algorithm)
     shutil.copy(llama / "model.safetensors", tmp_path / "quantised")
@@ -125,7 +125,7 @@ def test_an_algorithm_of_modelopt_that_is_not_read_is_refused(tmp_path: Path, ll
             use(str(where))
 
 
-def test_hf_quant_config_that_quantises_no_weight_or_is_cut(tmp_path: Path, llama: Path) -> None:
+def test_hf_quant_config_that_quantises_no_weight_or_is_cut(tmp_path, llama) -> None:
     quantized.modelopt(llama, tmp_path / "quantised")
     folder = described(tmp_path / "quantised", tmp_path / "config", quant_algo=None)
     assert not survey(str(folder)).is_quantized
@@ -168,7 +168,7 @@ def with_tensors(make: Callable[..., Any], *added: str) -> Callable[[Path, Path]
         (with_tensors(quantized.awq, "input_zeros"), "q_proj.input_zeros"),
     ],
 )
-def test_scales_that_nothing_reads_are_refused(tmp_path: Path, llama: Path, make: Any, says: str) -> None:
+def test_scales_that_nothing_reads_are_refused(tmp_path, llama, make, says) -> None:
     make(llama, tmp_path / "quantised")
     for use in (load, survey):
         with pytest.raises(UnsupportedError, match="which nothing would read") as caught:
@@ -176,7 +176,7 @@ def test_scales_that_nothing_reads_are_refused(tmp_path: Path, llama: Path, make
         assert says in str(caught.value)
 
 
-def test_float8_without_scales_is_read_as_transformers_reads_it(tmp_path: Path, llama: Path) -> None:
+def test_float8_without_scales_is_read_as_transformers_reads_it(tmp_path, llama) -> None:
     tensors = read_folder(llama)
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
@@ -210,7 +210,7 @@ def claimed_in_order(folder: Path, target: Path) -> quantized.Tensors:
 
 
 @pytest.mark.parametrize("make", [overlapping, claimed_in_order])
-def test_the_tensors_of_a_module_decide(tmp_path: Path, llama: Path, make: Any) -> None:
+def test_the_tensors_of_a_module_decide(tmp_path, llama, make) -> None:
     expected = make(llama, tmp_path / "quantised")
     model = load(tmp_path / "quantised", dtype=torch.float32)
     state = model.state_dict()
@@ -225,7 +225,7 @@ def test_the_tensors_of_a_module_decide(tmp_path: Path, llama: Path, make: Any) 
     assert all(torch.equal(stored[name], saved[name]) for name in stored)
 
 
-def test_scales_of_the_cache_are_saved(tmp_path: Path, llama: Path) -> None:
+def test_scales_of_the_cache_are_saved(tmp_path, llama) -> None:
     quantize_folder(llama, tmp_path / "float8", (16, 16))
     tensors = read_folder(tmp_path / "float8")
     scales = {

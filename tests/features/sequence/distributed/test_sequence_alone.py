@@ -18,11 +18,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import gradient_errors, gradients, ranks_agree, relative, worst
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.plans import Plan
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 PARAMETERS = {f"layers.*.mlp.experts.{name}_proj": "local" for name in ("gate_up", "down")}
@@ -125,7 +122,7 @@ def check_alone(folder: str, lengths: tuple[int, ...], names: Iterable[str], **o
 
 
 @on_ranks()
-def test_modules_alone(folder: str) -> None:
+def test_modules_alone(folder) -> None:
     names = ["norm before attention", "last norm", "first layer", "second layer", "in a hook", "checkpointed norm"]
     check_alone(folder, (7,), names)
 
@@ -150,7 +147,7 @@ def architecture(tmp_path: Path, name: str, heads: tuple[int, int]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "heads", "size", "options"), CASES)
 @on_ranks()
-def test_all_modules_alone(architecture: str, options: dict[str, Any]) -> None:
+def test_all_modules_alone(architecture, options) -> None:
     check_alone(architecture, (7, 1), LOSSES, **options)
 
 
@@ -172,13 +169,13 @@ def recompute_alone(folder: str, name: str, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", wide([False, True], 1))
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_checkpoints_of_modules_alone_are_refused(pool: Pool, cases: Any, name: str, reentrant: bool) -> None:
+def test_checkpoints_of_modules_alone_are_refused(pool, cases, name, reentrant) -> None:
     error = pool.error(2, recompute_alone, cases(9, 3).folder, name, reentrant)
     assert "all the base model" in error
 
 
 @on_ranks(model="phi")
-def test_dropouts_of_a_layer_alone_are_the_same_on_all_ranks(folder: str) -> None:
+def test_dropouts_of_a_layer_alone_are_the_same_on_all_ranks(folder) -> None:
     """All ranks have the same full sequence."""
     model = load(folder, tp_sequence_parallel=True, resid_pdrop=0.3).train()
     torch.manual_seed(5)

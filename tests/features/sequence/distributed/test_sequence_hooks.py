@@ -20,8 +20,6 @@ from tests.support.models import MASK, PROMPTS, load, load_both, logits_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 Kept = dict[str, Tensor]
 """All that the hooks of a way have seen, in their order; gradients by what they are of, once a backward has run."""
 
@@ -171,7 +169,7 @@ def observe(model: Any, way: Way, length: int, use_reentrant: bool | None) -> di
 
 @pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 @on_ranks()
-def test_hooks_see_and_change_complete_sequences(folder: str) -> None:
+def test_hooks_see_and_change_complete_sequences(folder) -> None:
     model, whole = load_both(folder, tp_sequence_parallel=True)
     for case in CASES:
         mine, expected = observe(model, *case), observe(whole, *case)
@@ -186,7 +184,7 @@ def test_hooks_see_and_change_complete_sequences(folder: str) -> None:
 
 
 @on_ranks()
-def test_hooks_of_a_copy_and_hooks_that_are_refused(folder: str) -> None:
+def test_hooks_of_a_copy_and_hooks_that_are_refused(folder) -> None:
     """A model beside a copy that has hooks, and the copy."""
     model, whole = load_both(folder, tp_sequence_parallel=True)
     copied = copy.deepcopy(model)
@@ -203,7 +201,7 @@ def test_hooks_of_a_copy_and_hooks_that_are_refused(folder: str) -> None:
 
 
 @on_ranks()
-def test_hooks_of_all_modules_are_told_of(folder: str) -> None:
+def test_hooks_of_all_modules_are_told_of(folder) -> None:
     """Hooks on all modules at once are logged, once; those of torch's own see parts in silence."""
     model, records = load(folder, tp_sequence_parallel=True), []
     handler = logging.Handler()
@@ -227,7 +225,7 @@ def test_hooks_of_all_modules_are_told_of(folder: str) -> None:
 
 @pytest.mark.slow
 @on_ranks()
-def test_hooks_are_compiled(folder: str) -> None:
+def test_hooks_are_compiled(folder) -> None:
     """In one graph."""
     model, whole = load_both(folder, tp_sequence_parallel=True)
     steer_in_place(model, {})
@@ -238,7 +236,7 @@ def test_hooks_are_compiled(folder: str) -> None:
 
 
 @on_ranks(heads=(8, 2), model="mixtral")
-def test_hooks_around_experts_that_exchange_tokens(folder: str) -> None:
+def test_hooks_around_experts_that_exchange_tokens(folder) -> None:
     """A block whose experts exchange tokens takes hooks, its router does not."""
     model, whole = load_both(folder, tp_plan=EXCHANGING, tp_sequence_parallel=True)
     with pytest.raises(tp_transformers.UnsupportedError, match=r"layers.0.mlp.gate: got .* exchange them"):

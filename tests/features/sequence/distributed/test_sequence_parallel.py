@@ -23,8 +23,6 @@ from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import local_tensor
 
-pytestmark = pytest.mark.distributed
-
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
 UNFIT = ("bloom", "falcon", "falcon with alibi", "opt", "t5", "t5 gated", "bart", "gemma3", "qwen2_vl", "qwen2_5_vl")
 """Architectures that are refused."""
@@ -112,7 +110,7 @@ def shapes() -> Iterator[tuple[str, Variant, int]]:
     ),
 )
 @on_ranks()
-def test_architecture_matches_one_process(case: Case) -> None:
+def test_architecture_matches_one_process(case) -> None:
     check_sequences(case.folder, case.reference)
 
 
@@ -131,7 +129,7 @@ def like_smollm2(tmp_path: Path) -> str:
 
 
 @on_ranks()
-def test_memory_of_activations(like_smollm2: str) -> None:
+def test_memory_of_activations(like_smollm2) -> None:
     """`peak_of` the layers and of the whole model, without the options and with both."""
     options, tokens, found = {"tp_sequence_parallel": True, "tp_loss_parallel": True}, torch.arange(256).view(1, -1), {}
     for way, given in (("plain", {}), ("cut", options)):
@@ -143,7 +141,7 @@ def test_memory_of_activations(like_smollm2: str) -> None:
 
 
 @on_ranks(heads=(8, 2), model="llama")
-def test_a_forward_that_fails_leaves_nothing_behind(folder: str) -> None:
+def test_a_forward_that_fails_leaves_nothing_behind(folder) -> None:
     """The steps after an error inside a block are as right as ever."""
     model, one_process = (each.train() for each in load_both(folder, tp_sequence_parallel=True))
     expected = train(one_process, 7, "kept")
@@ -186,7 +184,7 @@ class Replayed(torch.nn.Module):
 
 
 @on_ranks(model="phi")
-def test_dropouts_between_blocks_are_those_of_one_process_with_the_same_masks(folder: str) -> None:
+def test_dropouts_between_blocks_are_those_of_one_process_with_the_same_masks(folder) -> None:
     for checkpoints in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         model = load(folder, tp_sequence_parallel=True, resid_pdrop=DROPPED).train()
         if checkpoints is not None:
@@ -230,7 +228,7 @@ def test_dropouts_between_blocks_are_those_of_one_process_with_the_same_masks(fo
 
 
 @on_ranks(3, heads=(9, 9), model="gpt2")
-def test_dropouts_in_blocks_are_those_without_sequence_parallelism(folder: str) -> None:
+def test_dropouts_in_blocks_are_those_without_sequence_parallelism(folder) -> None:
     losses = []
     for is_cut in (False, True):
         model = load(folder, tp_sequence_parallel=is_cut, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2).train()

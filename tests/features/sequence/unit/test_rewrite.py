@@ -75,7 +75,7 @@ def test_layers_of_one_stack_may_differ() -> None:
         ("rules: {model.layers.*.mlp: {input: batch-sharded}}", r"name the module in tp_batch_sharded=\[...\] instead"),
     ],
 )
-def test_a_plan_file_with_an_argument_of_a_load_is_refused(tmp_path: Any, line: str, says: str) -> None:
+def test_a_plan_file_with_an_argument_of_a_load_is_refused(tmp_path, line, says) -> None:
     (tmp_path / "mine.yaml").write_text(f"extends: llama\n{line}\n")
     with pytest.raises(PlanError, match=rf"mine.yaml is malformed, 1 fault:\n.*{says}"):
         Plan.from_yaml(tmp_path / "mine.yaml")
@@ -99,7 +99,7 @@ def test_attention_with_fewer_heads_than_ranks_computes_the_whole() -> None:
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_what_is_no_such_decoder_is_refused(name: str) -> None:
+def test_what_is_no_such_decoder_is_refused(name) -> None:
     model = ARCHITECTURES[name].make(*ARCHITECTURES[name].variants[0])
     with pytest.raises(PlanError, match="cannot be made sequence-parallel") as caught:
         resolve(Plan.for_model(model).with_options(sequence_parallel=True), model, 2)
@@ -138,7 +138,7 @@ def with_two_ends() -> PreTrainedModel:
         (with_two_ends, "it has model.norm, model.projection after model.layers, where one norm is"),
     ],
 )
-def test_modules_that_may_mix_tokens_are_refused(make: Any, says: str) -> None:
+def test_modules_that_may_mix_tokens_are_refused(make, says) -> None:
     with pytest.raises(PlanError, match=says):
         rules_of(make(), sequence_parallel=True)
 
@@ -164,7 +164,7 @@ def exchanging(kind: str, **rules: Any) -> Plan:
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe"])
-def test_blocks_with_experts_that_exchange_tokens_compute_on_parts(kind: str) -> None:
+def test_blocks_with_experts_that_exchange_tokens_compute_on_parts(kind) -> None:
     model = ARCHITECTURES[kind].make(8, 8)
     shared = LAYER + ("mlp.shared_experts" if kind == "deepseek_v3" else "mlp.shared_expert")
     rules = rules_of(model, exchanging(kind), sequence_parallel=True)
@@ -189,9 +189,7 @@ def test_blocks_with_experts_that_exchange_tokens_compute_on_parts(kind: str) ->
         ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, {}, "1 experts cannot be spread over 2 ranks"),
     ],
 )
-def test_experts_that_cannot_exchange_tokens_are_refused(
-    kind: str, changes: dict[str, Any], rules: dict[str, Any], says: str
-) -> None:
+def test_experts_that_cannot_exchange_tokens_are_refused(kind, changes, rules, says) -> None:
     config = ARCHITECTURES[kind].make(8, 4).config
     config.update(changes)
     with torch.device("meta"):
@@ -201,7 +199,7 @@ def test_experts_that_cannot_exchange_tokens_are_refused(
 
 
 @pytest.mark.parametrize("name", ["sequence_parallel", "sequence_parallel_rep"])
-def test_a_norm_on_parts_that_nothing_cuts_is_refused(name: str) -> None:
+def test_a_norm_on_parts_that_nothing_cuts_is_refused(name) -> None:
     plan = Plan.from_dict({LAYER + "input_layernorm": name})
     with pytest.raises(PlanError, match=r"input_layernorm: its input is replicated, since no rule shards"):
         resolve(plan, llama(), 2)
@@ -266,7 +264,7 @@ def test_attention_with_fewer_heads_than_ranks_gathers_batches_whole() -> None:
         ({"batch_sharded": True, "loss_parallel": True}, "got batch_sharded and loss_parallel, expected one"),
     ],
 )
-def test_what_cannot_gather_batches_is_refused(options: dict[str, Any], says: str) -> None:
+def test_what_cannot_gather_batches_is_refused(options, says) -> None:
     with pytest.raises(PlanError, match=says):
         rules_of(llama(), **options)
 
@@ -324,7 +322,7 @@ def test_experts_exchange_tokens_of_sequences_and_batches() -> None:
         (mixture, {"batch_sharded": "experts"}, "no experts with a rule moe_all_to_all; expert_parallel gives them"),
     ],
 )
-def test_models_without_such_experts_are_refused(model: Any, options: dict[str, Any], says: str) -> None:
+def test_models_without_such_experts_are_refused(model, options, says) -> None:
     with pytest.raises(PlanError, match=says):
         rules_of(model(), **options)
 

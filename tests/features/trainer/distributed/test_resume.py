@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +15,8 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.features.data_parallel.distributed.test_training_modes import MODES, start
 from tests.support.models import with_shares
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import BATCH, MAX_NORM, arguments_of, model_of, quietly
-
-pytestmark = pytest.mark.distributed
 
 ROUNDING = 1e-6
 """Of losses in fp32, on another mesh."""
@@ -81,7 +76,7 @@ def resume(folder: str, mode: str | None, target: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["shard", "replicate"])
-def test_a_distributed_checkpoint_goes_on_anywhere(pool: Pool, cases: Any, tmp_path: Path, mode: str) -> None:
+def test_a_distributed_checkpoint_goes_on_anywhere(pool, cases, tmp_path, mode) -> None:
     folder, target = cases(9, 3).folder, str(tmp_path)
     expected, *_ = pool.run(4, leave, folder, mode, target)
     for losses in pool.run(4, resume, folder, mode, target):
@@ -168,9 +163,7 @@ PARTS = wide(
 
 
 @pytest.mark.parametrize(("change", "others"), PARTS)
-def test_a_checkpoint_of_trainer_goes_on_anywhere(
-    pool: Pool, cases: Any, tmp_path: Path, change: Any, others: Sequence[tuple[int, int]]
-) -> None:
+def test_a_checkpoint_of_trainer_goes_on_anywhere(pool, cases, tmp_path, change, others) -> None:
     """Also where a group of the optimizer is empty, or a parameter has no state, as it got no gradient."""
     folder, target = cases(9, 3).folder, str(tmp_path / "cut")
     (one,) = pool.run(1, with_trainer, folder, str(tmp_path / "one"), 0, None, change)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from tests.support.comparisons import read_folder, relative, relative_errors
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
-
-pytestmark = pytest.mark.distributed
 
 
 def on_a_cpu_unasked(folder: str, target: str) -> None:
@@ -23,13 +15,13 @@ def on_a_cpu_unasked(folder: str, target: str) -> None:
     Trainer(model, TrainingArguments(target, report_to=[]))
 
 
-def test_a_process_of_accelerate_for_itself_is_refused(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_a_process_of_accelerate_for_itself_is_refused(pool, cases, tmp_path) -> None:
     said = pool.error(2, on_a_cpu_unasked, cases(9, 3).folder, str(tmp_path))
     assert "Trainer: got accelerate's 1 process, expected the 2 ranks that were started" in said
     assert "use_cpu=True" in said
 
 
-def test_trainer_trains_and_evaluates_as_one_process(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_trainer_trains_and_evaluates_as_one_process(pool, cases, tmp_path) -> None:
     folder = cases(9, 3).folder
     for adapted, ways in ((False, ((1, False, True), (2, True, False))), (True, ((1, True, False),))):
         saved = str(tmp_path / f"one {adapted}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,8 @@ import tp_transformers
 from tests.support.comparisons import ranks_agree
 from tests.support.models import VOCAB, load
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, arguments_of, model_of, quietly
-
-pytestmark = pytest.mark.distributed
 
 LENGTHS = [5, 9, 4, 8, 6, 9, 3, 7]
 DRAWN = torch.Generator().manual_seed(3)
@@ -165,7 +161,7 @@ def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", wide(WAYS, 3))
-def test_copies_count_and_not_ranks(pool: Pool, cases: Any, tmp_path: Path, name: str) -> None:
+def test_copies_count_and_not_ranks(pool, cases, tmp_path, name) -> None:
     folder = cases(9, 3).folder
     (one,) = pool.run(1, counted, folder, str(tmp_path), 0, name)
     assert one["losses"]
@@ -182,7 +178,7 @@ def test_copies_count_and_not_ranks(pool: Pool, cases: Any, tmp_path: Path, name
 
 
 @on_ranks()
-def test_batches_that_rank_0_would_slice_are_refused(folder: str, tmp_path: Path) -> None:
+def test_batches_that_rank_0_would_slice_are_refused(folder, tmp_path) -> None:
     from tp_transformers.trainer import Trainer
 
     arguments = arguments_of(str(tmp_path), accelerator_config={"dispatch_batches": True})
@@ -192,7 +188,7 @@ def test_batches_that_rank_0_would_slice_are_refused(folder: str, tmp_path: Path
 
 @pytest.mark.slow  # workers import torch
 @on_ranks()
-def test_workers_of_one_copy_draw_alike(folder: str, tmp_path: Path) -> None:
+def test_workers_of_one_copy_draw_alike(folder, tmp_path) -> None:
     """An epoch of random rows, drawn in two worker processes."""
     from tp_transformers.trainer import Trainer
 

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
 
 import tp_transformers
 from tests.support.models import VOCAB
-from tests.support.pool import Pool, WorkerError
+from tests.support.pool import WorkerError
 from tests.support.training import be_alone, quietly
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.trl]
+pytestmark = [pytest.mark.slow, pytest.mark.trl]
 
 TOLERANCE = 1e-3  # TRL rounds some of what it logs; sums in fp32, in another order, through three steps
 TEXTS = ["w5 w17 w98", "w23 w9 w41 w198", "w3 w77", "w12 w150 w6", "w8 w8 w8", "w100 w101"]
@@ -75,7 +75,7 @@ def with_tokenizer(checkpoint: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["sft", "lora", "dpo", "grpo"])
-def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, kind: str) -> None:
+def test_trl_trains_as_in_one_process(pool, cases, tmp_path, kind) -> None:
     folder = with_tokenizer(cases(9, 3).folder, tmp_path / "checkpoint")
     (expected,) = pool.run(1, train, kind, folder, str(tmp_path / "one"), True)
     assert len(expected) == 3
@@ -90,7 +90,7 @@ def test_trl_trains_as_in_one_process(pool: Pool, cases: Any, tmp_path: Path, ki
     assert all("expected 199 rows that divide by 3 ranks" in error for error in errors.values())
 
 
-def test_an_adapter_of_trl_goes_on(pool: Pool, cases: Any, tmp_path: Path) -> None:
+def test_an_adapter_of_trl_goes_on(pool, cases, tmp_path) -> None:
     folder = with_tokenizer(cases(9, 3).folder, tmp_path / "checkpoint")
     (expected,) = pool.run(1, train, "lora", folder, str(tmp_path / "one"), True)
     check(pool.run(2, train, "lora", folder, str(tmp_path / "cut"), False), expected)

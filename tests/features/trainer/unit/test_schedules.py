@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ import tp_transformers
 from tp_transformers.features.trainer.checkpoints import _load_optimizer_and_scheduler
 
 
-def test_a_schedule_of_schedules_goes_on(tmp_path: Path) -> None:
+def test_a_schedule_of_schedules_goes_on(tmp_path) -> None:
     def make() -> Any:
         model = nn.Linear(3, 3)
         optimizer = torch.optim.SGD([{"params": []}, {"params": [*model.parameters()]}], lr=1.0, momentum=0.9)
