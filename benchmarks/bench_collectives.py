@@ -21,7 +21,7 @@ from tp_transformers.ranks.direct import BACKEND, connect, transport_of
 
 from . import processes
 from .ranks import in_turn, joined
-from .report import page, shown_spread, slowest, spread, spread_of_ratios
+from .report import compared, listed, numbers, page, shown_spread
 
 SIDES = ("memory", "gloo")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "vote")
@@ -31,9 +31,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Add the options, and read them."""
     add = parser.add_argument
-    add("--ranks", default="2,4,8", help="numbers of ranks (default: 2,4,8)")
-    add("--kinds", default=",".join(KINDS), help="(default: all)")
-    add("--nbytes", default="4096,32768,4194304", help="sizes of tensors")
+    add("--ranks", type=numbers, default="2,4,8", help="numbers of ranks (default: 2,4,8)")
+    add("--kinds", type=listed(KINDS), default=",".join(KINDS), help="(default: all)")
+    add("--nbytes", type=numbers, default="4096,32768,4194304", help="sizes of tensors")
     add("--rounds", type=int, default=9, help="how often each side takes its turn (default: 9)")
     add("--timeout", type=float, default=600, help="seconds that one number of ranks may take")
     return parser.parse_args(argv)
@@ -42,15 +42,10 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
 def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure all numbers of ranks. Raises ProcessError if a process fails or takes too long."""
     result |= {"rounds": arguments.rounds, "ranks": {}}
-    for size in map(int, arguments.ranks.split(",")):
+    for size in arguments.ranks:
         with tempfile.TemporaryDirectory() as scratch:
-            job = {
-                "store": f"{scratch}/store",
-                "size": size,
-                "rounds": arguments.rounds,
-                "kinds": arguments.kinds.split(","),
-                "nbytes": [int(each) for each in arguments.nbytes.split(",")],
-            }
+            job = {"store": f"{scratch}/store", "size": size, "rounds": arguments.rounds}
+            job |= {"kinds": arguments.kinds, "nbytes": arguments.nbytes}
             ranks = processes.run_ranks(f"{__name__}:on_rank", job, timeout=arguments.timeout)
         result["ranks"][str(size)] = found = _summary(ranks)
         print(*_rows(str(size), found), sep="\n", flush=True)
@@ -106,12 +101,7 @@ def _seconds(call: Callable[[], Any], times: int) -> float:
 
 def _summary(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The measurements, with the seconds of the slowest rank, and the ratios of gloo's to those of shared memory."""
-    rows = []
-    for row, *others in zip(*ranks, strict=True):
-        seconds = slowest([each["seconds"] for each in (row, *others)])
-        found = {"seconds": {side: spread(seconds[side]) for side in SIDES}}
-        rows.append({**row, **found, "ratio": spread_of_ratios(seconds["gloo"], seconds["memory"])})
-    return rows
+    return [{**rows[0], **compared([row["seconds"] for row in rows], "memory")} for rows in zip(*ranks, strict=True)]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -130,5 +120,7 @@ def _rows(size: str, found: list[dict[str, Any]]) -> list[str]:
     for row in found:
         times = " | ".join(f"{row['seconds'][side]['median'] * 1e6:.0f} us" for side in SIDES)
         shown = f"{row['bytes']:,}" if row["kind"] != "vote" else ""
-        rows.append(f"| {row['kind']} | {size} | {row['dtype']} | {shown} | {times} | {shown_spread(row['ratio'])} |")
+        rows.append(
+            f"| {row['kind']} | {size} | {row['dtype']} | {shown} | {times} | {shown_spread(row['ratios']['gloo'])} |"
+        )
     return rows

@@ -17,7 +17,7 @@ from typing import Any
 from . import machine
 from .checkpoints import KINDS, ensure, files
 from .ranks import in_turn
-from .report import MEASURES, page, summarise
+from .report import MEASURES, listed, page, summarise
 from .sides import Setting, Side, compared
 
 
@@ -106,7 +106,7 @@ def file(arguments: argparse.Namespace) -> str:
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Add the options, and read them."""
     add = parser.add_argument
-    add("--models", default="llama,mixtral", help=f"of {','.join(KINDS)} (default: llama,mixtral)")
+    add("--models", type=listed(KINDS), default="llama,mixtral", help=f"of {','.join(KINDS)} (default: %(default)s)")
     add("--gigabytes", type=float, default=4, help="of each checkpoint (default: 4)")
     add("--ranks", type=int, default=2, help="(default: 2)")
     add("--pairs", type=int, default=5, help="how often both sides load (default: 5)")
@@ -123,11 +123,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     add("--timeout", type=float, default=600, help="seconds that one load may take, its processes' start included")
     add("--against", type=Path, help="hold the loads against this checkpoint, to see that a wrong one is refused")
     arguments = parser.parse_args(argv)
-    arguments.models = arguments.models.split(",")
     arguments.folder = arguments.folder.resolve()
     arguments.against = arguments.against and arguments.against.resolve()
-    if unknown := set(arguments.models) - set(KINDS):
-        parser.error(f"--models: got {', '.join(sorted(unknown))}, expected some of {', '.join(KINDS)}")
     if arguments.pairs < 1 or arguments.ranks < 1:
         parser.error("--pairs and --ranks: expected 1 or more")
     if arguments.device == "cuda" and arguments.rank is None:

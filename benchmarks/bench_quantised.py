@@ -27,7 +27,7 @@ from . import processes
 from .checkpoints import write
 from .formats import FORMATS, GROUP, MXFP4
 from .ranks import in_turn, joined
-from .report import page, shown_spread, slowest, spread, spread_of_ratios
+from .report import compared, page, shown_spread
 
 WIDTHS: dict[str, dict[str, int]] = {
     # 9 query heads on 3 KV heads, and 22 groups of columns between: no even shards on 2 ranks.
@@ -158,13 +158,8 @@ def _summary(name: str, widths: str, size: int, ranks: list[dict[str, Any]]) -> 
     """Ratios of each side's seconds to those of the dequantised weights, the slowest rank; the most bytes of a rank."""
     found: dict[str, Any] = {"format": name, "widths": widths, "ranks": size, "ratios": {}, "seconds": {}}
     for scenario in ranks[0]["seconds"]:
-        seconds = slowest([rank["seconds"][scenario] for rank in ranks])
-        found["seconds"][scenario] = {side: spread(values) for side, values in seconds.items()}
-        found["ratios"][scenario] = {
-            side: spread_of_ratios(values, seconds[DEQUANTISED])
-            for side, values in seconds.items()
-            if side != DEQUANTISED
-        }
+        sides = compared([rank["seconds"][scenario] for rank in ranks], DEQUANTISED)
+        found["seconds"][scenario], found["ratios"][scenario] = sides["seconds"], sides["ratios"]
     for kind in ("held", "read"):
         found[kind] = {side: max(rank[kind][side] for rank in ranks) for side in (PACKED, DEQUANTISED)}
     found["errors"] = {side: max(rank["errors"][side] for rank in ranks) for side in ranks[0]["errors"]}

@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM
 
 import tp_transformers
 
 from . import processes
 from .bench_quantised import after_barrier, decode, prefill
 from .checkpoints import write
-from .formats import GROUP
-from .forward import MODELS as FIELDS
-from .forward import SHARED, WIDTHS
+from .forward import config_of
 from .ranks import in_turn, joined
 from .report import page, slowest, spread
 
@@ -54,7 +52,7 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
         for dtype in arguments.dtypes:
             with tempfile.TemporaryDirectory() as scratch:
                 form = "int4" if dtype == "int4" else ""
-                write(Path(scratch, "model"), _config(model), form, DTYPES[dtype])
+                write(Path(scratch, "model"), config_of(model, "real"), form, DTYPES[dtype])
                 job = {"folder": f"{scratch}/model", "dtype": dtype, "rounds": arguments.rounds}
                 timed = {
                     size: processes.run_ranks(
@@ -71,14 +69,6 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
                 row["measured"] = {name: spread(values) for name, values in seconds.items()}
                 result["rows"].append(row)
                 print(_line(row), flush=True)
-
-
-def _config(model: str) -> PretrainedConfig:
-    fields = {**SHARED, **WIDTHS["real"], **FIELDS[model], "tie_word_embeddings": False}
-    fields["num_key_value_heads"] = fields["num_attention_heads"] // 2
-    if model == "mixtral":
-        fields["intermediate_size"] = 11 * GROUP
-    return CONFIG_MAPPING[model](**fields)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +52,18 @@ def ensure(kind: str, gigabytes: float, parent: Path) -> Path:
     known = {name: getattr(config, name) for name in (*KINDS[kind][2], "num_hidden_layers")}
     digest = hashlib.sha256(json.dumps([KINDS[kind], known]).encode()).hexdigest()[:8]
     folder = parent / f"{kind}-{gigabytes:g}GB-{digest}"
-    if folder.is_dir():
-        return folder
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent) as scratch:
-        # Atomic: an interrupted write leaves nothing that looks like a checkpoint.
-        target = Path(scratch) / "checkpoint"
-        write(target, config, KINDS[kind][1])
-        if not folder.is_dir():  # another process may have been faster
-            target.rename(folder)
+    return written_once(folder, lambda target: write(target, config, KINDS[kind][1]))
+
+
+def written_once(folder: Path, write: Callable[[Path], Any]) -> Path:
+    """The folder of a checkpoint that `write` writes unless it is there; an interrupted write leaves no folder."""
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            target = Path(scratch) / "checkpoint"
+            write(target)
+            if not (folder / "config.json").is_file():  # another process may have been faster
+                target.rename(folder)
     return folder
 
 

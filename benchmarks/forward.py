@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,6 @@ class Job:
     """Temporary folder, for the checkpoint that the first rank writes."""
     size: int
     rank: int
-    device: str
     store: str
     """File for the rendezvous of the ranks; "" with fake collectives."""
     rounds: int
@@ -69,15 +68,14 @@ class Timed:
         """`is_alone`: only the first rank computes, with all cores, while the others sleep."""
         self.model, self.job, self.is_alone = model.eval(), job, is_alone
         self.rests = is_alone and job.rank > 0
-        self.device = next(model.parameters()).device
         self.call = torch.compile(model) if job.compiled else model
+        self.clock = time.perf_counter if job.store else time.process_time
         self._caches: dict[str, Any] = {}
 
     def prompt(self, batch: int, length: int = PROMPT) -> torch.Tensor:
         """Random tokens, the same on all ranks and sides: (batch, length)."""
         vocabulary = self.model.config.vocab_size
-        ids = torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(batch))
-        return ids.to(self.device)
+        return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(batch))
 
     @torch.no_grad()
     def prefill(self, batch: int) -> None:
@@ -95,7 +93,7 @@ class Timed:
             past = self.model(ids, use_cache=True).past_key_values
         self.start()
         for step in range(8):
-            positions = torch.tensor([[64 + step]], device=self.device)
+            positions = torch.tensor([[64 + step]])
             self.call(ids[:, :1], past_key_values=past, position_ids=positions, use_cache=True)
 
     def train(self) -> None:
@@ -108,12 +106,10 @@ class Timed:
         self.model.generate(self.prompt(1, 64), max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
 
     def start(self) -> None:
-        """Start the clock, once the ranks and the device are ready."""
+        """Start the clock, once the ranks are ready."""
         if self.job.store and self.job.size > 1 and not self.is_alone:
             dist.barrier()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.began = (time.perf_counter, time.process_time)[not self.job.store]()
+        self.began = self.clock()
 
     def seconds(self, what: Callable[[Timed], None]) -> float:
         """Seconds of one run; with fake collectives, CPU seconds of this process. 0 on an idle rank."""
@@ -124,9 +120,7 @@ class Timed:
         with self.cores():
             self.start()
             what(self)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            return float((time.perf_counter, time.process_time)[not self.job.store]() - self.began)
+            return self.clock() - self.began
 
     @contextmanager
     def cores(self) -> Iterator[None]:
@@ -172,7 +166,7 @@ def on_rank(**job: Any) -> dict[str, Any]:
     """Run a `Job`: errors and refusals by side, seconds and numbers of collectives by scenario and side."""
     given = Job(**job)
     result: dict[str, Any] = {"errors": {}, "refused": {}, "seconds": {}, "collectives": {}}
-    with joined(given.store, given.rank, given.size, given.device) as mesh:
+    with joined(given.store, given.rank, given.size) as mesh:
         sides = _sides(given, mesh, result)
         for name in given.scenarios:
             what = SCENARIOS[name]
@@ -193,7 +187,7 @@ def on_rank(**job: Any) -> dict[str, Any]:
 
 def _sides(job: Job, mesh: DeviceMesh, result: dict[str, Any]) -> dict[str, Timed]:
     """The models with correct logits, by side."""
-    config = _config(job)
+    config = config_of(job.model, job.widths)
     torch.manual_seed(0)
     folder = Path(job.folder) / "checkpoint"
     if job.rank == 0:
@@ -224,26 +218,25 @@ def _sides(job: Job, mesh: DeviceMesh, result: dict[str, Any]) -> dict[str, Time
     return sides
 
 
-def _config(job: Job) -> Any:
-    shape = {**SHARED, **WIDTHS[job.widths]}
+def config_of(model: str, widths: str) -> Any:
+    """The config of a model type of MODELS with WIDTHS."""
+    shape = {**SHARED, **WIDTHS[widths]}
     shape["num_key_value_heads"] = shape["num_attention_heads"] // 2
-    if job.model == "mixtral":
+    if model == "mixtral":
         shape["intermediate_size"] //= 4
-    return CONFIG_MAPPING[job.model](**{**shape, **MODELS[job.model]})
+    return CONFIG_MAPPING[model](**{**shape, **MODELS[model]})
 
 
 def _load(side: str, folder: Path, mesh: DeviceMesh, job: Job) -> Any:
     """The model of one side; with fake collectives, a plain model has the shapes of one rank."""
-    if side == "ours":
-        with tp_transformers.enable():
+    if side in ("ours", "native"):
+        with tp_transformers.enable() if side == "ours" else nullcontext():
             return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh, dtype=torch.float32)
-    if side == "native":
-        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh, dtype=torch.float32)
     if job.store:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(job.device)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = CONFIG_MAPPING[job.model].from_pretrained(folder)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for field in CUT:
         setattr(config, field, getattr(config, field) // job.size)
     config.head_dim = head_dim
-    return AutoModelForCausalLM.from_config(config).to(job.device)
+    return AutoModelForCausalLM.from_config(config)

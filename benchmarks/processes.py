@@ -1,7 +1,4 @@
-"""Fresh processes, one per rank: started together, ended by their ids, with their errors shown.
-
-`python -m benchmarks.processes MODULE:FUNCTION CALL` is one of them.
-"""
+"""Processes of calls, one per rank: started together, ended by their ids, with their errors shown."""
 
 from __future__ import annotations
 
@@ -9,18 +6,20 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).parent.parent
-"""Working directory of the processes: the clone of the repository."""
+"""The clone of the repository."""
 
 _GRACE = 10.0
 """Seconds for the other processes to end by themselves after one has failed."""
@@ -36,57 +35,46 @@ class ProcessError(Exception):
     """A process failed or timed out; the message has its number and stderr."""
 
 
-class Copy(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined, misc]
-    """A copy of this process, which needs no imports for its call; with Popen's methods."""
+def start(
+    target: str,
+    job: Mapping[str, Any],
+    result: Path,
+    output: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    copy: bool = False,
+) -> BaseProcess:
+    """Start a process, in a session of its own, that calls a function and writes what it returns.
 
-    def __init__(self, target: str, call: str, output: int, env: Mapping[str, str]) -> None:
-        """Start; `output`: descriptor of the file for stdout and stderr."""
-        super().__init__()
-        self._started = target, call, output, env, os.getpid()
-        self.start()
+    Args:
+        target: "module:function"; it returns what JSON can hold.
+        job: the keyword arguments.
+        result: the file for the returned value, as JSON.
+        output: the file to which stdout and stderr are appended.
+        env: additional environment variables.
+        copy: if True, the process is a copy of this one, and need not import what this one has imported.
+    """
+    context: Any = multiprocessing.get_context("fork" if copy else "spawn")
+    parent = os.getpid() if copy else None
+    process: BaseProcess = context.Process(target=_call, args=(target, job, result, output, parent))
+    with mock.patch.dict(os.environ, env or {}):  # libraries read them as they are imported
+        process.start()
+    return process
 
-    def run(self) -> None:
-        """What the copy does."""
+
+def _call(target: str, job: Mapping[str, Any], result: Path, output: Path, parent: int | None) -> None:
+    """What a process does. `parent`: the id of the process of which this one is a copy."""
+    os.setsid()
+    if parent is not None:
         from tp_transformers.features.run.launch import end_with_parent
 
-        target, call, output, env, parent = self._started
-        os.setsid()
         end_with_parent(parent=parent)
+    with output.open("ab") as file:
         for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(output, descriptor)
+            os.dup2(file.fileno(), descriptor)
             setattr(sys, name, os.fdopen(descriptor, "w", buffering=1, closefd=False))
-        os.environ.update(env)
-        answer(target, call)
-
-    def poll(self) -> int | None:
-        return self.exitcode
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self.join(timeout)
-        if self.exitcode is None:
-            raise subprocess.TimeoutExpired(self._started[0], timeout or 0.0)
-        return self.exitcode
-
-
-Started = subprocess.Popen[bytes] | Copy
-
-
-def start(target: str, call: str, output: int, *, env: Mapping[str, str] | None = None, copy: bool) -> Started:
-    """Start a process for a call (see `answer`) in a session of its own, or with `copy` a copy of this process."""
-    env = env or {}
-    if copy:
-        return Copy(target, call, output, env)
-    command = [sys.executable, "-m", __name__, target, call]
-    return subprocess.Popen(
-        command, stdout=output, stderr=output, env={**os.environ, **env}, cwd=ROOT, start_new_session=True
-    )
-
-
-def answer(target: str, call: str) -> None:
-    """Call the function `target`, MODULE:FUNCTION, and write what it returns; `call`: JSON, (keywords, file)."""
     module, _, function = target.partition(":")
-    keywords, file = json.loads(call)
-    Path(file).write_text(json.dumps(getattr(import_module(module), function)(**keywords)), encoding="utf-8")
+    result.write_text(json.dumps(getattr(import_module(module), function)(**job)), encoding="utf-8")
 
 
 def run(
@@ -102,12 +90,9 @@ def run(
     """Call a function in as many processes as there are `jobs`, all at once; returns what the calls return.
 
     Args:
-        target: "module:function"; it returns what JSON can hold.
-        jobs: the keyword arguments of each call.
+        target, jobs, env, copy: as `start` takes them, for each call.
         timeout: seconds for all processes together.
-        env: additional environment variables of each process.
         log: a file to which the processes append their output; by default each has one of its own, for errors alone.
-        copy: if True, the processes are copies of this one, and need not import what this one has imported.
         watch: called every twentieth of a second until all have ended.
 
     Raises:
@@ -116,22 +101,21 @@ def run(
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [log or Path(scratch, f"{number}.stderr") for number in range(len(jobs))]
         starts = [output.stat().st_size if output.exists() else 0 for output in outputs]
-        processes: list[Started] = []
+        results = [Path(scratch, f"{number}.json") for number in range(len(jobs))]
+        processes: list[BaseProcess] = []
         try:
             for number, job in enumerate(jobs):
-                call = json.dumps([job, f"{scratch}/{number}.json"])
-                with outputs[number].open("ab") as output:
-                    own = env[number] if env else None
-                    processes.append(start(target, call, output.fileno(), env=own, copy=copy))
+                own = env[number] if env else None
+                processes.append(start(target, job, results[number], outputs[number], env=own, copy=copy))
             _wait(processes, timeout, watch)
         finally:
-            codes = [process.poll() for process in processes]
+            codes = [process.exitcode for process in processes]
             for process in processes:
                 end(process)
         if any(code != 0 for code in codes):
             ends = zip(codes, outputs, starts, strict=True)
             raise ProcessError("\n".join(_report(target, number, *each) for number, each in enumerate(ends)))
-        return [json.loads(Path(scratch, f"{number}.json").read_bytes()) for number in range(len(jobs))]
+        return [json.loads(result.read_bytes()) for result in results]
 
 
 def run_ranks(
@@ -162,25 +146,32 @@ def run_ranks(
     )
 
 
-def end(process: subprocess.Popen[Any] | Copy) -> None:
-    """End a process that was started in its own session, and all processes of the session, also if it has ended.
+def free_port() -> int:
+    """A TCP port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def end(process: BaseProcess) -> None:
+    """End a process that `start` has started, and all processes of its session, also if it has ended.
 
     SIGTERM first: it may have started processes in sessions of their own, which it ends.
     """
-    if process.poll() is None:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_TERM)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.terminate()
+    process.join(_TERM)
+    if process.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
 
 
-def _wait(processes: Sequence[Started], timeout: float, watch: Callable[[], None] | None) -> None:
+def _wait(processes: Sequence[BaseProcess], timeout: float, watch: Callable[[], None] | None) -> None:
     """Return when all have ended, after `timeout`, or once one has failed and the others had time to notice."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
+        codes = [process.exitcode for process in processes]
         if None not in codes:
             return
         if any(codes):
@@ -192,9 +183,5 @@ def _wait(processes: Sequence[Started], timeout: float, watch: Callable[[], None
 
 def _report(target: str, number: int, code: int | None, output: Path, start: int) -> str:
     ended = "still running, was ended" if code is None else f"exit code {code}"
-    text = output.read_bytes()[start:].decode(errors="replace")[-_STDERR:]
+    text = output.read_bytes()[start:].decode(errors="replace")[-_STDERR:] if output.exists() else ""
     return f"--- {target}, process {number}: {ended}\n{text}"
-
-
-if __name__ == "__main__":
-    answer(*sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,41 @@ def slowest(ranks: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[fl
     return {side: [max(at) for at in zip(*(rank[side] for rank in ranks), strict=True)] for side in ranks[0]}
 
 
+def compared(ranks: Sequence[Mapping[str, Sequence[float]]], base: str) -> dict[str, Any]:
+    """The `spread` of the `slowest` seconds of each side, and of the ratios of the others to those of `base`."""
+    seconds = slowest(ranks)
+    return {
+        "seconds": {side: spread(values) for side, values in seconds.items()},
+        "ratios": {side: spread_of_ratios(at, seconds[base]) for side, at in seconds.items() if side != base},
+    }
+
+
 def shown_spread(found: dict[str, Any]) -> str:
     """A `spread` of ratios as a table cell."""
     return f"{found['median']:.2f} ({found['min']:.2f} to {found['max']:.2f})"
+
+
+def listed(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an option: names of `known`, with commas between."""
+
+    def names(text: str) -> list[str]:
+        if unknown := set(text.split(",")) - set(known):
+            raise ArgumentTypeError(f"got {', '.join(sorted(unknown))}, expected some of {', '.join(known)}")
+        return text.split(",")
+
+    return names
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an option: numbers of 1 or more, with commas between."""
+    if not all(each.isdecimal() and int(each) for each in text.split(",")):
+        raise ArgumentTypeError(f"got {text!r}, expected numbers of 1 or more")
+    return [int(each) for each in text.split(",")]
+
+
+def head(*columns: str) -> list[str]:
+    """The first two lines of a Markdown table."""
+    return [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
 
 
 def page(result: dict[str, Any], columns: Sequence[str], rows: Iterable[str], *remarks: str) -> str:
@@ -109,8 +142,7 @@ def page(result: dict[str, Any], columns: Sequence[str], rows: Iterable[str], *r
     parts += [about["system"], f"huge pages: {about['huge_pages'] or 'none'}"]
     machine = f"{', '.join(filter(None, parts))}; {versions}"
     lines = [f"{remarks[0]}; {about['date']}", *remarks[1:], machine, f"`{result['command']}`"]
-    head = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
-    return "\n".join([*head, *rows, "", *(f"- {line}" for line in lines)]) + "\n"
+    return "\n".join([*head(*columns), *rows, "", *(f"- {line}" for line in lines)]) + "\n"
 
 
 def _bytes(rank: dict[str, Any]) -> int:

@@ -112,18 +112,15 @@ def _hub(folder: Path | None) -> Iterator[tuple[str, Callable[[], int]]]:
     if folder is None:
         yield "", lambda: 0
         return
-    options = ["--folder", str(folder), "--repository", HUB_NAME, "--port=0"]
-    command = [sys.executable, "-m", "tests.support.hub_server", *options]
+    command = [sys.executable, "-m", "tests.support.hub_server", "--folder", str(folder)]
+    command += ["--repository", HUB_NAME]
     pipe = subprocess.PIPE
-    server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=processes.ROOT, start_new_session=True)
-    try:
-        assert server.stdout is not None
-        address = server.stdout.readline().strip()
-        if not address.startswith("http"):
-            raise processes.ProcessError(f"{shlex.join(command)}: its first line is no address, but {address!r}")
-        yield address, lambda: int(json.loads(server.communicate(timeout=30)[0])["weight_bytes"])
-    finally:
-        processes.end(server)
-        for pipe in (server.stdin, server.stdout):
-            if pipe is not None:
-                pipe.close()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=processes.ROOT) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            if not address.startswith("http"):
+                raise processes.ProcessError(f"{shlex.join(command)}: its first line is no address, but {address!r}")
+            yield address, lambda: int(json.loads(server.communicate(timeout=30)[0])["weight_bytes"])
+        finally:
+            server.kill()

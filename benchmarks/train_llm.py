@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,6 @@ from .meters import Log, Stopwatch, draw_loss, operations_per_token, peak_memory
 
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 """Llama 2's. With torch's epsilon of 1e-8, the first steps move every weight by its gradient's sign, even for noise."""
-
-
-LEAST = {
-    "length": 2,
-    "batch": 1,
-    "accumulate": 1,
-    "steps": 1,
-    "dp": 1,
-    "tp": 1,
-    "warmup": 0,
-    "clip": 0,
-    "save_every": 0,
-}
 
 
 def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
@@ -205,17 +193,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--dataset", help="a data set on the Hub, or a folder of one (pip install datasets)")
     add("--split", default="train", help="of the data set (default: train)")
     add("--column", default="text", help="of the data set (default: text)")
-    add("--length", type=int, default=512, help="tokens of a sequence (default: 512)")
-    add("--batch", type=int, default=8, help="sequences of a step, of all ranks together (default: 8)")
-    add("--accumulate", type=int, default=1, help="parts that a step's batch goes through in turn (default: 1)")
-    add("--steps", type=int, default=100, help="(default: 100)")
+    add("--length", type=at_least(2), default=512, help="tokens of a sequence (default: 512)")
+    add("--batch", type=at_least(1), default=8, help="sequences of a step, of all ranks together (default: 8)")
+    add("--accumulate", type=at_least(1), default=1, help="parts that a step's batch goes through in turn (default: 1)")
+    add("--steps", type=at_least(1), default=100, help="(default: 100)")
     add("--lr", type=float, default=1e-4, help="learning rate of AdamW (default: 1e-4)")
-    add("--warmup", type=int, default=10, help="steps in which it rises from zero (default: 10)")
-    add("--clip", type=float, default=1.0, help="largest norm of all gradients; 0 for any (default: 1)")
+    add("--warmup", type=at_least(0), default=10, help="steps in which it rises from zero (default: 10)")
+    add("--clip", type=at_least(0, float), default=1.0, help="largest norm of all gradients; 0 for any (default: 1)")
     add("--dtype", choices=("fp32", "bf16"), default="fp32", help="to compute in; weights are fp32 (default: fp32)")
     add("--seed", type=int, default=0, help="of the order of sequences and of dropout (default: 0)")
-    add("--dp", type=int, help="copies of the model (default: what --tp leaves, or 1)")
-    add("--tp", type=int, help="ranks that a copy is cut over (default: what --dp leaves)")
+    add("--dp", type=at_least(1), help="copies of the model (default: what --tp leaves, or 1)")
+    add("--tp", type=at_least(1), help="ranks that a copy is cut over (default: what --dp leaves)")
     add("--sequence-parallel", action="store_true", help="cut norms and residuals along the sequence")
     add("--loss-parallel", action="store_true", help="cut logits and loss along the vocabulary")
     add("--batch-sharded", action="store_true", help="every rank of a copy takes sequences of its own")
@@ -223,14 +211,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--fsdp", action="store_true", help="cut parameters and states over the copies too")
     add("--gradient-checkpointing", action="store_true", help="keep less of the forward, and compute it again")
     add("--out", type=Path, default=Path("train-out"), help="log, picture and checkpoints (default: train-out)")
-    add("--save-every", type=int, default=0, help="steps between checkpoints OUT/step-N (default: none)")
+    add("--save-every", type=at_least(0), default=0, help="steps between checkpoints OUT/step-N (default: none)")
     add("--save-final", action="store_true", help="write the model to OUT/final, as save_pretrained does")
     add("--resume", type=Path, help="go on with a checkpoint: the --out of a run, or a step-N in it; on any mesh")
-    arguments = parser.parse_args(argv)
-    for name, least in LEAST.items():
-        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')}: got {getattr(arguments, name)}, expected {least} or more")
-    return arguments
+    return parser.parse_args(argv)
+
+
+def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """The type of an option: a number that is not less than `least`."""
+
+    def number(text: str) -> float:
+        if (value := kind(text)) < least:
+            raise argparse.ArgumentTypeError(f"got {text}, expected {least} or more")
+        return value
+
+    return number
 
 
 def main() -> None:

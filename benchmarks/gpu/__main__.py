@@ -23,10 +23,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from subprocess import TimeoutExpired
 from typing import Any
 
 from .. import processes
+from ..report import head
 from .step import MORE, module_of
 
 
@@ -110,7 +110,7 @@ def reckoned() -> list[str]:
     rows = {name: f"| {name} | {value:.0f} |" for name, value in seconds.items()}
     later = [rows.pop(name) for name in LATER]
     summed = f"| all of these | {total:.0f} ({total / 60:.1f} minutes) |"
-    return ["| step | seconds on one H200 |", "| --- | --- |", *rows.values(), summed, *later]
+    return [*head("step", "seconds on one H200"), *rows.values(), summed, *later]
 
 
 def _imported() -> bool:
@@ -147,6 +147,7 @@ class Record:
         `device`: its "name", and the "count" of devices.
         """
         self.folder, self.devices = arguments.results, device["count"]
+        self.log = self.folder / "gpu.log"
         self.about = {"device": device["name"], "rehearsal": arguments.rehearse, "code": _code()}
         self.steps: dict[str, dict[str, Any]] = {}
         path = self.folder / "gpu.json"
@@ -193,10 +194,7 @@ class Record:
 
     def page(self) -> str:
         """All tables in Markdown."""
-        rows = [
-            f"| step, on {self.about['device']} | status | seconds | reckoned | measured | result |",
-            "| --- " * 6 + "|",
-        ]
+        rows = head(f"step, on {self.about['device']}", "status", "seconds", "reckoned", "measured", "result")
         parts = []
         for name in STEPS:
             step = self.steps.get(name, {"status": WAITS, "seconds": 0.0, "lines": []})
@@ -215,17 +213,12 @@ class Record:
 @contextmanager
 def _prepared(arguments: argparse.Namespace, end: float, record: Record) -> Iterator[Callable[[], None]]:
     """Write the checkpoint in a process of its own; yields a function that waits for it."""
-    with tempfile.TemporaryDirectory() as scratch, (record.folder / "gpu.log").open("ab") as log:
-        call = [_job("shapes", arguments, end, Path(scratch), record), f"{scratch}/result"]
-        target = f"{__package__}.step:run"
-        process = processes.start(target, json.dumps(call), log.fileno(), copy=arguments.copies)
-
-        def prepared() -> None:
-            with suppress(TimeoutExpired):  # then the step says that it has no time, or writes it again
-                process.wait(max(0.0, min(WAITING, end - time.time())))
-
+    with tempfile.TemporaryDirectory() as scratch:
+        job, files = _job("shapes", arguments, end, Path(scratch), record), (Path(scratch, "result"), record.log)
+        process = processes.start(f"{__package__}.step:run", job, *files, copy=arguments.copies)
         try:
-            yield prepared
+            # A step then says that it has no time, or writes it again.
+            yield lambda: process.join(max(0.0, min(WAITING, end - time.time())))
         finally:
             processes.end(process)
 
@@ -254,7 +247,7 @@ def _run(name: str, arguments: argparse.Namespace, record: Record, limit: float)
             f"{__package__}.step:run",
             [job],
             timeout=limit,
-            log=record.folder / "gpu.log",
+            log=record.log,
             copy=arguments.copies,
             watch=read,
         )

@@ -12,6 +12,7 @@ import torch
 
 from .. import processes
 from ..ranks import joined
+from ..report import head
 from .decoding import Decoder
 from .machine import SHARED
 from .shapes import checkpoint, load, rank_zero
@@ -51,8 +52,6 @@ SHARING = 2
 PROMPT, ROOM, STEPS = 128, 512, 32
 COMPILING = 60.0
 """Seconds that a compilation may take."""
-PUBLISHED = {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43}
-"""Tokens a second of Llama 2 7B in bf16, batch 1, on A100 GPUs, from the README of gpt-fast."""
 
 
 def measure(job: Job, lines: Lines) -> None:
@@ -163,18 +162,16 @@ def _timed(decoder: Decoder, step: Any, steps: int) -> float:
 
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Tokens a second by side, ranks, batch and mode; the gain over one rank beside gpt-fast's."""
+    """Tokens a second by side, ranks, batch and mode; the gain over one rank."""
     found = [line for line in lines if "tokens_per_second" in line]
-    rows = ["| side | ranks | batch | mode | ms a step | tokens a second | by 1 rank | gpt-fast's | waits | graphs |"]
-    rows.append("| --- " * 10 + "|")
+    rows = head("side", "ranks", "batch", "mode", "ms a step", "tokens a second", "by 1 rank", "waits", "graphs")
     alone = {(line["side"], line["batch"], line["mode"]): line["seconds"] for line in found if line["ranks"] == 1}
     for line in found:
         one = alone.get(("ours" if line["side"] == "ours" else "plain", line["batch"], line["mode"]))
         gain = f"{one / line['seconds']:.2f}" if one else "-"
-        published = f"{PUBLISHED[line['ranks']] / PUBLISHED[1]:.2f}" if line["batch"] == 1 else "-"
         rows.append(
             f"| {line['side']} | {line['ranks']} | {line['batch']} | {line['mode']} | {line['seconds'] * 1e3:.2f} | "
-            f"{line['tokens_per_second']:.0f} | {gain} | {published} | {line['waits']} | {line['graphs']} |"
+            f"{line['tokens_per_second']:.0f} | {gain} | {line['waits']} | {line['graphs']} |"
         )
     rows += ["", "Rank 0 of several; collectives return at once, so these times are lower bounds.", ""]
     for line in lines:

@@ -18,20 +18,18 @@ WARM = 3
 
 def device_of(kind: str) -> Device:
     """The device of type "cuda" or "cpu"."""
-    return CudaDevice() if kind == "cuda" else Rehearsal()
+    return CudaDevice() if kind == "cuda" else Device()
 
 
 class Device:
-    """Clock, memory and graphs of a device."""
-
-    kind: str
-
-    def synchronize(self) -> None:
-        """Wait until the device has computed all that it was given."""
+    """Clock, memory and graphs of a CPU. It counts no memory; a graph is the step itself; Dynamo traces alone."""
 
     def name(self) -> str:
         """The product's name."""
-        raise NotImplementedError
+        return "rehearsal on a CPU"
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed all that it was given."""
 
     def allocated(self) -> int:
         """Bytes of tensors on the device."""
@@ -46,25 +44,30 @@ class Device:
 
     def seconds(self, step: Step, count: int) -> float:
         """Seconds of one of `count` consecutive steps, by the device's clock."""
-        raise NotImplementedError
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        return (time.perf_counter() - began) / count
 
     def graph(self, step: Step) -> Step:
         """A function that replays the device's work of `step`, after WARM calls of it."""
-        raise NotImplementedError
+        for _ in range(WARM):
+            step()
+        return step
 
     def compiled(self, model: Any) -> Any:
         """The model through torch.compile, without graph breaks, for shapes that do not change."""
-        raise NotImplementedError
+        return torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
 
     def host_waits(self, step: Step) -> int:
         """Number of places of `step` in which the host waits for the device."""
-        raise NotImplementedError
+        with torch.compiler.set_stance("force_eager"), _Reads() as reads:  # Dynamo traces nothing below such a mode
+            step()
+        return reads.count
 
 
 class CudaDevice(Device):
     """The current GPU from NVIDIA."""
-
-    kind = "cuda"
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -118,34 +121,6 @@ class CudaDevice(Device):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return sum("synchronizing CUDA operation" in str(each.message) for each in seen)
-
-
-class Rehearsal(Device):
-    """A CPU. It counts no memory; a graph is the step itself, and Dynamo traces without Inductor."""
-
-    kind = "cpu"
-
-    def name(self) -> str:
-        return "rehearsal on a CPU"
-
-    def seconds(self, step: Step, count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
-            step()
-        return (time.perf_counter() - began) / count
-
-    def graph(self, step: Step) -> Step:
-        for _ in range(WARM):
-            step()
-        return step
-
-    def compiled(self, model: Any) -> Any:
-        return torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
-
-    def host_waits(self, step: Step) -> int:
-        with torch.compiler.set_stance("force_eager"), _Reads() as reads:  # Dynamo traces nothing below such a mode
-            step()
-        return reads.count
 
 
 class _Reads(TorchDispatchMode):

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import checkpoints, machine
+from ..report import head
 from ..sides import Setting, Side
 from .shapes import checkpoint
 from .step import MARGIN, Job, Lines
@@ -66,7 +67,7 @@ def _setting(job: Job, size: int) -> Setting:
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
     """Seconds, GB a second of the shard, and bytes beyond it on host and device."""
-    rows = ["| load | seconds | shard | GB/s | device beyond the shard | host |", "| --- " * 6 + "|"]
+    rows = head("load", "seconds", "shard", "GB/s", "device beyond the shard", "host")
     for line in lines:
         if "shard" in line:
             beyond = (line["device_peak"] - line["shard"]) / 1e6

@@ -19,6 +19,7 @@ from tp_transformers.ranks.mesh import join
 from .. import processes
 from ..machine import facts
 from ..ranks import joined
+from ..report import head
 from .device import device_of
 from .step import MARGIN, Job, Lines
 
@@ -162,11 +163,7 @@ def table(lines: list[dict[str, Any]]) -> list[str]:
     if "memory" in limits:
         speeds = f"{limits['to_device'] / 1e9:.1f} GB/s from pinned memory, {limits['memory'] / 1e9:.0f} GB/s within"
         rows.append(f"- {speeds}, {limits['operations'] / 1e12:.1f} TFLOP/s in bf16")
-    rows += [
-        "",
-        f"| sums | {' | '.join(f'{nbytes >> 10} KB' for nbytes in NBYTES)} |",
-        "| --- " * (len(NBYTES) + 1) + "|",
-    ]
+    rows += ["", *head("sums", *(f"{nbytes >> 10} KB" for nbytes in NBYTES))]
     if "seconds" in (line := found.get("sums", {})):
         shown = [f"{line['seconds'][str(n)] * 1e6:.0f} us" if str(n) in line["seconds"] else "-" for n in NBYTES]
         rows.append(f"| {line['ranks']} ranks, {line['backend']} {line.get('why', '')} | {' | '.join(shown)} |")

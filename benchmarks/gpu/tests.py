@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 from .. import processes
+from ..report import head
 from .machine import SHARED
 from .step import Job, Lines
 
@@ -55,15 +56,10 @@ def measure(job: Job, lines: Lines) -> None:
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
     """Counts of outcomes by file."""
-    counts: dict[str, dict[str, int]] = {}
+    files: dict[str, list[dict[str, Any]]] = {}
     for line in lines:
-        by = counts.setdefault(line["what"].partition("::")[0], {})
-        by[line.get("outcome", "error")] = by.get(line.get("outcome", "error"), 0) + 1
-    rows = ["| file | outcomes |", "| --- | --- |"]
-    rows += [
-        f"| {file} | {', '.join(f'{count} {name}' for name, count in by.items())} |" for file, by in counts.items()
-    ]
-    return rows
+        files.setdefault(line["what"].partition("::")[0], []).append(line)
+    return head("file", "outcomes") + [f"| {file} | {result(of_file)} |" for file, of_file in files.items()]
 
 
 def result(lines: list[dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..meters import operations_per_token, peak_operations
+from ..report import head
 from ..train_llm import multiplied
 from .shapes import checkpoint, load, rank_zero
 from .step import Job, Lines
@@ -85,7 +86,7 @@ def _profile(step: Any, job: Job, trace: Path | None) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]]) -> list[str]:
     """Seconds, tokens a second of the group, MFU, memory; then the operators that take the most."""
-    rows = ["| side | seconds | tokens a second | MFU | peak | waits of the host |", "| --- " * 6 + "|"]
+    rows = head("side", "seconds", "tokens a second", "MFU", "peak", "waits of the host")
     for line in lines:
         if "seconds" in line:
             mfu = f"{line['mfu']:.1%}" if line["mfu"] else "-"

@@ -15,7 +15,7 @@ import torch
 from benchmarks import processes
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import STEPS, Record
-from benchmarks.gpu.device import Rehearsal
+from benchmarks.gpu.device import Device
 from benchmarks.gpu.step import Job, Lines, module_of
 from benchmarks.gpu.tests import FILES, OUTCOME
 
@@ -111,7 +111,7 @@ def test_every_step_has_a_table(name: str) -> None:
 
 
 def test_waits_of_the_host_are_counted() -> None:
-    x, device = torch.arange(3.0), Rehearsal()
+    x, device = torch.arange(3.0), Device()
     assert device.host_waits(lambda: x.sum().item()) == 1
     assert device.host_waits(lambda: x[x > 1]) == 1
     assert device.host_waits(lambda: x + x) == 0
