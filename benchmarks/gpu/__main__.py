@@ -20,14 +20,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from .. import processes
 from ..report import head
-from .step import MORE, module_of
+from .step import MORE, Job, module_of
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Record:
         self.about = {"device": device["name"], "rehearsal": arguments.rehearse, "code": _code()}
         self.steps: dict[str, dict[str, Any]] = {}
         path = self.folder / "gpu.json"
-        if path.exists() and not arguments.again:
+        if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             self.steps = found["steps"] if found["about"] == self.about else {}
         self.write()
@@ -263,19 +263,10 @@ def _run(name: str, arguments: argparse.Namespace, record: Record, limit: float)
 
 
 def _job(name: str, arguments: argparse.Namespace, end: float, out: Path, record: Record) -> dict[str, Any]:
-    """The `step.Job` of a step."""
-    return {
-        "step": name,
-        "kind": arguments.device,
-        "rehearses": arguments.rehearse,
-        "folder": str(arguments.folder),
-        "out": str(out),
-        "lines": str(out / f".{name}.jsonl"),
-        "until": end,
-        "devices": record.devices,
-        "copies": arguments.copies,
-        "backend": record.backend(),
-    }
+    """The `Job` of a step."""
+    where = (str(arguments.folder), str(out), str(out / f".{name}.jsonl"))
+    about = (record.devices, arguments.copies, record.backend())
+    return asdict(Job(name, arguments.device, arguments.rehearse, *where, end, *about))
 
 
 def _code() -> str:
@@ -298,7 +289,6 @@ def _parse() -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rehearse", action="store_true", help="small shapes; with --device cpu, stand-ins for CUDA's own parts")
     add("--reckon", action="store_true", help="print the time of each step on one H200, and run nothing")
-    add("--again", action="store_true", help="run steps that have passed before too")
     add("--results", type=Path, default=RESULTS, help="folder of the results")
     add("--folder", type=Path, default=Path("/tmp/tp_transformers-gpu"), help="folder of the checkpoint, 16 GB")
     arguments = parser.parse_args()

@@ -20,8 +20,8 @@ from benchmarks.gpu.step import Job, Lines, module_of
 from benchmarks.gpu.tests import FILES, OUTCOME
 
 
-def record(path: Path, again: bool = False) -> Record:
-    arguments = argparse.Namespace(results=path, device="cpu", rehearse=True, again=again)
+def record(path: Path) -> Record:
+    arguments = argparse.Namespace(results=path, device="cpu", rehearse=True)
     return Record(arguments, {"name": "one", "count": 1})
 
 
@@ -81,7 +81,6 @@ def test_the_summary_names_what_failed_and_what_had_no_time(tmp_path: Path) -> N
     assert "process 0: exit code 1" in summary
     assert summary in (tmp_path / "gpu.md").read_text()
     assert record(tmp_path).steps == found.steps
-    assert record(tmp_path, again=True).steps == {}
 
 
 def test_results_of_other_code_are_not_kept(tmp_path: Path) -> None:
