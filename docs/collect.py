@@ -144,8 +144,7 @@ def _all(file: Path) -> list[str]:
 
 
 def for_site(text: str, path: str, pages: set[str]) -> str:
-    """The page without its own table of contents and markers, and with links that hold in the site."""
-    text = re.sub(r"<!-- contents -->\n.*?<!-- /contents -->\n", "", text, flags=re.DOTALL)
+    """The page without markers, and with links that hold in the site."""
     parts = re.split(r"^(```.*\n(?:.*\n)*?```)$", text, flags=re.MULTILINE)
     for place in range(0, len(parts), 2):
         prose = re.sub(r"^<!-- /?[\w ]+ -->$", "", parts[place], flags=re.MULTILINE)

@@ -1,8 +1,8 @@
 """The pages of the project, as tests know them: code blocks, links, and tables that are generated from the code.
 
 `python -m tests.support.readme` writes the generated parts into the pages, between the markers `<!-- NAME -->` and
-`<!-- /NAME -->`: the map of the package and the modules of each folder, the tables of architectures, of public
-names and of measured numbers, and tables of contents.
+`<!-- /NAME -->`: the map of the package and the modules of each folder, and the tables of architectures, of public
+names and of measured numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tp_transformers
-from benchmarks.gpu import __main__ as gpu
 from tests.support import fits
 from tests.support.imports import ORDER
 from tests.support.measured import computing, exactness, loading
@@ -221,18 +219,20 @@ def _cell(text: str) -> str:
 
 
 def _link(path: Path) -> str:
-    """A link to a module or a folder's page, from the page of the folder around it."""
-    return f"[{path.name}/]({path.name}/README.md)" if path.is_dir() else f"[{path.name}]({path.name})"
+    """A link to a module or a folder's page, from the page of the folder around it; a feature has a title."""
+    name = _content(path) if path.parent.name == "features" else f"{path.name}/"
+    return f"[{name}]({path.name}/README.md)" if path.is_dir() else f"[{path.name}]({path.name})"
 
 
 def modules(page: Path) -> str:
-    """The modules and folders of the page's folder: one row each with its content; links alone for a feature.
+    """The modules and folders of the page's folder: one row each with its content.
 
-    The text of a feature's page says what its modules do, and the docstring of each says it again.
+    Links alone for features, and where there are only folders: the text of the page says what is in them, and the
+    docstring or the page of each says it again.
     """
     files = sorted(path for path in page.parent.glob("*.py") if path.name != "__init__.py")
     paths = files + sorted({path.parent for path in page.parent.glob("*/*.py")})
-    if "features" in page.relative_to(PACKAGE).parent.parts[:-1]:
+    if "features" in page.relative_to(PACKAGE).parent.parts or not files:
         return textwrap.fill(", ".join(map(_link, paths)), 120, break_long_words=False, break_on_hyphens=False)
     rows = [f"| {_link(path)} | {_content(path)} |" for path in paths]
     return "\n".join(["| module | content |", "| --- | --- |", *rows])
@@ -249,20 +249,15 @@ def package_map(page: Path) -> str:
 
 
 def quantised(page: Path) -> str:
-    """One row a format: the worst of all models and ranks of 1 to 4, as `test_quantized_table` recorded them."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in json.loads((ROOT / "tests" / "data" / "quantised.json").read_text(encoding="utf-8")):
-        found.setdefault(f"{row['format']} | {row['by']}", []).append(row)
-    text = [
-        "| format | checkpoint by | models | forward, packed | bytes read | of 4, packed |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for title, rows in found.items():
-        models = ", ".join(row["model"].partition(",")[0] for row in rows)
-        error, read = (max(row[name] for row in rows) for name in ("error", "read"))
-        held = max(row["held"]["4"] for row in rows)
-        text.append(f"| {title} | {models} | {error:.0e} | {read:.3f} | {held:.3f} |")
-    return "\n".join(text)
+    """The extremes of all formats, models and ranks of 1 to 4, as `test_quantized_table` recorded them."""
+    rows = json.loads((ROOT / "tests" / "data" / "quantised.json").read_text(encoding="utf-8"))
+    models = dict.fromkeys(row["model"].partition(",")[0] for row in rows)
+    error = max(row["error"] for row in rows)
+    read, held = sorted(row["read"] for row in rows), sorted(row["held"]["4"] for row in rows)
+    return _wrapped(
+        f"{len({row['format'] for row in rows})} formats of {', '.join(models)}: errors of at most {error:.0e}; "
+        f"{read[0]:.2f} to {read[-1]:.2f} of the bytes; {held[0]:.2f} to {held[-1]:.2f} of the weights."
+    )
 
 
 def fitting(page: Path) -> str:
@@ -279,17 +274,6 @@ def fitting(page: Path) -> str:
     return "\n".join(text)
 
 
-def reckoned(page: Path) -> str:
-    """One row a step of the command for GPUs: its seconds on one GPU, from bytes and operations."""
-    return "\n".join(gpu.reckoned())
-
-
-def contents(page: Path) -> str:
-    """Links to the sections of a page, in one line."""
-    titles = re.findall(r"^## (.+)$", prose(page), re.MULTILINE)
-    return " · ".join(f"[{title}](#{_anchor(title)})" for title in titles)
-
-
 GENERATED: dict[str, Callable[[Path], str]] = {
     "map": package_map,
     "modules": modules,
@@ -300,8 +284,6 @@ GENERATED: dict[str, Callable[[Path], str]] = {
     "computing": computing,
     "exactness": exactness,
     "fits": fitting,
-    "reckoned": reckoned,
-    "contents": contents,
 }
 """Marker -> the text between it and its end, for a page."""
 

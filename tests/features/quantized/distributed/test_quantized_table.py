@@ -1,7 +1,7 @@
 """Every format on the models that it is published for, on 1 to 4 ranks, as its own library made the checkpoint.
 
-`RECORD=1` writes what was measured to tests/data/quantised.json, of which `python -m tests.support.readme` makes the
-table of the page.
+`RECORD=1` writes what was measured to tests/data/quantised.json, of which `python -m tests.support.readme` makes
+a sentence of the page.
 """
 
 from __future__ import annotations
