@@ -6,7 +6,6 @@ Ranks on this machine time both alternately, on the same tensors; the slowest ra
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -43,10 +42,8 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
     """Measure all numbers of ranks. Raises ProcessError if a process fails or takes too long."""
     result |= {"rounds": arguments.rounds, "ranks": {}}
     for size in arguments.ranks:
-        with tempfile.TemporaryDirectory() as scratch:
-            job = {"store": f"{scratch}/store", "size": size, "rounds": arguments.rounds}
-            job |= {"kinds": arguments.kinds, "nbytes": arguments.nbytes}
-            ranks = processes.run_ranks(f"{__name__}:on_rank", job, timeout=arguments.timeout)
+        job = {"size": size, "rounds": arguments.rounds, "kinds": arguments.kinds, "nbytes": arguments.nbytes}
+        ranks = processes.run_ranks(f"{__name__}:on_rank", job, timeout=arguments.timeout)
         result["ranks"][str(size)] = found = _summary(ranks)
         print(*_rows(str(size), found), sep="\n", flush=True)
 

@@ -26,7 +26,7 @@ from tp_transformers.features.packed import forward
 from . import processes
 from .checkpoints import write
 from .formats import FORMATS, GROUP, MXFP4
-from .ranks import in_turn, joined
+from .ranks import in_turn, joined, prompts
 from .report import compared, page, shown_spread
 
 WIDTHS: dict[str, dict[str, int]] = {
@@ -39,7 +39,7 @@ EXPERTS = {
     "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
     "num_local_experts": 32, "num_experts_per_tok": 4,
 }  # fmt: skip
-PROMPT, STEPS = 512, 8
+PROMPT, STEPS, VOCABULARY = 512, 8, 2000
 DEQUANTISED, PACKED, ALL_EXPERTS = "dequantised", "packed", "all experts decoded"
 
 
@@ -64,8 +64,7 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
             with tempfile.TemporaryDirectory() as scratch:
                 write(Path(scratch, "model"), config_of(form, widths), form)
                 for size in arguments.ranks:
-                    job = {"form": form, "folder": f"{scratch}/model", "store": f"{scratch}/{size}", "size": size}
-                    job |= {"rounds": arguments.rounds}
+                    job = {"form": form, "folder": f"{scratch}/model", "size": size, "rounds": arguments.rounds}
                     ranks = processes.run_ranks(f"{__name__}:on_rank", job, threads=1, timeout=arguments.timeout)
                     result["rows"].append(_summary(form, widths, size, ranks))
                     print(_line(result["rows"][-1]), flush=True)
@@ -73,21 +72,16 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def config_of(form: str, widths: str, layers: int | None = None) -> PretrainedConfig:
     """A Llama, or for MXFP4 a GPT-OSS; `layers`: None for as many as the benchmark has."""
-    fields = {"vocab_size": 2000, "max_position_embeddings": 2048, "pad_token_id": 0, "tie_word_embeddings": False}
-    fields |= {"num_hidden_layers": layers or (6 if form == MXFP4 else LAYERS[widths])}
+    fields = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "pad_token_id": 0}
+    fields |= {"tie_word_embeddings": False, "num_hidden_layers": layers or (6 if form == MXFP4 else LAYERS[widths])}
     if form == MXFP4:
         return CONFIG_MAPPING["gpt_oss"](**fields, **EXPERTS)
     return CONFIG_MAPPING["llama"](**fields, **WIDTHS[widths])
 
 
-def prompt(length: int) -> torch.Tensor:
-    """Random tokens, the same on all ranks: (1, length)."""
-    return torch.randint(3, 2000, (1, length), generator=torch.Generator().manual_seed(1))
-
-
 def decode(model: Any) -> float:
     """Seconds of a decode step: the mean of eight after a prompt of 64 tokens."""
-    ids = prompt(64)
+    ids = prompts(VOCABULARY, 1, 64)
     past = model(ids, use_cache=True).past_key_values
     began = time.perf_counter()
     for _ in range(STEPS):
@@ -98,7 +92,7 @@ def decode(model: Any) -> float:
 def prefill(model: Any, length: int = PROMPT) -> float:
     """Seconds of a forward of `length` tokens."""
     began = time.perf_counter()
-    model(prompt(length), use_cache=False, logits_to_keep=1)
+    model(prompts(VOCABULARY, 1, length), use_cache=False, logits_to_keep=1)
     return time.perf_counter() - began
 
 
@@ -110,19 +104,20 @@ def on_rank(form: str, folder: str, store: str, size: int, rank: int, rounds: in
     """Load the sides, compare their logits with those of fp32, and time them in turn."""
     load = AutoModelForCausalLM.from_pretrained
     refused: dict[str, str] = {}
+    ids = prompts(VOCABULARY, 1, 8)
     with joined(store, rank, size):
         with tp_transformers.enable():
             sides = {
                 side: load(folder, tp_plan="auto", dtype=torch.bfloat16, tp_dequantize=side == DEQUANTISED).eval()
                 for side in (PACKED, DEQUANTISED)
             }
-            exact = load(folder, tp_plan="auto", dtype=torch.float32).eval()(prompt(8)).logits
+            exact = load(folder, tp_plan="auto", dtype=torch.float32).eval()(ids).logits
         reports = {side: model.tp_report for side, model in sides.items()}
-        differences = {side: (model(prompt(8)).logits - exact).abs().max() for side, model in sides.items()}
+        differences = {side: (model(ids).logits - exact).abs().max() for side, model in sides.items()}
         if size == 1:
             try:
                 sides["transformers"] = load(folder, dtype=torch.bfloat16).eval()
-                sides["transformers"](prompt(8))
+                sides["transformers"](ids)
             except Exception as error:
                 sides.pop("transformers", None)
                 refused["transformers"] = (str(error).splitlines() or [type(error).__name__])[0][:100]

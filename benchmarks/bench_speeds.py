@@ -55,11 +55,7 @@ def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
                 write(Path(scratch, "model"), config_of(model, "real"), form, DTYPES[dtype])
                 job = {"folder": f"{scratch}/model", "dtype": dtype, "rounds": arguments.rounds}
                 timed = {
-                    size: processes.run_ranks(
-                        f"{__name__}:on_rank",
-                        {**job, "size": size, "store": f"{scratch}/{size}"},
-                        timeout=arguments.timeout,
-                    )
+                    size: processes.run_ranks(f"{__name__}:on_rank", {**job, "size": size}, timeout=arguments.timeout)
                     for size in arguments.ranks
                 }
                 predicted = _plan(f"{scratch}/model", max(arguments.ranks), dtype, arguments.timeout)

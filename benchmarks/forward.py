@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, StaticCache
 
 import tp_transformers
 
-from .ranks import in_turn, joined
+from .ranks import in_turn, joined, prompts
 
-SHARED = {"vocab_size": 8000, "max_position_embeddings": 2048, "pad_token_id": 0}
+VOCABULARY = 8000
+SHARED = {"vocab_size": VOCABULARY, "max_position_embeddings": 2048, "pad_token_id": 0}
 WIDTHS: dict[str, dict[str, int]] = {
     "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16},
     "real": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "num_attention_heads": 32},
@@ -72,19 +74,14 @@ class Timed:
         self.clock = time.perf_counter if job.store else time.process_time
         self._caches: dict[str, Any] = {}
 
-    def prompt(self, batch: int, length: int = PROMPT) -> torch.Tensor:
-        """Random tokens, the same on all ranks and sides: (batch, length)."""
-        vocabulary = self.model.config.vocab_size
-        return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(batch))
-
     @torch.no_grad()
     def prefill(self, batch: int) -> None:
-        self.call(self.prompt(batch), use_cache=True)
+        self.call(prompts(VOCABULARY, batch, PROMPT), use_cache=True)
 
     @torch.no_grad()
     def decode(self, cache: str) -> None:
         """Decode eight tokens one by one, after a prefilled prompt."""
-        ids = self.prompt(1, 64)
+        ids = prompts(VOCABULARY, 1, 64)
         if cache == "static":
             kept = self._caches.setdefault(cache, StaticCache(self.model.config, max_cache_len=256))
             kept.reset()
@@ -97,13 +94,13 @@ class Timed:
             self.call(ids[:, :1], past_key_values=past, position_ids=positions, use_cache=True)
 
     def train(self) -> None:
-        ids = self.prompt(1, 128)
+        ids = prompts(VOCABULARY, 1, 128)
         self.call(ids, labels=ids, use_cache=False).loss.backward()
         self.model.zero_grad()
 
     @torch.no_grad()
     def generate(self) -> None:
-        self.model.generate(self.prompt(1, 64), max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
+        self.model.generate(prompts(VOCABULARY, 1, 64), max_new_tokens=WRITTEN, min_new_tokens=WRITTEN, do_sample=False)
 
     def start(self) -> None:
         """Start the clock, once the ranks are ready."""
@@ -129,13 +126,6 @@ class Timed:
         torch.set_num_threads(self.job.cores if self.is_alone else threads)
         yield
         torch.set_num_threads(threads)
-
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Compute without torch.compile."""
-        call, self.call = self.call, self.model
-        yield
-        self.call = call
 
 
 SCENARIOS: dict[str, Callable[[Timed], None]] = {
@@ -177,7 +167,7 @@ def on_rank(**job: Any) -> dict[str, Any]:
                 with timed.cores():
                     what(timed)  # compiles, and fills caches
                     what(timed)
-                with timed.eager(), Collectives() as seen:
+                with mock.patch.object(timed, "call", timed.model), Collectives() as seen:  # not compiled
                     what(timed)
                 counts[side] = seen.counts
             calls = {side: partial(timed.seconds, what) for side, timed in sides.items()}
@@ -203,10 +193,11 @@ def _sides(job: Job, mesh: DeviceMesh, result: dict[str, Any]) -> dict[str, Time
     if not job.store:
         return sides
     with torch.no_grad():
-        expected = sides["plain"].model(sides["plain"].prompt(1)).logits
+        ids = prompts(VOCABULARY, 1, PROMPT)
+        expected = sides["plain"].model(ids).logits
         for side, timed in list(sides.items()):
             try:
-                logits = timed.model(timed.prompt(1)).logits
+                logits = timed.model(ids).logits
                 result["errors"][side] = error = float((logits - expected).abs().max() / expected.abs().max())
                 why = f"its logits are wrong (relative error {error:.1e})" if not error < TOLERANCE else ""
             except Exception as fault:

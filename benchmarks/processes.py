@@ -127,10 +127,10 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Call a function on ranks, with the keyword argument `rank` too; see `run`.
+    """Call a function on ranks, with the keyword arguments `rank` and `store`, a new file, too; see `run`.
 
     Args:
-        job: the other keyword arguments; "size" is the number of ranks.
+        job: the other keyword arguments; "size" is the number of ranks, "store" may be another one.
         ranks: the ranks that run; None for all.
         threads: of each rank; None for equal parts of the cores.
         env: additional environment variables of all ranks.
@@ -138,12 +138,13 @@ def run_ranks(
     numbers = list(range(job["size"]) if ranks is None else ranks)
     threads = threads or max(1, len(os.sched_getaffinity(0)) // len(numbers))
     shared = {"WORLD_SIZE": str(job["size"]), "OMP_NUM_THREADS": str(threads)}
-    return run(
-        target,
-        [{**job, "rank": rank} for rank in numbers],
-        env=[{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})} for rank in numbers],
-        **options,
-    )
+    with tempfile.TemporaryDirectory() as scratch:
+        return run(
+            target,
+            [{"store": f"{scratch}/store", **job, "rank": rank} for rank in numbers],
+            env=[{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})} for rank in numbers],
+            **options,
+        )
 
 
 def free_port() -> int:

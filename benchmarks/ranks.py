@@ -1,4 +1,4 @@
-"""What the ranks of all measurements do: they join their group, and take their turns."""
+"""What the ranks of all measurements do: they join their group, take their turns, and have the same prompts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.utils import logging
 
@@ -43,6 +44,11 @@ def joined(store: str, rank: int, size: int, device: str = "cpu", backend: str =
     finally:
         gc.collect()  # models are reference cycles that keep process groups, and so their threads, alive at exit
         dist.destroy_process_group()
+
+
+def prompts(vocabulary: int, batch: int, length: int) -> Tensor:
+    """Random tokens, the same on all ranks: (batch, length)."""
+    return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(batch))
 
 
 def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:

@@ -27,35 +27,30 @@ from typing import Any
 
 from .. import processes
 from ..report import head
-from .step import MORE, Job, module_of
+from .step import MORE, Job, module_of, result_of, table_of
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a step measures, and the seconds that it takes."""
+    """A step: a module of this folder."""
 
-    subject: str
     seconds: float
     """On one H200, reckoned from bytes and operations: 8 GB/s from the page cache, 1.5 from storage, 60 s a model that
     is compiled, 12 s a process that imports torch."""
-    needs_checkpoint: bool = False
+    needs_checkpoint: bool = True
     """True if it waits for the checkpoint, which is written during the steps before."""
 
 
 START = 15.0
 """Seconds before the first step: imports, and the device's name."""
 STEPS = {
-    "machine": Step("the machine, its limits, and sums of ranks", 18),
-    "tests": Step("exactness, memory, training, faults, packed weights, graphs and mixers", 166),
-    "decode": Step(
-        "decode steps: of ranks that share the GPU; of rank 0: eager, CUDA graphs, compiled, beside transformers",
-        143,
-        needs_checkpoint=True,
-    ),
-    "load": Step("loading 16 GB, warm and cold, beside transformers", 57, needs_checkpoint=True),
-    "train": Step("a training step, with a trace", 18, needs_checkpoint=True),
-    "more_decode": Step("other sides compiled, in batches, on other numbers of ranks", 167, needs_checkpoint=True),
-    "more_tests": Step("more shapes of the tests", 263),
+    "machine": Step(18, needs_checkpoint=False),
+    "tests": Step(166, needs_checkpoint=False),
+    "decode": Step(143),
+    "load": Step(57),
+    "train": Step(18),
+    "more_decode": Step(167),
+    "more_tests": Step(263, needs_checkpoint=False),
 }
 """Name -> step, by value."""
 LATER = [name for name in STEPS if name.startswith(MORE)]
@@ -94,7 +89,7 @@ def main() -> int:
                 continue
             others = sum(STEPS[each].seconds for each in pending[number + 1 :] if each not in LATER)
             limit = left * step.seconds / (step.seconds + others)
-            print(f"{name}: {step.subject}; {step.seconds:.0f} s reckoned, at most {limit:.0f} s", flush=True)
+            print(f"{name}: {step.seconds:.0f} s reckoned, at most {limit:.0f} s", flush=True)
             record.add(name, _run(name, arguments, record, limit))
             print(f"{name}: {record.steps[name]['status']} after {record.steps[name]['seconds']:.0f} s", flush=True)
     print(f"\n{record.summary()}\n")
@@ -199,12 +194,11 @@ class Record:
         for name in STEPS:
             step = self.steps.get(name, {"status": WAITS, "seconds": 0.0, "lines": []})
             right = sum("error" not in line and "late" not in line for line in step["lines"])
-            result = module_of(name).result(step["lines"]) if right else ""
+            shown = result_of(name, step["lines"]) if right else ""
             times = f"{step['seconds']:.0f} | {STEPS[name].seconds:.0f}"
-            rows.append(f"| {name} | {step['status']} | {times} | {right} of {len(step['lines'])} | {result} |")
+            rows.append(f"| {name} | {step['status']} | {times} | {right} of {len(step['lines'])} | {shown} |")
         for name, step in self.steps.items():
-            found = module_of(name).table(step["lines"])
-            parts.append(f"## {name.capitalize()}\n\n" + "\n".join(found))
+            parts.append(f"## {name.capitalize()}\n\n" + "\n".join(table_of(name, step["lines"])))
         parts.insert(0, "\n".join(rows))
         parts.append(f"```text\n{self.summary()}\n```")
         return "\n\n".join(parts) + "\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from .. import processes
 from ..ranks import joined
-from ..report import head
 from .decoding import Decoder
 from .machine import SHARED
 from .shapes import checkpoint, load, rank_zero
@@ -47,6 +45,8 @@ REHEARSED: list[tuple[int, str, list[Cell]]] = [
     (2, "ours", LONG[:3]),
     (2, "transformers", SHORT),
 ]
+RESULT = "tokens/s"
+"""Collectives of rank 0 of several return at once, so these speeds are upper bounds."""
 SHARING = 2
 """Ranks that share the device, and communicate."""
 PROMPT, ROOM, STEPS = 128, 512, 32
@@ -72,18 +72,17 @@ def measure(job: Job, lines: Lines) -> None:
 
 def _sharing(job: Job, folder: Path) -> dict[str, Any]:
     """Eager steps of ranks on one device, whose collectives take their time; all ranks have the same tokens."""
-    with tempfile.TemporaryDirectory() as scratch:
-        results = processes.run_ranks(
-            f"{__name__}:sharing",
-            {"job": dataclasses.asdict(job), "store": f"{scratch}/store", "folder": str(folder), "size": SHARING},
-            timeout=min(60.0, job.left - MARGIN),
-            env={"LOCAL_RANK": "0", **(SHARED if job.devices < SHARING else {})},
-            copy=job.copies,
-        )
+    results = processes.run_ranks(
+        f"{__name__}:sharing",
+        {"job": dataclasses.asdict(job), "folder": str(folder), "size": SHARING},
+        timeout=min(60.0, job.left - MARGIN),
+        env={"LOCAL_RANK": "0", **(SHARED if job.devices < SHARING else {})},
+        copy=job.copies,
+    )
     if any(result["tokens"] != results[0]["tokens"] for result in results):
         raise ValueError("the ranks have other tokens")
-    found = max(results, key=lambda result: result["seconds"])
-    return {key: found[key] for key in ("seconds", "load", "backend")}
+    found = max(results, key=lambda result: result["ms a step"])
+    return {name: found[name] for name in ("ms a step", "load, s", "by")}
 
 
 def sharing(job: dict[str, Any], store: str, folder: str, size: int, rank: int) -> dict[str, Any]:
@@ -98,7 +97,7 @@ def sharing(job: dict[str, Any], store: str, folder: str, size: int, rank: int) 
         step = decoder.eager()
         tokens = decoder.tokens(step, steps).tolist()
         seconds = _timed(decoder, step, steps)
-    return {"load": loaded, "tokens": tokens, "backend": own.backend, "seconds": seconds}
+    return {"ms a step": seconds * 1e3, "load, s": loaded, "by": own.backend, "tokens": tokens}
 
 
 def _lengths(job: Job) -> tuple[int, int, int]:
@@ -114,14 +113,13 @@ def _cells(job: Job, lines: Lines, folder: Path, side: str, size: int, cells: li
 
         def loaded() -> dict[str, Any]:
             made.append(load(side, folder, mesh, job))
-            return {"bytes": job.device.allocated()}
+            return {"GB": job.device.allocated() / 1e9}
 
         lines.measure(f"load {side}, rank 0 of {size}", loaded, needs=seconds)
         for batch, mode in cells if made else ():
-            cell = {"side": side, "ranks": size, "batch": batch, "mode": mode}
             lines.measure(
                 f"{side}, rank 0 of {size}, batch {batch}, {mode}",
-                lambda cell=cell: {**cell, **decode(made[0], job, cell["batch"], cell["mode"])},
+                lambda batch=batch, mode=mode: decode(made[0], job, batch, mode),
                 needs=seconds / 3,
             )
         made.clear()
@@ -144,48 +142,18 @@ def decode(model: Any, job: Job, batch: int, mode: str) -> dict[str, Any]:
     seconds = min(_timed(decoder, step, steps) for _ in range(3))
     counters = torch._dynamo.utils.counters
     return {
-        "seconds": seconds,
-        "tokens_per_second": batch / seconds,
+        "ms a step": seconds * 1e3,
+        RESULT: batch / seconds,
         "same": same,
         "steps": steps,
         "waits": device.host_waits(step) if mode == "eager" else None,
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
         "skipped_graphs": counters["inductor"]["cudagraph_skips"],
-        "peak": device.peak(),
+        "peak, GB": device.peak() / 1e9,
     }
 
 
 def _timed(decoder: Decoder, step: Any, steps: int) -> float:
     decoder.prefill()
     return decoder.device.seconds(step, steps)
-
-
-def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Tokens a second by side, ranks, batch and mode; the gain over one rank."""
-    found = [line for line in lines if "tokens_per_second" in line]
-    rows = head("side", "ranks", "batch", "mode", "ms a step", "tokens a second", "by 1 rank", "waits", "graphs")
-    alone = {(line["side"], line["batch"], line["mode"]): line["seconds"] for line in found if line["ranks"] == 1}
-    for line in found:
-        one = alone.get(("ours" if line["side"] == "ours" else "plain", line["batch"], line["mode"]))
-        gain = f"{one / line['seconds']:.2f}" if one else "-"
-        rows.append(
-            f"| {line['side']} | {line['ranks']} | {line['batch']} | {line['mode']} | {line['seconds'] * 1e3:.2f} | "
-            f"{line['tokens_per_second']:.0f} | {gain} | {line['waits']} | {line['graphs']} |"
-        )
-    rows += ["", "Rank 0 of several; collectives return at once, so these times are lower bounds.", ""]
-    for line in lines:
-        if "backend" in line:
-            rows.append(f"- {line['what']}, by {line['backend']}: {line['seconds'] * 1e3:.2f} ms an eager step")
-    other = [line for line in found if line["same"] < line["steps"]]
-    return rows + [f"- {line['what']}: {line['same']} of {line['steps']} tokens as in eager steps" for line in other]
-
-
-def result(lines: list[dict[str, Any]]) -> str:
-    """Tokens a second, batch 1, of the fastest mode of each side and number of ranks."""
-    best: dict[str, float] = {}
-    for line in lines:
-        if "tokens_per_second" in line and line["batch"] == 1:
-            name = f"{line['side']} {line['ranks']}"
-            best[name] = max(best.get(name, 0.0), line["tokens_per_second"])
-    return ", ".join(f"{name}: {speed:.0f} tokens/s" for name, speed in best.items())

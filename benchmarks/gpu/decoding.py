@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
+from ..ranks import prompts
 from .device import Device, Step
 
 
@@ -19,9 +20,7 @@ class Decoder:
         """A batch of random prompts, the same on all ranks: (batch, prompt); `room`: tokens of the cache."""
         self.model, self.device = model.eval(), device
         self.cache = StaticCache(model.config, max_cache_len=room)
-        generator = torch.Generator().manual_seed(batch)
-        prompts = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=generator)
-        self.prompts = prompts.to(model.device)
+        self.prompts = prompts(model.config.vocab_size, batch, prompt).to(model.device)
         self.token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
         self.position = torch.zeros(1, 1, dtype=torch.long, device=model.device)
         self.prefill()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-import tempfile
 from contextlib import redirect_stdout
 from functools import partial
 from typing import Any
@@ -19,7 +18,6 @@ from tp_transformers.ranks.mesh import join
 from .. import processes
 from ..machine import facts
 from ..ranks import joined
-from ..report import head
 from .device import device_of
 from .step import MARGIN, Job, Lines
 
@@ -27,6 +25,7 @@ SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_
 """Variables by which NCCL 2.30 and later takes several ranks of one GPU."""
 LIMIT = 30.0
 """Seconds for ranks that sum."""
+RESULT = "backend"
 COUNT = 30
 """Sums that are timed, one after the other."""
 NBYTES = (8 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20)
@@ -55,26 +54,19 @@ def sums(job: Job) -> dict[str, Any]:
                 raise
             found["why"] = " ".join(str(error).split())[-300:]
         else:
-            slowest = {each: max(result["seconds"][each] for result in results) for each in results[0]["seconds"]}
-            return {**found, "backend": backend, "seconds": slowest}
+            return {**found, "backend": backend, **{size: max(each[size] for each in results) for size in results[0]}}
     raise AssertionError("the last backend has returned or raised")
 
 
 def _ranks(job: Job, backend: str, size: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as scratch:
-        return processes.run_ranks(
-            f"{__name__}:summing",
-            {
-                "kind": job.kind,
-                "backend": backend,
-                "store": f"{scratch}/store",
-                "size": size,
-                "nbytes": NBYTES[:2] if job.rehearses else NBYTES,
-            },
-            timeout=min(LIMIT, job.left - MARGIN),
-            env=SHARED if size > job.devices else {},
-            copy=job.copies,
-        )
+    nbytes = NBYTES[:2] if job.rehearses else NBYTES
+    return processes.run_ranks(
+        f"{__name__}:summing",
+        {"kind": job.kind, "backend": backend, "size": size, "nbytes": nbytes},
+        timeout=min(LIMIT, job.left - MARGIN),
+        env=SHARED if size > job.devices else {},
+        copy=job.copies,
+    )
 
 
 def summing(kind: str, backend: str, store: str, size: int, rank: int, nbytes: list[int]) -> dict[str, Any]:
@@ -90,8 +82,8 @@ def summing(kind: str, backend: str, store: str, size: int, rank: int, nbytes: l
                 raise ValueError(f"a wrong sum of {count} bytes")
             step = partial(direct.all_reduce, torch.zeros_like(x), group)
             device.seconds(step, 5)
-            seconds[count] = device.seconds(step, COUNT)
-    return {"seconds": seconds}
+            seconds[f"{count >> 10} KB, us"] = device.seconds(step, COUNT) * 1e6
+    return seconds
 
 
 def _env() -> dict[str, Any]:
@@ -134,9 +126,9 @@ def _limits(job: Job) -> dict[str, Any]:
     target, source = (torch.empty(nbytes, dtype=torch.uint8, device=job.kind) for _ in range(2))
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=job.kind) for _ in range(2))
     steps = {
-        "to_device": (lambda: target.copy_(pinned, non_blocking=True), nbytes),
-        "memory": (lambda: target.copy_(source), 2 * nbytes),
-        "operations": (lambda: left @ right, 2 * size**3),
+        "from pinned memory, GB/s": (lambda: target.copy_(pinned, non_blocking=True), nbytes / 1e9),
+        "within the device, GB/s": (lambda: target.copy_(source), 2 * nbytes / 1e9),
+        "bf16, TFLOP/s": (lambda: left @ right, 2 * size**3 / 1e12),
     }
     found = {}
     for name, (step, amount) in steps.items():
@@ -152,26 +144,3 @@ def _output(job: Job, *command: str) -> str:
     limit = max(job.left - MARGIN, 1.0)
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False, cwd=processes.ROOT)
     return done.stdout + done.stderr
-
-
-def table(lines: list[dict[str, Any]]) -> list[str]:
-    """The facts in a list, and limits in GB and TFLOP a second."""
-    found = {line["what"]: line for line in lines}
-    devices, limits = found.get("devices", {}), found.get("limits", {})
-    rows = [f"- {', '.join(devices.get('devices', []))}; NCCL {devices.get('nccl', '-')}"]
-    rows += [f"- multicast: {devices.get('multicast', '-')}; peers: {devices.get('peers', '-')}"]
-    if "memory" in limits:
-        speeds = f"{limits['to_device'] / 1e9:.1f} GB/s from pinned memory, {limits['memory'] / 1e9:.0f} GB/s within"
-        rows.append(f"- {speeds}, {limits['operations'] / 1e12:.1f} TFLOP/s in bf16")
-    rows += ["", *head("sums", *(f"{nbytes >> 10} KB" for nbytes in NBYTES))]
-    if "seconds" in (line := found.get("sums", {})):
-        shown = [f"{line['seconds'][str(n)] * 1e6:.0f} us" if str(n) in line["seconds"] else "-" for n in NBYTES]
-        rows.append(f"| {line['ranks']} ranks, {line['backend']} {line.get('why', '')} | {' | '.join(shown)} |")
-    return rows
-
-
-def result(lines: list[dict[str, Any]]) -> str:
-    """The devices, and how ranks communicate."""
-    found = {line["what"]: line for line in lines}
-    devices = ", ".join(found.get("devices", {}).get("devices", []))
-    return f"{devices}; {found.get('sums', {}).get('ranks', '-')} ranks by {found.get('sums', {}).get('backend', '-')}"

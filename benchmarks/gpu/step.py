@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..report import head
 from .device import Device, device_of
 
 MORE = "more_"
@@ -87,6 +88,39 @@ class Lines:
             line["took"] = round(time.perf_counter() - began, 3)
         self.write(line)
         return line
+
+
+def table_of(step: str, lines: list[dict[str, Any]]) -> list[str]:
+    """Markdown: a table of the numbers of lines with the same fields, then their texts of several lines."""
+    if hasattr(module_of(step), "table"):
+        return list(module_of(step).table(lines))
+    tables: dict[tuple[str, ...], list[str]] = {}
+    texts = []
+    for line in lines:
+        if "took" in line and (fields := _fields(line)):
+            cells = " | ".join(_cells(line, "what", *fields))
+            tables.setdefault(fields, head("measured", *fields)).append(f"| {cells} |")
+        for name, value in line.items():
+            if "\n" in str(value):
+                texts += [f"{line['what']}, {name}:", "", f"```text\n{value.rstrip()}\n```", ""]
+    return [row for rows in tables.values() for row in (*rows, "")] + texts
+
+
+def result_of(step: str, lines: list[dict[str, Any]]) -> str:
+    """The field RESULT of the step's module, of all lines that have it, for the first table."""
+    if hasattr(module_of(step), "result"):
+        return str(module_of(step).result(lines))
+    field = module_of(step).RESULT
+    return ", ".join(f"{': '.join(_cells(line, 'what', field))} {field}" for line in lines if field in line)
+
+
+def _fields(line: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in line.items() if name not in ("what", "took") and "\n" not in str(value))
+
+
+def _cells(line: dict[str, Any], *fields: str) -> list[str]:
+    values = (line[field] for field in fields)
+    return [f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|") for value in values]
 
 
 def module_of(step: str) -> Any:

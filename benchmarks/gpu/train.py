@@ -10,13 +10,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..meters import operations_per_token, peak_operations
-from ..report import head
+from ..ranks import prompts
 from ..train_llm import multiplied
 from .shapes import checkpoint, load, rank_zero
 from .step import Job, Lines
 
 SIZE, LENGTH, STEPS = 8, 4096, 3
 """Ranks, tokens of the batch's only sequence, timed steps."""
+RESULT = "tokens/s"
+"""Collectives return at once, so speeds are upper bounds."""
 TRACE = "train-trace.json.gz"
 
 
@@ -36,8 +38,7 @@ def train(model: Any, side: str, job: Job) -> dict[str, Any]:
     """Steps of AdamW over one sequence in bf16; the last is profiled."""
     device, length = job.device, 32 if job.rehearses else LENGTH
     model.train()
-    ids = torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    ids = ids.to(job.kind)
+    ids = prompts(model.config.vocab_size, 1, length).to(job.kind)
     # transformers shards some parameters as DTensors, which torch's kernel does not take together with others.
     params = sorted(model.parameters(), key=lambda param: isinstance(param, DTensor))
     groups = [{"params": list(found)} for _, found in groupby(params, key=lambda param: isinstance(param, DTensor))]
@@ -56,19 +57,17 @@ def train(model: Any, side: str, job: Job) -> dict[str, Any]:
     operations = operations_per_token(multiplied(model), model.config, length)
     limit = peak_operations(device.name())
     return {
-        "side": side,
-        "tokens": length,
-        "seconds": seconds,
-        "tokens_per_second": length / seconds,
-        "mfu": length / seconds * operations / SIZE / limit if limit else None,
-        "peak": peak,
-        "waits": device.host_waits(step),
-        "top": top,
+        "s": seconds,
+        RESULT: length / seconds,
+        "MFU": length / seconds * operations / SIZE / limit if limit else "-",
+        "peak, GB": peak / 1e9,
+        "waits of the host": device.host_waits(step),
+        "ms and calls of operators": top,
     }
 
 
-def _profile(step: Any, job: Job, trace: Path | None) -> list[dict[str, Any]]:
-    """The operators that take the most of a step; a trace for chrome://tracing."""
+def _profile(step: Any, job: Job, trace: Path | None) -> str:
+    """Lines of the operators that take the most of a step; a trace for chrome://tracing."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if job.kind == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -81,27 +80,4 @@ def _profile(step: Any, job: Job, trace: Path | None) -> list[dict[str, Any]]:
     kind = torch.autograd.DeviceType.CUDA if job.kind == "cuda" else torch.autograd.DeviceType.CPU
     found = [event for event in profiler.key_averages() if event.device_type == kind]  # kernels, not their callers too
     events = sorted(found, key=lambda event: getattr(event, name), reverse=True)
-    return [{"name": event.key[:60], "ms": getattr(event, name) / 1e3, "count": event.count} for event in events[:12]]
-
-
-def table(lines: list[dict[str, Any]]) -> list[str]:
-    """Seconds, tokens a second of the group, MFU, memory; then the operators that take the most."""
-    rows = head("side", "seconds", "tokens a second", "MFU", "peak", "waits of the host")
-    for line in lines:
-        if "seconds" in line:
-            mfu = f"{line['mfu']:.1%}" if line["mfu"] else "-"
-            rows.append(
-                f"| {line['what']} | {line['seconds']:.4f} | {line['tokens_per_second']:.0f} | {mfu} | "
-                f"{line['peak'] / 1e9:.2f} GB | {line['waits']} |"
-            )
-    rows += ["", "Collectives return at once, so these times are lower bounds. The most of a step (ms, calls):", ""]
-    for line in lines:
-        rows += [
-            f"- {line['side']}: {each['name']} {each['ms']:.2f}, {each['count']}" for each in line.get("top", ())[:6]
-        ]
-    return rows
-
-
-def result(lines: list[dict[str, Any]]) -> str:
-    """Tokens a second of each side."""
-    return ", ".join(f"{line['what']}: {line['tokens_per_second']:.0f} tokens/s" for line in lines if "seconds" in line)
+    return "".join(f"{getattr(event, name) / 1e3:10.2f} {event.count:6} {event.key[:60]}\n" for event in events[:12])

@@ -38,12 +38,13 @@ def test_every_step_passes_and_leaves_its_tables(tmp_path: Path) -> None:
         assert step["status"] == "passed", output
         assert step["lines"] or name == "more_tests"
     decoded = [line for line in steps["decode"]["lines"] if "same" in line]
-    assert {(line["mode"], line["side"]) for line in decoded} >= {("graph", "ours"), ("compiled", "ours")}
+    names = {line["what"] for line in decoded}
+    assert names >= {f"ours, rank 0 of 1, batch 1, {mode}" for mode in ("eager", "graph", "compiled")}
     for line in decoded:
         assert line["same"] == line["steps"] > 0, "a graph writes the tokens of eager steps"
         assert not line["waits"]
         assert line["breaks"] == 0
-        assert line["graphs"] == (line["mode"] == "compiled")
+        assert line["graphs"] == line["what"].endswith("compiled")
     page = (tmp_path / "results" / "gpu.md").read_text()
     assert page.count("\n## ") == len(STEPS)
     assert page.partition("\n\n")[0].count("| passed |") == len(STEPS)
@@ -89,7 +90,7 @@ def test_a_run_that_is_killed_leaves_its_tables_and_no_process(tmp_path: Path) -
     table = page.read_text().partition("\n\n")[0]
     assert "| machine | passed |" in table
     assert "| decode | begun |" in table
-    assert "ours 1: " in table
+    assert "ours, rank 0 of 1, batch 1, eager: " in table
     assert "| train | not begun |" in table
     end = time.monotonic() + 30
     while left(tmp_path):

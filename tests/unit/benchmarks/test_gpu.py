@@ -16,7 +16,7 @@ from benchmarks import processes
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import STEPS, Record
 from benchmarks.gpu.device import Device
-from benchmarks.gpu.step import Job, Lines, module_of
+from benchmarks.gpu.step import Job, Lines, table_of
 from benchmarks.gpu.tests import FILES, OUTCOME
 
 
@@ -48,7 +48,7 @@ def test_a_measurement_is_in_the_first_table_before_the_next_one(
         if "device" in module:
             return [{"name": "one", "count": 1}]
         with open(jobs[0]["lines"], "a") as file:
-            file.write(json.dumps({"what": "rank 0 of 8", "shard": 1, "load": 2.5, "device_peak": 1, "host_peak": 1}))
+            file.write(json.dumps({"what": "rank 0 of 8", "s": 2.5, "took": 3.0}))
             file.write("\n{")  # a line that is not complete yet
             file.flush()
             options.get("watch", lambda: None)()
@@ -63,7 +63,7 @@ def test_a_measurement_is_in_the_first_table_before_the_next_one(
     (page,) = seen
     status, seconds, reckoned, measured, result = row_of(page, "load")
     assert (status, measured) == ("begun", "1 of 1")
-    assert "2.50 s" in result
+    assert result == "rank 0 of 8: 2.5 s"
     assert float(seconds) <= float(reckoned)
     assert row_of(page, "train")[0] == "not begun"
     assert set(re.findall(r"^\| (\w+) \|", page.partition("\n\n")[0], re.MULTILINE)) >= set(STEPS)
@@ -106,7 +106,10 @@ def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_every_step_has_a_table(name: str) -> None:
-    assert isinstance(module_of(name).table([]), list)
+    lines = [{"what": "a", "x": 1.23456, "took": 1.0}, {"what": "b", "text": "1\n2", "took": 1.0}]
+    page = "\n".join(table_of(name, lines))
+    assert name.endswith("tests") or "| measured | x |\n| --- | --- |\n| a | 1.235 |" in page
+    assert name.endswith("tests") or "b, text:\n\n```text\n1\n2\n```" in page
 
 
 def test_waits_of_the_host_are_counted() -> None:
