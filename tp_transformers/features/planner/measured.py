@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -41,42 +40,44 @@ LAYERS = 8
 """Layers of the tiny model whose forward shows the time of a layer beside its products."""
 
 
+Products = tuple[Iterator[Callable[[torch.Tensor], object]], torch.Tensor]
+"""Products with matrices in turn, and the inputs of many tokens."""
+
+
 def seconds_of_products(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Seconds of a product of one token, and of many tokens, with a matrix that is in memory of this device alone.
 
     Other ranks on the same processor should measure at the same time, as they compute at the same time.
     """
+    products = _linears(device, dtype)
+    return _seconds_of(1, products), _seconds_of(len(products[1]), products)
+
+
+def _linears(device: torch.device, dtype: torch.dtype) -> Products:
     width, tokens = (WIDTH, TOKENS) if device.type == "cpu" else (WIDTH_OF_GPU, TOKENS_OF_GPU)
     held = range(0, UNCACHED, width**2 * dtype.itemsize)  # the first byte of each matrix
-    linears = nn.ModuleList(_ones(width, device, dtype) for _ in held)
+    linears = nn.ModuleList(skip_init(nn.Linear, width, width, False, device=device, dtype=dtype) for _ in held)
+    for param in linears.parameters():
+        nn.init.ones_(param)
     choose_kernels(linears)
-    return _products(cycle(linears), torch.ones((tokens, width), dtype=dtype, device=device))
+    return cycle(linears), torch.ones((tokens, width), dtype=dtype, device=device)
 
 
-def _ones(width: int, device: torch.device, dtype: torch.dtype) -> nn.Linear:
-    linear: nn.Linear = skip_init(nn.Linear, width, width, bias=False, device=device, dtype=dtype)
-    nn.init.ones_(linear.weight)
-    return linear
-
-
-def _seconds_of_int4() -> tuple[float, float]:
-    """The same with integers of 4 bits and bfloat16 on a CPU, by torch's operator."""
+def _integers() -> Products:
+    """The same as `_linears`, with integers of 4 bits and bfloat16 on a CPU, by torch's operator."""
     integers = pack_int4(torch.ones(WIDTH, WIDTH, dtype=torch.int32), 1)
     held = cycle([integers.clone() for _ in range(0, UNCACHED, integers.nbytes)])
     scales = torch.ones(WIDTH // GROUP, WIDTH, 2, dtype=torch.bfloat16)
-    many = torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16)
-    return _products((partial(_int4, packed, scales) for packed in held), many)
-
-
-def _int4(packed: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> object:
-    return int4_product(x, packed, GROUP, scales)
+    calls = (lambda x, one=one: int4_product(x, one, GROUP, scales) for one in held)
+    return calls, torch.ones(TOKENS, WIDTH, dtype=torch.bfloat16)
 
 
 @torch.no_grad()
-def _products(calls: Iterator[Callable[[torch.Tensor], object]], many: torch.Tensor) -> tuple[float, float]:
-    """Seconds of the calls with one of the rows of `many`, and with all."""
-    one, device = many[:1], many.device
-    return _seconds(lambda: next(calls)(one), device), _seconds(lambda: next(calls)(many), device)
+def _seconds_of(tokens: int, products: Products) -> float:
+    """Seconds of a product of the first `tokens`."""
+    calls, inputs = products
+    rows = inputs[:tokens]
+    return _seconds(lambda: next(calls)(rows), rows.device)
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -113,16 +114,13 @@ def this_machine(size: int, dtype: torch.dtype, *, packed: bool = False, experts
 @cache
 def _rates(at_once: int, dtype: torch.dtype | None) -> tuple[float, float]:
     """Bytes and FLOPs a second of each of several threads that compute at once; None for integers of 4 bits."""
-    meet, threads = threading.Barrier(at_once), torch.get_num_threads()
-
-    def measure(_: int) -> tuple[float, float]:
-        torch.set_num_threads(max(1, visible_cores() // at_once))
-        meet.wait()
-        return _seconds_of_int4() if dtype is None else seconds_of_products(torch.device("cpu"), dtype)
-
+    make = _integers if dtype is None else partial(_linears, torch.device("cpu"), dtype)
+    threads, part = torch.get_num_threads(), max(1, visible_cores() // at_once)
     try:
-        with ThreadPoolExecutor(at_once) as pool:
-            one, many = map(max, zip(*pool.map(measure, range(at_once)), strict=True))
+        with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(part,)) as pool:
+            made = list(pool.map(lambda _: make(), range(at_once)))
+            # All measure one token, then all many: products of one token turn oneDNN off in all threads.
+            one, many = (max(pool.map(partial(_seconds_of, tokens), made)) for tokens in (1, TOKENS))
     finally:
         torch.set_num_threads(threads)
     itemsize = 0.5 + 4 / GROUP if dtype is None else dtype.itemsize

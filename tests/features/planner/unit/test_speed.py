@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -181,6 +183,24 @@ def test_this_machine_is_measured(tmp_path, capsys, monkeypatch) -> None:
     (device,) = measured.this_machine(1, torch.bfloat16, packed=True, experts=True)
     assert device.packed is None or min(device.packed) > 0
     assert device.gap > 0
+
+
+def test_threads_measure_many_tokens_once_all_have_measured_one(monkeypatch) -> None:
+    spans: list[tuple[int, float, float]] = []
+    delays = itertools.cycle([0.0, 0.1, 0.2])
+
+    def timed(call: Any, device: torch.device) -> float:
+        tokens, begin = len(call()), time.perf_counter()
+        time.sleep(next(delays))
+        spans.append((tokens, begin, time.perf_counter()))
+        return 1.0
+
+    monkeypatch.setattr(measured, "_seconds", timed)
+    monkeypatch.setattr(measured, "WIDTH", 64)
+    monkeypatch.setattr(measured, "UNCACHED", 1)
+    measured._rates.__wrapped__(3, torch.float32)
+    assert sorted(tokens for tokens, _, _ in spans) == [1] * 3 + [measured.TOKENS] * 3
+    assert max(end for tokens, _, end in spans if tokens == 1) < min(begin for tokens, begin, _ in spans if tokens > 1)
 
 
 def test_packed_weights_are_read_at_a_speed_of_their_own(tmp_path) -> None:
