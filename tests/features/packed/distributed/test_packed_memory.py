@@ -14,6 +14,7 @@ import tp_transformers
 from tests.support import quantized
 from tests.support.memory import Memory
 from tests.support.models import load
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
 TILE = 1 << 16
@@ -34,32 +35,38 @@ FORMATS = {
 }
 
 
-def peaks(packed: str, plain: str, to: str) -> dict[str, int]:
-    """Run on every rank: bytes at the peak of each step, without those that it leaves behind."""
+@pytest.mark.parametrize("variant", wide(list(FORMATS), 1))
+@on_ranks()
+def test_one_weight_at_a_time(folders, tmp_path) -> None:
+    """Bytes at the peak of each step, without those that the step leaves behind."""
+    packed, plain = folders
     with ExitStack() as stack:
         for name, size in SIZES.items():
             stack.enter_context(mock.patch(f"tp_transformers.{name}", size))
-        found = {}
         with Memory() as memory:
             model = load(packed, dtype=torch.bfloat16, tp_dequantize=False)
-        found["load"] = memory.peak - memory.live
-        found["held"] = memory.live
+        found = {"load": memory.peak - memory.live, "held": memory.live}
         tokens = torch.arange(TOKENS)[None] % 60
         for name, each in (("forward", model), ("plain forward", load(plain, dtype=torch.bfloat16))):
             with torch.no_grad(), Memory(each) as memory:
                 each(tokens, use_cache=False)
             found[name] = memory.peak
         with Memory(model) as memory:
-            model.save_pretrained(f"{to}/full")
+            model.save_pretrained(tmp_path / "full")
         found["save"] = memory.peak
         with Memory(model) as memory:
-            tp_transformers.save_sharded(model, f"{to}/sharded")
+            tp_transformers.save_sharded(model, tmp_path / "sharded")
         found["sharded"] = memory.peak
-    return found
+    assert found["held"] > MATRIX * 3 * LAYERS // 2 // 2  # 4 bits for each element of a half
+    assert found["load"] < 3 * MATRIX // 2 + 8 * TILE  # the integers of one weight, and an int32 tile
+    assert found["forward"] < found["plain forward"] + 24 * TILE
+    assert found["save"] < 3 * MATRIX  # complete words of one module, and one shard
+    assert found["sharded"] < 2 * MATRIX
 
 
-@pytest.mark.parametrize("variant", wide(list(FORMATS), 1))
-def test_one_weight_at_a_time(pool, tmp_path, variant) -> None:
+@pytest.fixture
+def folders(tmp_path, variant):
+    """A quantised checkpoint of large matrices, and one in floating point."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=INTERMEDIATE,
@@ -71,10 +78,4 @@ def test_one_weight_at_a_time(pool, tmp_path, variant) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
     FORMATS[variant](tmp_path / "plain", tmp_path / "packed")
-    for found in pool.run(2, peaks, *(str(tmp_path / name) for name in ("packed", "plain", "saved"))):
-        print(variant, {step: f"{value / 1e6:.2f} MB" for step, value in found.items()})
-        assert found["held"] > MATRIX * 3 * LAYERS // 2 // 2  # 4 bits for each element of a half
-        assert found["load"] < 3 * MATRIX // 2 + 8 * TILE  # the integers of one weight, and an int32 tile
-        assert found["forward"] < found["plain forward"] + 24 * TILE
-        assert found["save"] < 3 * MATRIX  # complete words of one module, and one shard
-        assert found["sharded"] < 2 * MATRIX
+    return tmp_path / "packed", tmp_path / "plain"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +18,7 @@ from tests.features.quantized.distributed.test_quantized import VARIANTS, packed
 from tests.support.comparisons import read_folder, relative
 from tests.support.float8 import quantize_folder
 from tests.support.models import load, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.packed.integers import Int4Cpu
 from tp_transformers.features.presharded.offline import shard_checkpoint
@@ -36,14 +37,7 @@ SAVED = FORMATS.keys() - {"mxfp4", "nvfp4 of ModelOpt"}
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory):
     """`packed(name, variant)`: the folder of a quantised checkpoint."""
-    made: dict[tuple[str, str], Path] = {}
-
-    def make(name: str, variant: str) -> Path:
-        if (name, variant) not in made:
-            made[name, variant] = packed_folder(tmp_path_factory.mktemp("packed"), name, FORMATS[variant])[0]
-        return made[name, variant]
-
-    return make
+    return cache(lambda name, variant: packed_folder(tmp_path_factory.mktemp("packed"), name, FORMATS[variant])[0])
 
 
 def save(folder: str, to: str, sharded: str | None = None) -> None:
@@ -98,28 +92,24 @@ def test_a_save_is_the_checkpoint_that_was_loaded(pool, packed, tmp_path, name, 
         assert all(torch.equal(mine[each], theirs[each]) for each in mine)
 
 
-def save_with_a_fault(folder: str, to: str) -> list[str]:
-    """Run on every rank: the errors of both saves if rank 1 alone cannot convert its integers back."""
-    model, said = load(folder, dtype=torch.bfloat16, tp_dequantize=False), []
+@pytest.fixture
+def gptq(packed) -> str:
+    """A checkpoint in integers of 4 bits."""
+    return str(packed("llama", "gptq"))
+
+
+@on_ranks()
+def test_a_rank_that_cannot_convert_its_integers_stops_all(gptq, tmp_path) -> None:
+    """Rank 1 alone cannot convert its integers back."""
+    model = load(gptq, dtype=torch.bfloat16, tp_dequantize=False)
     with ExitStack() as stack:
         if os.environ["RANK"] == "1":
             stack.enter_context(mock.patch.object(Int4Cpu, "unpack", side_effect=MemoryError("no room for integers")))
-        for number, save_to in enumerate((model.save_pretrained, partial(tp_transformers.save_sharded, model))):
-            try:
-                save_to(f"{to}/{number}")
-            except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
+        for save_to in (model.save_pretrained, partial(tp_transformers.save_sharded, model)):
+            with pytest.raises(Exception, match="no room for integers") as raised:
+                save_to(tmp_path / "saved")
+            assert "process group" not in str(raised.value)
     logits_of(model)  # the ranks go on together
-    return said
-
-
-def test_a_rank_that_cannot_convert_its_integers_stops_all(pool, packed, tmp_path) -> None:
-    folder = packed("llama", "gptq")
-    for said in pool.run(2, save_with_a_fault, str(folder), str(tmp_path), timeout=60):
-        print(said)
-        assert len(said) == 2
-        assert all("no room for integers" in text for text in said)
-        assert not any("process group" in text for text in said)
     assert not [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.json")]
 
 
@@ -147,19 +137,6 @@ def undo_one_expert(tensors: dict[str, torch.Tensor]) -> None:
     tensors[prefix] = torch.rand(rows, columns).bfloat16()
 
 
-def save_refused(folder: str, to: str) -> list[str]:
-    model = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
-    dense = load(folder, dtype=torch.bfloat16)
-    assert relative(logits_of(model).float(), logits_of(dense).float()) < ROUNDING
-    said = []
-    for save_to in (model.save_pretrained, lambda path: tp_transformers.save_sharded(model, path)):
-        try:
-            save_to(to)
-        except tp_transformers.UnsupportedError as error:
-            said.append(str(error))
-    return said
-
-
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
@@ -168,17 +145,26 @@ def save_refused(folder: str, to: str) -> list[str]:
     ],
 )
 @pytest.mark.slow
-def test_quantised_weights_that_are_not_packed_are_not_saved(pool, packed, tmp_path, name, change, says) -> None:
+@on_ranks()
+def test_quantised_weights_that_are_not_packed_are_not_saved(changed, tmp_path, says) -> None:
     """They compute as ever; a save says so before anything is written."""
-    folder = packed(name, "int4 by groups")
+    model, dense = load(changed, dtype=torch.bfloat16, tp_dequantize=False), load(changed, dtype=torch.bfloat16)
+    assert relative(logits_of(model).float(), logits_of(dense).float()) < ROUNDING
+    for save_to in (model.save_pretrained, partial(tp_transformers.save_sharded, model)):
+        with pytest.raises(tp_transformers.UnsupportedError, match=f"{says}.*tp_dequantize=True"):
+            save_to(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.fixture
+def changed(packed, tmp_path, name, change) -> Path:
+    """A checkpoint some of whose quantised weights are not packed."""
+    folder, target = packed(name, "int4 by groups"), tmp_path / "changed"
     tensors = read_folder(folder)
     change(tensors)
-    (tmp_path / "changed").mkdir()
-    save_file(tensors, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": name == "llama"}
     config["quantization_config"]["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
-    (tmp_path / "changed" / "config.json").write_text(json.dumps(config))
-    for said in pool.run(2, save_refused, str(tmp_path / "changed"), str(tmp_path / "saved")):
-        assert len(said) == 2
-        assert all(says in text and "tp_dequantize=True" in text for text in said)
-    assert not (tmp_path / "saved").exists()
+    (target / "config.json").write_text(json.dumps(config))
+    return target

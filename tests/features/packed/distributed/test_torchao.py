@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import llama_config, load, logits_of
+from tests.support.on_ranks import on_ranks
 from tp_transformers.features.packed.weight import PACKED, packed_weights
 from tp_transformers.loading import memory
 
@@ -43,8 +44,11 @@ def quantised(weight: torch.Tensor, kind: str) -> torch.Tensor:
     return linear.weight.dequantize()
 
 
-def quantise_shards(folder: str, kind: str) -> dict[str, Any]:
-    """Run on every rank: quantised shards beside those of torchao, and the model beside one that is not quantised."""
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["int8", "float8", "int8 by groups", "int4 by groups"])
+@on_ranks()
+def test_each_rank_quantises_its_own_shard(llama, kind, size) -> None:
+    """Quantised shards beside those of torchao, and the model beside one that is not quantised."""
     held: list[int] = []
     fill = memory.Memory._fill_round
 
@@ -54,9 +58,9 @@ def quantise_shards(folder: str, kind: str) -> dict[str, Any]:
 
     few = mock.patch.object(memory, "ROUND_BYTES", 20_000)  # some weights a round
     with few, mock.patch.object(memory.Memory, "_fill_round", fill_round):
-        model = load(folder, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config_of(kind)))
-    dense = load(folder, dtype=torch.bfloat16)
-    plain = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).named_parameters())
+        model = load(llama, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config_of(kind)))
+    dense = load(llama, dtype=torch.bfloat16)
+    plain = dict(AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).named_parameters())
     shards = dict(dense.named_parameters())
     different, complete = [], []
     for name, weight in packed_weights(model).items():
@@ -70,19 +74,18 @@ def quantise_shards(folder: str, kind: str) -> dict[str, Any]:
             whole = torch.cat([whole.narrow(layout.dim, start, stop - start) for start, stop in ranges], layout.dim)
         complete.append((name, torch.equal(mine, whole)))
         shards[name].data.copy_(mine) if not hasattr(shards[name], "_local_tensor") else own.copy_(mine)
-    result = {
-        "different": different,
-        "complete": complete,
-        "rounds": held,
-        "logits": relative(logits_of(model).float(), logits_of(dense).float()),
-        "footprint": model.get_memory_footprint() / dense.get_memory_footprint(),
-        "quantised": sum(len(PACKED.find(module) or {}) for module in model.modules()),
-    }
-    try:
-        model.save_pretrained(f"{folder}-saved")
-    except tp_transformers.UnsupportedError as error:
-        result["refused"] = str(error)
-    return result
+    assert different == []
+    assert sum(len(PACKED.find(module) or {}) for module in model.modules()) == 14
+    assert relative(logits_of(model).float(), logits_of(dense).float()) == 0
+    assert len(held) > 2, "never is the model in floating point complete"
+    assert model.get_memory_footprint() < 0.75 * dense.get_memory_footprint()
+    rows = [name for name, same in complete if not same]
+    if kind in BY_ROWS and size > 1:  # a scale for the columns of a rank
+        assert all("o_proj" in name or "down_proj" in name for name in rows)
+    else:
+        assert rows == []
+    with pytest.raises(tp_transformers.UnsupportedError, match="without quantization_config"):
+        model.save_pretrained(f"{llama}-saved")
 
 
 @pytest.fixture(scope="module")
@@ -93,31 +96,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["int8", "float8", "int8 by groups", "int4 by groups"])
-def test_each_rank_quantises_its_own_shard(pool, llama, kind, size) -> None:
-    for rank in pool.run(size, quantise_shards, str(llama), kind):
-        assert rank["different"] == []
-        assert rank["quantised"] == 14
-        assert rank["logits"] == 0
-        assert len(rank["rounds"]) > 2, "never is the model in floating point complete"
-        assert rank["footprint"] < 0.75
-        rows = [name for name, same in rank["complete"] if not same]
-        if kind in BY_ROWS and size > 1:  # a scale for the columns of a rank
-            assert all("o_proj" in name or "down_proj" in name for name in rows)
-        else:
-            assert rows == []
-        assert "without quantization_config" in rank["refused"]
-
-
-def refuse(folder: str, kind: str) -> str:
-    try:
-        load(folder, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config_of(kind)))
-    except tp_transformers.UnsupportedError as error:
-        return str(error)
-    return ""
-
-
-def test_groups_that_a_rank_cuts_are_refused(pool, tmp_path) -> None:
+@pytest.fixture
+def narrow(tmp_path: Path) -> str:
+    """A model of three groups of columns."""
     LlamaForCausalLM(llama_config(6, 6, hidden_size=96, head_dim=16, intermediate_size=48)).save_pretrained(tmp_path)
-    assert all("groups of 16" in text for text in pool.run(2, refuse, str(tmp_path), "int4 by groups"))
+    return str(tmp_path)
+
+
+@on_ranks()
+def test_groups_that_a_rank_cuts_are_refused(narrow) -> None:
+    with pytest.raises(tp_transformers.UnsupportedError, match="groups of 16"):
+        load(narrow, dtype=torch.bfloat16, quantization_config=TorchAoConfig(config_of("int4 by groups")))

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import linear
@@ -40,92 +40,90 @@ def scales(*shape: int) -> Tensor:
     return torch.rand(shape) + 0.5
 
 
-def compressed(bits: int, group: int | None, form: str, symmetric: bool = True) -> Format:
-    weights = {"num_bits": bits, "symmetric": symmetric, "strategy": "group" if group else "channel"}
-    groups = {"all": {"targets": ["Linear"], "weights": weights | {"group_size": group}}}
-    return Compressed.of({"format": form, "config_groups": groups})
+def compressed(form: str, **weights: Any) -> Format:
+    weights = {"strategy": "group" if "group_size" in weights else "channel", **weights}
+    return Compressed.of({"format": form, "config_groups": {"all": {"targets": ["Linear"], "weights": weights}}})
 
 
 def of_module(tensors: dict[str, Tensor]) -> dict[str, LazyTensor]:
     return {f"m.{name}": Resident(tensor) for name, tensor in tensors.items()}
 
 
-def gptq() -> LazyTensor:
-    tensors = {"qweight": words(COLUMNS // 8, ROWS), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
-    stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
-    return Gptq.of({"bits": 4, "group_size": GROUP}).dequantized(stored)["m.weight"]
+def dequantized(form: Format, tensors: dict[str, Tensor]) -> LazyTensor:
+    return form.dequantized(of_module(tensors))["m.weight"]
 
 
-def awq() -> LazyTensor:
-    tensors = {"qweight": words(COLUMNS, ROWS // 8), "qzeros": words(COLUMNS // GROUP, ROWS // 8)}
-    stored = of_module({**tensors, "scales": scales(COLUMNS // GROUP, ROWS).half()})
-    return Awq.of({"bits": 4, "group_size": GROUP}).dequantized(stored)["m.weight"]
+def by_columns() -> dict[str, Tensor]:
+    return {"qzeros": words(COLUMNS // GROUP, ROWS // 8), "scales": scales(COLUMNS // GROUP, ROWS).half()}
 
 
-def int4_by_groups() -> LazyTensor:
-    tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
-    return compressed(4, GROUP, "pack-quantized").dequantized(of_module(tensors))["m.weight"]
+def by_groups() -> dict[str, Tensor]:
+    return {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
 
 
-def int4_with_zeros() -> LazyTensor:
-    tensors = {"weight_packed": words(ROWS, COLUMNS // 8), "weight_scale": scales(ROWS, COLUMNS // GROUP).bfloat16()}
-    tensors["weight_zero_point"] = words(ROWS // 8, COLUMNS // GROUP)
-    return compressed(4, GROUP, "pack-quantized", symmetric=False).dequantized(of_module(tensors))["m.weight"]
+def by_rows(**values: Tensor) -> dict[str, Tensor]:
+    return {**values, "weight_scale": scales(ROWS, 1).bfloat16()}
 
 
-def int8_packed() -> LazyTensor:
-    tensors = {"weight_packed": words(ROWS, COLUMNS // 4), "weight_scale": scales(ROWS, 1).bfloat16()}
-    tensors["weight_shape"] = torch.tensor([ROWS, COLUMNS])
-    return compressed(8, None, "pack-quantized").dequantized(of_module(tensors))["m.weight"]
-
-
-def int8_plain() -> LazyTensor:
-    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
-    tensors = of_module({"weight": values, "weight_scale": scales(ROWS, 1).bfloat16()})
-    return compressed(8, None, "int-quantized").dequantized(tensors)["m.weight"]
-
-
-def int8_of_bitsandbytes() -> LazyTensor:
-    values = torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
-    return BitsAndBytes.of({}).dequantized(of_module({"weight": values, "SCB": scales(ROWS)}))["m.weight"]
+def bytes_of_values() -> Tensor:
+    return torch.randint(-128, 128, (ROWS, COLUMNS), dtype=torch.int8)
 
 
 def float8_values(rows: int, columns: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     return (torch.randn(rows, columns) * 100).clamp(-448, 448).to(dtype)
 
 
-def fp8(block: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> LazyTensor:
+def by_blocks(block: tuple[int, int] | None, dtype: torch.dtype = torch.float8_e4m3fn) -> dict[str, Tensor]:
     counts = (1, 1) if block is None else (-(-ROWS // block[0]), -(-COLUMNS // block[1]))
-    tensors = of_module({"weight": float8_values(ROWS, COLUMNS, dtype), "weight_scale_inv": scales(*counts)})
-    return Float8(block).dequantized(tensors)["m.weight"]
+    return {"weight": float8_values(ROWS, COLUMNS, dtype), "weight_scale_inv": scales(*counts)}
 
 
-def fp8_by_rows() -> LazyTensor:
-    groups = {"all": {"targets": ["Linear"], "weights": {"type": "float", "strategy": "channel"}}}
-    tensors = of_module({"weight": float8_values(ROWS, COLUMNS), "weight_scale": scales(ROWS, 1).bfloat16()})
-    return Compressed.of({"format": "float-quantized", "config_groups": groups}).dequantized(tensors)["m.weight"]
-
-
-FORMATS: dict[str, tuple[Callable[[], LazyTensor], type]] = {
-    "gptq": (gptq, integers.Int4Cpu),
-    "awq": (awq, integers.Int4Cpu),
-    "int4": (int4_by_groups, integers.Int4Cpu),
-    "int4 with zeros": (int4_with_zeros, integers.Int4Cpu),
-    "int8 packed": (int8_packed, integers.Int8),
-    "int8": (int8_plain, integers.Int8),
-    "bitsandbytes": (int8_of_bitsandbytes, integers.Int8),
-    "fp8 in blocks": (lambda: fp8((64, 96)), float8.Float8Cpu),
-    "fp8": (lambda: fp8(None), float8.Float8Cpu),
-    "fp8 by rows": (fp8_by_rows, float8.Float8Cpu),
+SETTINGS = {"bits": 4, "group_size": GROUP}
+FORMATS: dict[str, tuple[Format, Callable[[], dict[str, Tensor]], type]] = {
+    "gptq": (Gptq.of(SETTINGS), lambda: {"qweight": words(COLUMNS // 8, ROWS), **by_columns()}, integers.Int4Cpu),
+    "awq": (Awq.of(SETTINGS), lambda: {"qweight": words(COLUMNS, ROWS // 8), **by_columns()}, integers.Int4Cpu),
+    "int4": (compressed("pack-quantized", num_bits=4, group_size=GROUP), by_groups, integers.Int4Cpu),
+    "int4 with zeros": (
+        compressed("pack-quantized", num_bits=4, group_size=GROUP, symmetric=False),
+        lambda: {**by_groups(), "weight_zero_point": words(ROWS // 8, COLUMNS // GROUP)},
+        integers.Int4Cpu,
+    ),
+    "int8 packed": (
+        compressed("pack-quantized", num_bits=8),
+        lambda: by_rows(weight_packed=words(ROWS, COLUMNS // 4), weight_shape=torch.tensor([ROWS, COLUMNS])),
+        integers.Int8,
+    ),
+    "int8": (compressed("int-quantized", num_bits=8), lambda: by_rows(weight=bytes_of_values()), integers.Int8),
+    "bitsandbytes": (BitsAndBytes.of({}), lambda: {"weight": bytes_of_values(), "SCB": scales(ROWS)}, integers.Int8),
+    "fp8 in blocks": (Float8((64, 96)), lambda: by_blocks((64, 96)), float8.Float8Cpu),
+    "fp8": (Float8(None), lambda: by_blocks(None), float8.Float8Cpu),
+    "fp8 by rows": (
+        compressed("float-quantized", type="float"),
+        lambda: by_rows(weight=float8_values(ROWS, COLUMNS)),
+        float8.Float8Cpu,
+    ),
 }
+"""Name -> format, stored tensors, operator on a CPU."""
+
+
+def weight_of(name: str) -> LazyTensor:
+    form, stored, _ = FORMATS[name]
+    return dequantized(form, stored())
 
 
 def packed(lazy: LazyTensor, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
     """The weight with its stored tensors, as a load fills it."""
     made = pack(lazy, dtype, torch.device("cpu"))
-    assert made is not None
     assert not made[1]
     return made[0]
+
+
+def sliced(lazy: LazyTensor, data: st.DataObject) -> LazyTensor:
+    """Any slice of a weight, but an empty one."""
+    for dim in data.draw(st.sets(st.integers(0, lazy.ndim - 1))):
+        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
+    assume(lazy.numel())
+    return lazy
 
 
 def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor) -> None:
@@ -168,17 +166,11 @@ def check_stored(before: PackedBlock, after: PackedBlock) -> None:
 @settings(max_examples=8)
 def test_products_of_any_slice(name, data) -> None:
     torch.manual_seed(0)
-    make, kind = FORMATS[name]
-    lazy = make()
-    for dim in data.draw(st.sets(st.integers(0, 1))):
-        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
-    columns = lazy.shape[1]
-    if not lazy.numel():
-        return
+    lazy = sliced(weight_of(name), data)
     exact = lazy.materialize().float()
     stored = packed(lazy)
-    x = torch.randn(data.draw(st.sampled_from([1, 3, 70])), columns).bfloat16()
-    check_product(lazy, stored, kind, x)
+    x = torch.randn(data.draw(st.sampled_from([1, 3, 70])), lazy.shape[1]).bfloat16()
+    check_product(lazy, stored, FORMATS[name][2], x)
     # Without an operator, a few rows at a time are decoded, with the roundings of `check_product`.
     expected, size = linear(x.float(), exact), linear(x.float().abs(), exact.abs())
     assert ((stored.linear(x).float() - expected).abs() <= 1.01 * 2**-8 * (3 * size + expected.abs())).all()
@@ -186,25 +178,26 @@ def test_products_of_any_slice(name, data) -> None:
 
 
 def test_other_dtypes_and_groups_have_no_operator(monkeypatch) -> None:
-    lazy = gptq()
+    lazy = weight_of("gptq")
     assert with_products(packed(lazy, torch.float32)).blocks[0].product is None
     monkeypatch.setattr(integers, "_block_rows", lambda: None)  # as in a torch without the operator
     assert with_products(packed(lazy)).blocks[0].product is None
     monkeypatch.undo()
-    stored = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
-    stored["weight_shape"] = torch.tensor([16, 30])  # the last word of a row is incomplete
-    lazy = compressed(8, None, "pack-quantized").dequantized(of_module(stored))["m.weight"]
-    assert with_products(packed(lazy)).blocks[0].product is None
-    assert with_products(packed(fp8((32, 32)))).blocks[0].product is None  # blocks of a few rows
-    assert with_products(packed(fp8(None, torch.float8_e5m2))).blocks[0].product is None
-    odd = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
-    lazy = Gptq.of({"bits": 4, "group_size": 16}).dequantized(of_module(odd))["m.weight"]
-    assert with_products(packed(lazy)).blocks[0].product is None
+    incomplete = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
+    incomplete["weight_shape"] = torch.tensor([16, 30])  # the last word of a row
+    small = {"qweight": words(6, 16), "qzeros": words(3, 2), "scales": scales(3, 16).half()}
+    for form, stored in (
+        (compressed("pack-quantized", num_bits=8), incomplete),
+        (Float8((32, 32)), by_blocks((32, 32))),  # of a few rows
+        (Float8(None), by_blocks(None, torch.float8_e5m2)),
+        (Gptq.of({"bits": 4, "group_size": 16}), small),
+    ):
+        assert with_products(packed(dequantized(form, stored))).blocks[0].product is None
 
 
 def test_a_packed_tensor_computes_as_the_decoded_one() -> None:
     torch.manual_seed(0)
-    weight = packed(int4_by_groups(), torch.float32)
+    weight = packed(weight_of("int4"), torch.float32)
     exact, tensor = weight.decoded(), PackedTensor(weight)
     assert (tensor.shape, tensor.dtype, tensor.requires_grad) == (exact.shape, exact.dtype, False)
     bias = torch.randn(ROWS)
@@ -237,11 +230,7 @@ def mxfp4_experts() -> LazyTensor:
 @settings(max_examples=20)
 def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data) -> None:
     torch.manual_seed(0)
-    lazy = mxfp4_experts()
-    for dim in data.draw(st.sets(st.integers(0, 2))):
-        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
-    if not lazy.numel():
-        return
+    lazy = sliced(mxfp4_experts(), data)
     weight = packed(lazy, torch.float32)
     exact, tensor = weight.decoded(), PackedTensor(weight)
     assert torch.equal(exact, lazy.materialize())
@@ -253,7 +242,7 @@ def test_an_expert_that_is_stored_transposed_is_not_decoded_at_once(data) -> Non
 
 
 def test_named_arguments() -> None:
-    weight = packed(int4_by_groups(), torch.float32)
+    weight = packed(weight_of("int4"), torch.float32)
     exact, tensor = weight.decoded(), PackedTensor(weight)
     x, y = torch.randn(3, COLUMNS), torch.randn(2, ROWS)
     assert relative(linear(x, weight=tensor), linear(x, exact)) < 1e-5
@@ -265,7 +254,7 @@ def test_named_arguments() -> None:
 
 
 def test_casts_and_no_tokens() -> None:
-    weight = with_products(packed(int4_by_groups()))
+    weight = with_products(packed(weight_of("int4")))
     exact, tensor = weight.decoded(), PackedTensor(weight)
     assert linear(torch.ones(0, COLUMNS, dtype=torch.bfloat16), tensor).shape == (0, ROWS)
     x = torch.randn(3, COLUMNS)
@@ -275,31 +264,23 @@ def test_casts_and_no_tokens() -> None:
         linear(x, tensor)
 
 
-def test_a_recorded_product_keeps_nothing_decoded(monkeypatch) -> None:
-    weight, counts = packed(int4_by_groups(), torch.float32), 0
-    decoded = PackedWeight.decoded
-
-    def counted(self: Any) -> Tensor:
-        nonlocal counts
-        counts += 1
-        return decoded(self)
-
-    monkeypatch.setattr(PackedWeight, "decoded", counted)
+def test_a_recorded_product_keeps_nothing_decoded() -> None:
+    weight, saved = packed(weight_of("int4"), torch.float32), []
     x = torch.randn(3, COLUMNS, requires_grad=True)
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        y = linear(x, PackedTensor(weight))
-    assert not saved
-    assert counts == 0
-    y.sum().backward()
-    assert counts == 1
+    with mock.patch.object(PackedWeight, "decoded", autospec=True, side_effect=PackedWeight.decoded) as decoded:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            y = linear(x, PackedTensor(weight))
+        assert not saved
+        assert decoded.call_count == 0
+        y.sum().backward()
+        assert decoded.call_count == 1
 
 
 def test_float8_with_nan_is_decoded() -> None:
     values = float8_values(96, 64)
     values[3, 5] = torch.nan
-    lazy = Float8(None).dequantized(of_module({"weight": values, "weight_scale_inv": scales(1)}))
-    weight = with_products(packed(lazy["m.weight"]))
+    lazy = dequantized(Float8(None), {"weight": values, "weight_scale_inv": scales(1)})
+    weight = with_products(packed(lazy))
     assert isinstance(weight.blocks[0].product, float8.Float8Cpu)
     y = weight.linear(torch.ones(2, 64).bfloat16())
     assert y.isnan().nonzero().tolist() == [[0, 3], [1, 3]]

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.formats import NF4
-from tests.features.packed.unit.test_packed import check_product, packed, scales
-from tests.unit.slices.test_lazy import ranges
+from tests.features.packed.unit.test_packed import check_product, packed, scales, sliced
 from tp_transformers.features.packed import blocks4
 from tp_transformers.features.packed.blocks4 import Blocks4, Blocks4Cuda
 from tp_transformers.features.packed.weight import _OPERATORS, with_products
@@ -107,11 +106,7 @@ def weight(values: Tensor = VALUES, *, nested: bool = False, block: int = BLOCK)
 
 def check_slices(kind: type, nested: bool, data: st.DataObject) -> None:
     torch.manual_seed(0)
-    lazy = weight(nested=nested)
-    for dim in data.draw(st.sets(st.integers(0, 1))):
-        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
-    if not lazy.numel():
-        return
+    lazy = sliced(weight(nested=nested), data)
     for tokens in (1, 5, 70):
         check_product(lazy, packed(lazy), kind, torch.randn(tokens, lazy.shape[1]).bfloat16())
     held = with_products(packed(lazy))

@@ -16,14 +16,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.features.packed.unit.test_packed import FORMATS, check_product, mxfp4_experts, packed
-from tests.unit.slices.test_lazy import ranges
+from tests.features.packed.unit.test_packed import check_product, mxfp4_experts, packed, sliced, weight_of
 from tp_transformers.features.packed import integers
 from tp_transformers.features.packed.integers import Int4Cuda, Int8Gpu
 from tp_transformers.features.packed.weight import _OPERATORS, pack, with_products
 from tp_transformers.features.quantized import bundle
 from tp_transformers.features.quantized import format as formats
-from tp_transformers.slices.lazy import LazyTensor
 
 
 def convert(weight: Tensor, inner: int) -> Tensor:
@@ -85,35 +83,29 @@ def int8_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integers, "int8_product", lambda *_: pytest.fail("by torch's operator"))
 
 
-def sliced(name: str, data: st.DataObject) -> LazyTensor:
+of_any_slice = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def check_slices(name: str, kind: type, data: st.DataObject) -> None:
     torch.manual_seed(0)
-    lazy = FORMATS[name][0]()
-    for dim in data.draw(st.sets(st.integers(0, 1))):
-        lazy = lazy.select(dim, data.draw(ranges(lazy.shape[dim])))
-    return lazy
+    lazy = sliced(weight_of(name), data)
+    for tokens in (1, 5, 70):
+        check_product(lazy, packed(lazy), kind, torch.randn(tokens, lazy.shape[1]).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "int4", "int4 with zeros"])
 @given(data=st.data())
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@of_any_slice
 def test_products_of_any_slice(gpu, name, data) -> None:
-    lazy = sliced(name, data)
-    if not lazy.numel():
-        return
-    for tokens in (1, 5, 70):
-        check_product(lazy, packed(lazy), Int4Cuda, torch.randn(tokens, lazy.shape[1]).bfloat16())
+    check_slices(name, Int4Cuda, data)
 
 
 @pytest.mark.parametrize("name", ["int8", "int8 packed", "bitsandbytes"])
 @given(data=st.data())
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@of_any_slice
 def test_int8_is_multiplied_as_bfloat16(int8_on_a_gpu, name, data) -> None:
     """torch's operator reads the weight several times as slowly as a product in bfloat16."""
-    lazy = sliced(name, data)
-    if not lazy.numel():
-        return
-    for tokens in (1, 5, 70):
-        check_product(lazy, packed(lazy), Int8Gpu, torch.randn(tokens, lazy.shape[1]).bfloat16())
+    check_slices(name, Int8Gpu, data)
 
 
 class Operators(TorchDispatchMode):
@@ -136,9 +128,8 @@ class Operators(TorchDispatchMode):
 def test_a_gpu_decodes_a_matrix_whole(monkeypatch, name) -> None:
     """Pieces of a CPU's size take longer to start than to compute; a table on the CPU would let the host wait."""
     monkeypatch.setattr(bundle, "_TILE", 1 << 10)
-    lazy = mxfp4_experts() if name == "mxfp4" else FORMATS[name][0]()
+    lazy = mxfp4_experts() if name == "mxfp4" else weight_of(name)
     made = pack(lazy, torch.bfloat16, torch.device("meta"))  # stands for a GPU
-    assert made is not None
     weight = made[0].select(0).transposed if lazy.ndim == 3 else made[0]
     formats.constant.cache_clear()
     weight.linear(torch.empty(3, weight.shape[1], dtype=torch.bfloat16, device="meta"))  # copies tables, once
@@ -166,7 +157,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["gptq", "int8", "fp8 in blocks"])
 def test_a_load_makes_no_dense_weight(name) -> None:
     """Not even for a moment: on a GPU its memory would stay with the allocator."""
-    lazy = FORMATS[name][0]()
+    lazy = weight_of(name)
     with Allocations() as made:
         weight = packed(lazy)
     assert 0 < made.most < lazy.numel() * 2
@@ -180,4 +171,4 @@ def test_without_the_operators_weights_are_decoded(gpu, monkeypatch, lacks) -> N
         "hip": (torch.version, "hip", "6.4"),
     }
     monkeypatch.setattr(*changes.get(lacks, (integers, lacks, None)))
-    assert with_products(packed(FORMATS["gptq"][0]())).blocks[0].product is None
+    assert with_products(packed(weight_of("gptq"))).blocks[0].product is None
