@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from typing import Any
+
+import pytest
+import torch.distributed as dist
 
 Test = Callable[..., None]
 
@@ -37,6 +41,20 @@ def on_ranks(
         return run
 
     return decorate
+
+
+@contextmanager
+def refused(kind: type[Exception], *says: str) -> Iterator[None]:
+    """Run on every rank: within the block all ranks raise the same error of `kind`, whose text has all of `says`."""
+    with pytest.raises(kind) as raised:
+        yield
+    text = str(raised.value)
+    assert all(words in text for words in says), text
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, text)
+    assert set(everyone) == {text}
 
 
 def _body(module: str, name: str, given: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.support.comparisons import relative
+from tests.support.comparisons import read_folder, relative, relative_errors
 from tests.support.models import VOCAB, load
 
 BATCH = torch.randint(3, VOCAB, (4, 9), generator=torch.Generator().manual_seed(3))
@@ -145,3 +145,16 @@ def with_trainer(
         "reloaded": reloaded,
         "scale": trainer.accelerator.scaler.get_scale() if fp16 else None,
     }
+
+
+def assert_trained_alike(results: list[dict[str, Any]], expected: dict[str, Any], one: str, saved: str) -> None:
+    """What `with_trainer` returns of ranks is that of one process; so are the weights saved in two folders."""
+    for found in results:
+        assert len(found["losses"]) == 3
+        assert relative(found["losses"], expected["losses"]) < LOSS_TOLERANCE
+        assert relative(found["norms"], expected["norms"]) < NORM_TOLERANCE
+        assert relative(found["evaluated"], expected["evaluated"]) < LOSS_TOLERANCE
+        assert relative(found["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
+        assert found["answers"] == expected["answers"]
+        assert found["reloaded"] < WEIGHT_TOLERANCE
+    assert max(relative_errors(read_folder(saved), read_folder(one)).values()) < WEIGHT_TOLERANCE

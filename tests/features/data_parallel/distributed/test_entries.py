@@ -22,7 +22,7 @@ import tp_transformers
 from tests.support.comparisons import gradient_differences, parameter_differences, ranks_agree, relative
 from tests.support.models import VOCAB, load, load_both
 from tests.support.needs import needs
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, refused
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 from tp_transformers.errors import UnsupportedError
@@ -175,25 +175,16 @@ def test_a_backward_averages_after_another_one_failed(folder) -> None:
     assert max(gradient_differences(model, one_process).values()) < TOLERANCE
 
 
-def stand_ins(folder: str) -> None:
-    """Run on every rank: parameters of a dict of one's own."""
+@on_ranks(4)
+def test_gradients_of_one_copy_are_refused(folder) -> None:
+    """Of parameters in a dict of the caller; and of a hook that would step by the gradient of one copy."""
     model, _, batches, part = start(folder, 2, "replicate", {})
     params = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
-    predict(functional_call(model, params, (batches[part],)).logits, batches[part]).backward()
-
-
-def hooked(folder: str) -> None:
-    """Run on every rank: a hook that would step by the gradient of one copy."""
-    model, _, batches, part = start(folder, 2, "replicate", {})
+    with refused(UnsupportedError, "stood in for parameters"):
+        predict(functional_call(model, params, (batches[part],)).logits, batches[part]).backward()
     model.lm_head.weight.register_post_accumulate_grad_hook(lambda param: None)
-    model(batches[part], labels=batches[part]).loss.backward()
-
-
-@pytest.mark.parametrize(("wrong", "reason"), [(stand_ins, "stood in for parameters"), (hooked, "one copy")])
-def test_gradients_of_one_copy_are_refused(pool, cases, wrong, reason) -> None:
-    error = pool.error(4, wrong, cases(9, 3).folder)
-    assert UnsupportedError.__name__ in error
-    assert reason in error
+    with refused(UnsupportedError, "one copy"):
+        model(batches[part], labels=batches[part]).loss.backward()
 
 
 @needs("full_parameters")
@@ -226,23 +217,19 @@ def test_prompts_are_averaged(folder, mode) -> None:
     assert relative(own.full_tensor() if isinstance(own, DTensor) else own, expected) < TOLERANCE
 
 
-def prompts_outside(folder: str, mode: str, comes_first: bool) -> None:
-    """Run on every rank: a prompt around a model with copies, which no average reaches."""
-    mesh, config = mesh_of(2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = load(folder, device_mesh=mesh)
-    if comes_first:
-        get_peft_model(model, config)
-    tp_transformers.data_parallel(model, mesh, mode=mode)
-    get_peft_model(model, config)
-
-
 @needs("peft")
 @pytest.mark.parametrize("comes_first", [True, False])
 @pytest.mark.parametrize("mode", wide(["shard", "replicate"], 1))
-def test_prompts_outside_of_the_copies_are_refused(pool, cases, mode, comes_first) -> None:
-    error = pool.error(4, prompts_outside, cases(9, 3).folder, mode, comes_first)
-    assert UnsupportedError.__name__ in error
-    assert "data_parallel(peft_model" in error
+@on_ranks(4)
+def test_prompts_outside_of_the_copies_are_refused(folder, mode, comes_first) -> None:
+    """A prompt around a model with copies, which no average reaches."""
+    mesh, config = mesh_of(2), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = load(folder, device_mesh=mesh)
+    with refused(UnsupportedError, "data_parallel(peft_model"):
+        if comes_first:
+            get_peft_model(model, config)
+        tp_transformers.data_parallel(model, mesh, mode=mode)
+        get_peft_model(model, config)
 
 
 @needs("sequence")

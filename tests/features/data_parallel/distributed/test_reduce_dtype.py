@@ -16,7 +16,7 @@ import tp_transformers
 from tests.support.groups import join
 from tests.support.models import load
 from tests.support.needs import needs
-from tests.support.pool import WorkerError
+from tests.support.on_ranks import on_ranks, refused
 from tests.support.training import BATCH, mesh_of
 from tp_transformers.ranks.direct import BACKEND, transport_of
 
@@ -74,32 +74,21 @@ def copies(folder: str, mode: str) -> list[float]:
 
 
 @needs("full_parameters")
-def test_gradients_are_summed_in_fp32(pool, cases) -> None:
-    folder = cases(8, 1).folder
-    for function, way in ((shared_heads, "gloo"), (copies, "replicate"), (copies, "shard")):
-        for without, with_option in pool.run(3, function, folder, way):
-            assert with_option < ROUNDED_ONCE
-            assert without > ROUNDED_ONCE
-    assert max(max(errors) for errors in pool.run(3, shared_heads, folder, "memory")) < ROUNDED_ONCE
+@pytest.mark.parametrize("way", ["gloo", "memory", "replicate", "shard"])
+@on_ranks(3, heads=(8, 1))
+def test_gradients_are_summed_in_fp32(folder, way) -> None:
+    without, with_option = (shared_heads if way in ("gloo", "memory") else copies)(folder, way)
+    assert with_option < ROUNDED_ONCE
+    assert (without < ROUNDED_ONCE) == (way == "memory")
 
 
-def load_with(folder: str, dtype: Any) -> None:
-    load(folder, tp_reduce_dtype=dtype)
-
-
-def different_dtypes(folder: str) -> None:
+@on_ranks(heads=(8, 1))
+def test_other_dtypes_are_one_error_on_all_ranks(folder) -> None:
     dist.init_process_group("gloo")
-    load(folder, tp_reduce_dtype=torch.float32 if dist.get_rank() else None)
-
-
-def test_other_dtypes_are_one_error_on_all_ranks(pool, cases) -> None:
-    folder = cases(8, 1).folder
-    for function, arguments, says in (
-        (load_with, ("float32",), "tp_reduce_dtype: got 'float32'"),
-        (load_with, (torch.int32,), "tp_reduce_dtype: got torch.int32"),
-        (different_dtypes, (), "tp_reduce_dtype: got 'None' on rank 0 and 'torch.float32' on rank 1"),
+    for dtype, says in (
+        ("float32", "tp_reduce_dtype: got 'float32'"),
+        (torch.int32, "tp_reduce_dtype: got torch.int32"),
+        (torch.float32 if dist.get_rank() else None, "got 'None' on rank 0 and 'torch.float32' on rank 1"),
     ):
-        with pytest.raises(WorkerError) as caught:
-            pool.run(2, function, folder, *arguments)
-        assert len(caught.value.errors) == 2
-        assert all(says in error for error in caught.value.errors.values())
+        with refused(tp_transformers.TensorParallelError, says):
+            load(folder, tp_reduce_dtype=dtype)

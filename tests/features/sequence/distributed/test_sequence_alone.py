@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import gradient_errors, gradients, ranks_agree, relative, worst
 from tests.support.models import PROMPTS, load, load_both
-from tests.support.on_ranks import on_ranks
+from tests.support.on_ranks import on_ranks, refused
 from tests.support.tiers import wide
 from tp_transformers.plans import Plan
 
@@ -52,14 +53,6 @@ def after_a_layer(model: Any, states: Tensor) -> Tensor:
     return attention_norm(model, states)
 
 
-def first_two(model: Any, states: Tensor) -> Tensor:
-    return call_layer(model, 1, call_layer(model, 0, states))
-
-
-def beside_the_model(model: Any, states: Tensor) -> Tensor:
-    return model.model(PROMPTS).last_hidden_state.mean() * attention_norm(model, states)
-
-
 def in_a_hook(model: Any, states: Tensor) -> Tensor:
     """What a hook computes of the full states that it is given, in the midst of a forward."""
     first, second = model.model.layers
@@ -76,10 +69,6 @@ def in_a_hook(model: Any, states: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def checkpointed(model: Any, states: Tensor) -> Tensor:
-    return checkpoint(model.model.layers[0].input_layernorm, states, use_reentrant=False)
-
-
 def attention(model: Any, states: Tensor) -> Tensor:
     rotations = model.model.rotary_emb(states, torch.arange(states.shape[1])[None])
     output: Tensor = model.model.layers[0].self_attn(states, position_embeddings=rotations, attention_mask=None)[0]
@@ -91,13 +80,17 @@ LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "last norm": lambda model, states: last_norm(model)(states),
     "first layer": lambda model, states: call_layer(model, 0, states),
     "second layer": lambda model, states: call_layer(model, 1, states),
-    "two layers": first_two,
+    "two layers": lambda model, states: call_layer(model, 1, call_layer(model, 0, states)),
     "attention": attention,
     "mlp": lambda model, states: model.model.layers[1].mlp(states),
     "after a layer": after_a_layer,
-    "beside the model": beside_the_model,
+    "beside the model": lambda model, states: (
+        model.model(PROMPTS).last_hidden_state.mean() * attention_norm(model, states)
+    ),
     "in a hook": in_a_hook,
-    "checkpointed norm": checkpointed,
+    "checkpointed norm": lambda model, states: checkpoint(
+        model.model.layers[0].input_layernorm, states, use_reentrant=False
+    ),
 }
 
 
@@ -159,19 +152,16 @@ RECOMPUTED: dict[str, Callable[[Any, Tensor, bool], Tensor]] = {
 }
 
 
-def recompute_alone(folder: str, name: str, reentrant: bool) -> None:
-    """Run on every rank: a recomputation that could not tell whether a sequence is full."""
+@pytest.mark.parametrize("reentrant", wide([False, True], 1))
+@pytest.mark.parametrize("name", RECOMPUTED)
+@on_ranks()
+def test_checkpoints_of_modules_alone_are_refused(folder, name, reentrant) -> None:
+    """A recomputation could not tell whether a sequence is full."""
     model = load(folder, tp_sequence_parallel=True).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     states = torch.randn(2, 7, model.config.hidden_size, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    RECOMPUTED[name](model, states, reentrant).mean().backward()
-
-
-@pytest.mark.parametrize("reentrant", wide([False, True], 1))
-@pytest.mark.parametrize("name", RECOMPUTED)
-def test_checkpoints_of_modules_alone_are_refused(pool, cases, name, reentrant) -> None:
-    error = pool.error(2, recompute_alone, cases(9, 3).folder, name, reentrant)
-    assert "all the base model" in error
+    with refused(tp_transformers.TensorParallelError, "all the base model"):
+        RECOMPUTED[name](model, states, reentrant).mean().backward()
 
 
 @on_ranks(model="phi")
