@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant, observe
-from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
+from tests.support.comparisons import assert_as_one_process, assert_same_files, compare_seen, ranks_agree, relative
 from tests.support.devices import DEVICE, load_here, one_process, start
 from tests.support.models import PROMPTS, logits_of
 from tests.support.models import observe as observe_llama
@@ -54,11 +54,7 @@ def test_a_model_is_that_of_one_process(pool, made, tmp_path, name, variant, siz
     case = made(name, variant)
     for result in pool.run(size, compare_and_save, name, case.folder, str(tmp_path / "saved")):
         print(result)
-        assert result["logits"] < LOGITS_TOLERANCE
-        assert result["loss"] < LOGITS_TOLERANCE
-        assert result["tokens"]
-        assert result["agree"]
-        assert result["grads"][1] < GRADIENT_TOLERANCE, result["grads"]
+        assert_as_one_process(result, LOGITS_TOLERANCE, GRADIENT_TOLERANCE)
     assert_same_files(case.folder, str(tmp_path / "saved"))
 
 
@@ -117,6 +113,4 @@ def copies(folder: str) -> dict[str, Any]:
 
 def test_a_mesh_of_two_axes(pool, cases) -> None:
     for result in pool.run(4, copies, cases(8, 2).folder):
-        assert result["logits"] < LOGITS_TOLERANCE
-        assert result["tokens"]
-        assert result["grads"][1] < GRADIENT_TOLERANCE
+        assert_as_one_process(result, LOGITS_TOLERANCE, GRADIENT_TOLERANCE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.support.comparisons import compare_seen
+from tests.support.comparisons import assert_as_one_process, compare_seen
 from tests.support.devices import load_here, one_process
 from tests.support.models import observe
 from tests.support.tiers import wide
@@ -34,6 +34,4 @@ def test_a_mixer_is_that_of_one_process(pool, tmp_path, name) -> None:
     model.save_pretrained(tmp_path)
     for found in pool.run(2, compare, type(model).__name__, str(tmp_path)):
         print(found)
-        assert found["logits"] < TOLERANCE
-        assert found["tokens"]
-        assert found["grads"][1] < 10 * TOLERANCE, found["grads"]
+        assert_as_one_process(found, TOLERANCE, 10 * TOLERANCE)

@@ -108,6 +108,16 @@ def compare_seen(
     }
 
 
+def assert_as_one_process(found: Mapping[str, Any], logits: float, gradients: float) -> None:
+    """Of what `compare_seen` found, tokens are equal and errors small; "loss", "agree", "read" if they are there."""
+    assert found["logits"] < logits, found
+    assert found["tokens"], found
+    assert found["grads"][1] < gradients, found
+    assert found.get("loss", 0.0) < logits, found
+    assert found.get("agree", True), found
+    assert found.get("read", 0) == 0, found
+
+
 def ranks_agree(*tensors: Tensor) -> bool:
     """Whether all ranks have these tensors, bit by bit."""
     everyone: list[Any] = [None] * dist.get_world_size()

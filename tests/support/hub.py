@@ -56,8 +56,10 @@ def stream(
 
 
 def run(pool: Pool, size: int, *args: Any, **arguments: Any) -> list[dict[str, Any]]:
-    """The results of `stream` on `size` ranks."""
-    return pool.run(size, stream_on_rank, args, arguments, timeout=90)
+    """The results of `stream` on `size` ranks, whose parameters have to be those of the folder."""
+    results = pool.run(size, stream_on_rank, args, arguments, timeout=90)
+    assert [result["different"] for result in results] == [[]] * size, arguments
+    return results
 
 
 def stream_on_rank(args: tuple[Any, ...], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class Seen:
     """Bytes of the body."""
 
     @property
+    def authorization(self) -> str | None:
+        """The token that came with it, after "Bearer "."""
+        return self.headers.get("authorization", self.headers.get("Authorization"))
+
+    @property
     def is_weights(self) -> bool:
         """Whether it is for bytes of weights."""
         return self.method == "GET" and urlsplit(self.path).path.endswith(WEIGHTS)

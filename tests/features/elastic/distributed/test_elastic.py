@@ -18,16 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.features.serve.distributed.test_serve import QUESTIONS, client_of, folder, served, serving
+from tests.features.reshard.distributed.test_reshard_lost import lost_bytes
+from tests.features.serve.distributed.test_serve import QUESTIONS, answers, client_of, folder, served, serving
 from tests.support.commands import main
 from tests.support.models import load
 from tests.support.pool import free_port
+from tests.support.waiting import until
 from tp_transformers.features.elastic import agent
 from tp_transformers.features.run.launch import end_with_parent
-from tp_transformers.slices.layout import union
-from tp_transformers.strategies import layout_of, unsharded_like
 
 __all__ = ["folder"]
 
@@ -151,14 +150,14 @@ class Server:
 
     def until(self, count: int, ranks: int) -> str:
         """Wait for `count` changes, of which the last leaves that many ranks; returns the last line."""
-        deadline = time.monotonic() + WAIT
-        while time.monotonic() < deadline:
-            said = self.said()
-            if len(said) >= count and f": {ranks} of " in said[-1]:
-                return said[-1]
+
+        def has_said() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.1)
-        raise AssertionError(self.log.read_text())
+            said = self.said()
+            return len(said) >= count and f": {ranks} of " in said[-1]
+
+        until(has_said, WAIT, self.log.read_text)
+        return self.said()[-1]
 
 
 @contextmanager
@@ -168,10 +167,7 @@ def elastic(folder: str, place: Path, *options: str, by_command: bool = False) -
     environment = {**os.environ, "FAULTS": str(place)}
     given = ["--elastic", "--import", str(place / "tp_faults.py"), *options]
     if by_command:
-        with (
-            (place / "log").open("wb") as log,
-            served(folder, 3, given, stdout=log, stderr=log, env=environment) as (client, process),
-        ):
+        with served(folder, 3, given, place / "log", FAULTS=str(place)) as (client, process):
             yield Server(folder, client, process, place)
         return
     (place / "log").touch()
@@ -189,53 +185,27 @@ def elastic(folder: str, place: Path, *options: str, by_command: bool = False) -
         command.wait()
 
 
-def expected(folder: str, questions: Sequence[str], new: int = NEW) -> list[str]:
-    """The texts of one process."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    found = []
-    for question in questions:
-        chat = [{"role": "user", "content": question}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        tokens = model.generate(**inputs, max_new_tokens=new, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        found.append(tokenizer.decode(tokens, skip_special_tokens=True))
-    return found
-
-
-def ranges(folder: str) -> list[tuple[int, int, list[list[tuple[int, int]]]]]:
-    """Run on every rank: bytes and length of the parameters that are sharded, and the ranges of each rank."""
-    model = load(folder)
-    return [
-        (unsharded_like(param).nbytes, layout.split.length, [list(each) for each in layout.split.ranges])
-        for param in {id(param): param for param in model.parameters()}.values()
-        if (layout := layout_of(param)) is not None
-    ]
-
-
-def only_of(lost: int, held: list[tuple[int, int, list[list[tuple[int, int]]]]]) -> int:
-    """Bytes that no other rank holds."""
-    count = 0
-    for nbytes, length, of_ranks in held:
-        left = union(each for rank, of_rank in enumerate(of_ranks) if rank != lost for each in of_rank)
-        count += (length - sum(b - a for a, b in left)) * nbytes // length
-    return count
+def only_of(lost: int, folder: str) -> int:
+    """Run on every rank: bytes of the parameters that only one of the ranks holds."""
+    return lost_bytes(load(folder), lost)
 
 
 @pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_costs_a_pause(pool, folder, tmp_path, by_command) -> None:
     """During decode; what only that rank had is read again, and no other byte."""
-    texts = expected(folder, QUESTIONS, 100)
-    held = pool.run(3, ranges, folder)[0]
+    texts = answers(folder, new=100)
+    lost = pool.run(3, only_of, 1, folder)[0]
     with elastic(folder, tmp_path, "--rejoin", "0", by_command=by_command) as server:
-        answers = server.ask(QUESTIONS, 100)
+        asked = server.ask(QUESTIONS, 100)
         next(iter(server.stream("w7 w8", 1)))
         server.kill(1)
-        given = [answer.result(WAIT) for answer in answers]
+        given = [answer.result(WAIT) for answer in asked]
         assert [text for text, _ in given] == texts
         line = server.until(1, 2)
         print(line, max(pause for _, pause in given))
         assert "rank 1 ended by SIGKILL: 2 of 3 ranks serve after " in line
-        assert int(re.search(r"([\d,]+) bytes read", line)[1].replace(",", "")) == only_of(1, held) > 0  # type: ignore[index]
-        assert [answer.result(WAIT)[0] for answer in server.ask(QUESTIONS)] == expected(folder, QUESTIONS)
+        assert int(re.search(r"([\d,]+) bytes read", line)[1].replace(",", "")) == lost > 0
+        assert [answer.result(WAIT)[0] for answer in server.ask(QUESTIONS)] == answers(folder, new=NEW)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(WAIT) == 128 + signal.SIGTERM
     assert "Traceback" not in (tmp_path / "log").read_text()
@@ -244,7 +214,7 @@ def test_a_rank_that_is_killed_costs_a_pause(pool, folder, tmp_path, by_command)
 @pytest.mark.slow
 def test_ranks_that_are_lost_come_back(folder, tmp_path) -> None:
     """On request, by SIGUSR1; after both were lost at once, the first serves alone."""
-    texts = expected(folder, QUESTIONS)
+    texts = answers(folder, new=NEW)
     with elastic(folder, tmp_path, "--rejoin", "500") as server:
         server.kill(1, 2)
         assert [answer.result(WAIT)[0] for answer in server.ask(QUESTIONS)] == texts
@@ -265,23 +235,23 @@ def test_ranks_that_are_lost_come_back(folder, tmp_path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_while_resharding(folder, tmp_path) -> None:
     """Rank 2 dies at the first move of the reshard without rank 1."""
-    texts = expected(folder, QUESTIONS)
+    texts = answers(folder, new=NEW)
     with elastic(folder, tmp_path, "--rejoin", "0") as server:
         (tmp_path / "reshard2").touch()
-        answers = server.ask(QUESTIONS)
+        asked = server.ask(QUESTIONS)
         server.kill(1)
-        assert [answer.result(WAIT)[0] for answer in answers] == texts
+        assert [answer.result(WAIT)[0] for answer in asked] == texts
         line = server.until(1, 1)
         assert "rank 1 ended by SIGKILL; rank 2 ended by SIGKILL: 1 of 3 ranks" in line
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_stopped_is_ended(folder, tmp_path) -> None:
-    texts = expected(folder, QUESTIONS)
+    texts = answers(folder, new=NEW)
     with elastic(folder, tmp_path, "--rejoin", "0", "--watch", "3") as server:
         server.kill(2, by=signal.SIGSTOP)
-        answers = server.ask(QUESTIONS)
-        assert [answer.result(WAIT)[0] for answer in answers] == texts
+        asked = server.ask(QUESTIONS)
+        assert [answer.result(WAIT)[0] for answer in asked] == texts
         assert re.search("rank 2 (was stopped for 3 s|gave no sign of life): 2 of 3", server.until(1, 2))
 
 

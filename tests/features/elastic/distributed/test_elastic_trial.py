@@ -10,7 +10,8 @@ import time
 
 import pytest
 
-from tests.features.elastic.distributed.test_elastic import WAIT, elastic, expected, folder
+from tests.features.elastic.distributed.test_elastic import NEW, WAIT, elastic
+from tests.features.serve.distributed.test_serve import answers, folder
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +24,7 @@ MOMENTS = ("prefill", "decode", "between", "reshard", "two at once")
 def test_trial_of_many_kills(folder, tmp_path) -> None:
     draw = random.Random(5)
     words = [" ".join(f"w{draw.randrange(3, 190)}" for _ in range(draw.choice((2, 4, 400)))) for _ in range(CLIENTS)]
-    texts, lines, counts, pauses = expected(folder, words), 0, dict.fromkeys(MOMENTS, 0), []
+    texts, lines, counts, pauses = answers(folder, words, NEW), 0, dict.fromkeys(MOMENTS, 0), []
     with elastic(folder, tmp_path, "--rejoin", "5000") as server:
         over, rest = threading.Event(), threading.Event()
 

@@ -148,79 +148,63 @@ def test_norms_of_heads_may_be_cut_along_the_heads() -> None:
     )
 
 
-WRONG: dict[str, tuple[Any, Any, int, str]] = {
-    "a class": (llama, {HEAD: ColwiseParallel}, 2, "the class ColwiseParallel (an object is ColwiseParallel())"),
-    "a name": (
-        llama,
-        {HEAD: "ColwiseParallel"},
-        2,
-        "torch's style is an object, ColwiseParallel(...), which a plan in ",
-    ),
-    "a name called": (llama, {HEAD: "RowwiseParallel()"}, 2, "and ours is called 'rowwise'"),
-    "a name of neither": (llama, {HEAD: "PrepareModuleInput"}, 2, "which a plan in Python can hold)"),
-    "heads that do not divide": (lambda: llama(9, 3), attention, 2, "9 heads, and cannot split them for 2 ranks"),
-    "KV heads that do not": (lambda: llama(8, 2), attention, 4, "2 heads, and cannot split them for 4 ranks"),
-    "more ranks than heads": (lambda: llama(2, 2), attention, 4, "4 ranks are more than the query heads"),
-    "a norm": (llama, {"model.norm": COLWISE}, 2, "for nn.Linear and nn.Embedding, not for a LlamaRMSNorm"),
+WRONG: dict[str, tuple[Any, ...]] = {
+    "a class": ({HEAD: ColwiseParallel}, "the class ColwiseParallel (an object is ColwiseParallel())"),
+    "a name": ({HEAD: "ColwiseParallel"}, "torch's style is an object, ColwiseParallel(...), which a plan in "),
+    "a name called": ({HEAD: "RowwiseParallel()"}, "and ours is called 'rowwise'"),
+    "a name of neither": ({HEAD: "PrepareModuleInput"}, "which a plan in Python can hold)"),
+    "heads that do not divide": (attention, "9 heads, and cannot split them for 2 ranks", lambda: llama(9, 3), 2),
+    "KV heads that do not": (attention, "2 heads, and cannot split them for 4 ranks", lambda: llama(8, 2), 4),
+    "more ranks than heads": (attention, "4 ranks are more than the query heads", lambda: llama(2, 2), 4),
+    "a norm": ({"model.norm": COLWISE}, "for nn.Linear and nn.Embedding, not for a LlamaRMSNorm"),
     "experts": (
-        mixtral,
         {f"{MLP}.experts": ROWWISE},
-        2,
         "not for a MixtralExperts; use a strategy's name, such as 'row",
+        mixtral,
+        2,
     ),
     "a parameter of experts": (
-        mixtral,
         {f"{MLP}.experts.down_proj": ROWWISE},
-        2,
         "name the module, model.layers.*.mlp.experts: torch.RowwiseParallel()",
-    ),
-    "a weight": (llama, {"lm_head.weight": COLWISE}, 2, "name the module, lm_head"),
-    "a block along the sequence": (llama, {MLP: SequenceParallel()}, 2, "not for a LlamaMLP with modules of its own"),
-    "a sequence that is whole": (llama, {"model.norm": SequenceParallel()}, 2, "which no rule shards before it"),
-    "ids taken for parts": (llama, {"model.embed_tokens": ROWWISE}, 2, "give it input_layouts=Replicate()"),
-    "embeddings of parts": (
-        llama,
-        {"model.embed_tokens": COLWISE},
+        mixtral,
         2,
-        "the hidden features, of which what follows takes all",
     ),
-    "embeddings of parts, by name": (llama, {"model.embed_tokens": "colwise"}, 2, "use 'embedding_rowwise' or 'emb"),
-    "a head of parts": (llama, {HEAD: COLWISE}, 2, "each rank would return its own shard of the output"),
-    "half a pair": (llama, {f"{MLP}.up_proj": COLWISE}, 2, "down_proj, which takes as many, expects all of them"),
-    "parts that torch loses track of": (llama, mlp, 3, "100 features do not divide by 3 ranks, and torch takes"),
+    "a weight": ({"lm_head.weight": COLWISE}, "name the module, lm_head"),
+    "a block along the sequence": ({MLP: SequenceParallel()}, "not for a LlamaMLP with modules of its own"),
+    "a sequence that is whole": ({"model.norm": SequenceParallel()}, "which no rule shards before it"),
+    "ids taken for parts": ({"model.embed_tokens": ROWWISE}, "give it input_layouts=Replicate()"),
+    "embeddings of parts": ({"model.embed_tokens": COLWISE}, "the hidden features, of which what follows takes all"),
+    "embeddings of parts, by name": ({"model.embed_tokens": "colwise"}, "use 'embedding_rowwise' or 'emb"),
+    "a head of parts": ({HEAD: COLWISE}, "each rank would return its own shard of the output"),
+    "half a pair": ({f"{MLP}.up_proj": COLWISE}, "down_proj, which takes as many, expects all of them"),
+    "parts that torch loses track of": (mlp, "100 features do not divide by 3 ranks, and torch takes", llama, 3),
     "parts cut in two ways": (
-        llama,
         {**mlp, f"{MLP}.down_proj": "rowwise"},
-        3,
         "the same features are split differently",
+        llama,
+        3,
     ),
     "tied, cut in two ways": (
-        lambda: llama(tie_word_embeddings=True),
         {"model.embed_tokens": "embedding_rowwise", HEAD: ColwiseParallel(output_layouts=Replicate())},
-        3,
         "they are sharded differently",
+        lambda: llama(tie_word_embeddings=True),
+        3,
     ),
     "two sums": (
-        llama,
         {
             "model.layers.*": "gather",
             **{f"{ATTENTION}.{name}_proj": "local_colwise" for name in "qkv"},
             f"{ATTENTION}.o_proj": "local_rowwise",
             **mlp,
         },
-        2,
         "down_proj: it sums its output, and model.layers.* sums again",
     ),
-    "a style of one's own": (
-        llama,
-        {f"{MLP}.up_proj": Own()},
-        2,
-        "with torch's parallelize_module(module, mesh, style)",
-    ),
-    "a cut of one's own": (llama, {f"{MLP}.up_proj": OwnColwise()}, 2, "OwnColwise is a style of its own"),
-    "parts": (llama, {f"{MLP}.up_proj": {"strategy": COLWISE, "parts": 2}}, 2, "takes no parts"),
-    "a unit": (llama, {f"{MLP}.up_proj": {"strategy": COLWISE, "unit": 2}}, 2, "takes no unit"),
+    "a style of one's own": ({f"{MLP}.up_proj": Own()}, "with torch's parallelize_module(module, mesh, style)"),
+    "a cut of one's own": ({f"{MLP}.up_proj": OwnColwise()}, "OwnColwise is a style of its own"),
+    "parts": ({f"{MLP}.up_proj": {"strategy": COLWISE, "parts": 2}}, "takes no parts"),
+    "a unit": ({f"{MLP}.up_proj": {"strategy": COLWISE, "unit": 2}}, "takes no unit"),
 }
+"""(plan, part of the message; the model and the number of ranks if they are others than `llama` and 2)."""
 
 
 CHECKED = {"half a pair", "parts that torch loses track of", "parts cut in two ways"}
@@ -231,7 +215,7 @@ CHECKED = {"half a pair", "parts that torch loses track of", "parts cut in two w
     "case", [pytest.param(case, marks=[needs("refusals")] if case in CHECKED else []) for case in WRONG]
 )
 def test_wrong_uses_are_told_before_anything_is_loaded(case) -> None:
-    model, plan, size, message = WRONG[case]
+    plan, message, model, size = (*WRONG[case], llama, 2)[:4]
     with pytest.raises(PlanError) as caught:
         resolve(Plan.from_dict(plan), model(), size)
     assert message in str(caught.value)

@@ -63,3 +63,15 @@ def served(hub: HubServer) -> Iterator[HubServer]:
     hub.tokens.clear()
     yield hub
     hub.forget()
+
+
+@pytest.fixture
+def offer(served: HubServer, cases: Any) -> Callable[..., str]:
+    """`offer(heads, kv_heads, **options)`: put a tiny Llama on the Hub as org/model; returns the model's folder."""
+
+    def add(heads: int, kv_heads: int, **options: Any) -> str:
+        folder: str = cases(heads, kv_heads).folder
+        served.add("org/model", folder, **options)
+        return folder
+
+    return add

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +23,7 @@ from huggingface_hub.utils import close_session
 
 import tp_transformers
 from tests.support.hub import fail, run, stream
+from tests.support.hub_server import Faults
 from tests.support.pool import forget_meshes
 from tests.support.tiers import wide
 from tp_transformers.features.hub_streaming import fetch as exchange
@@ -48,14 +51,10 @@ TOKEN = "hf_secret"
     ),
     ids=lambda faults: " ".join(faults),
 )
-def test_faults_cost_only_time(hub_pool, served, cases, tmp_path, faults) -> None:
-    folder = cases(9, 3).folder
-    served.add("org/model", folder)
-    for name, value in faults.items():
-        setattr(served.faults, name, value)
+def test_faults_cost_only_time(hub_pool, served, offer, tmp_path, faults) -> None:
+    folder, served.faults = offer(9, 3), Faults(**faults)
     # Half of all requests fail, in an order that differs from run to run.
-    results = run(hub_pool, 2, "org/model", folder, str(tmp_path), tries=30)
-    assert all(not result["different"] for result in results)
+    run(hub_pool, 2, "org/model", folder, str(tmp_path), tries=30)
     statuses = [seen.status for seen in served.seen]
     if "error_every" in faults:
         assert statuses.count(faults.get("error_status", 503)) > 3
@@ -63,20 +62,14 @@ def test_faults_cost_only_time(hub_pool, served, cases, tmp_path, faults) -> Non
         assert len([seen for seen in served.seen if seen.is_weights]) > 20
 
 
-def test_urls_expire_and_the_token_stays_with_the_hub(hub_pool, served, cases, tmp_path) -> None:
-    folder = cases(9, 3).folder
-    served.add("org/model", folder, token=TOKEN)
-    served.faults.expire_after = 3
-    results = run(hub_pool, 2, "org/model", folder, str(tmp_path), token=TOKEN, tries=30)
-    assert all(not result["different"] for result in results)
+def test_urls_expire_and_the_token_stays_with_the_hub(hub_pool, served, offer, tmp_path) -> None:
+    folder, served.faults.expire_after = offer(9, 3, token=TOKEN), 3
+    run(hub_pool, 2, "org/model", folder, str(tmp_path), token=TOKEN, tries=30)
     assert 403 in [seen.status for seen in served.seen]
-    hosts = {seen.host for seen in served.seen}
-    assert hosts == {"127.0.0.1", "localhost"}
+    assert {seen.host for seen in served.seen} == {"127.0.0.1", "localhost"}
     for seen in served.seen:
         assert (seen.host == "localhost") == ("/cdn/" in seen.path)
-        assert seen.headers.get("authorization", seen.headers.get("Authorization")) == (
-            None if seen.host == "localhost" else f"Bearer {TOKEN}"
-        )
+        assert seen.authorization == (None if seen.host == "localhost" else f"Bearer {TOKEN}")
 
 
 # -- faults that do not
@@ -90,23 +83,14 @@ def test_urls_expire_and_the_token_stays_with_the_hub(hub_pool, served, cases, t
     ],
 )
 @pytest.mark.parametrize("size", wide([2, 3], 1))
-def test_one_error_on_all_ranks(hub_pool, served, cases, tmp_path, faults, says, size) -> None:
-    folder = cases(8, 4).folder
-    served.add("org/model", folder)
-    for name, value in faults.items():
-        setattr(served.faults, name, value)
+def test_one_error_on_all_ranks(hub_pool, served, offer, tmp_path, faults, says, size) -> None:
+    offer(8, 4)
+    served.faults = Faults(**faults)
     error = fail(hub_pool, size, "org/model", None, str(tmp_path))
     assert error.startswith("CheckpointError: ")
     assert says in error
     if "ignore_range" in faults:
         assert all(seen.sent < 100 << 10 for seen in served.seen if seen.is_weights), "bodies are not read"
-
-
-def test_a_fetch_that_fails_on_one_rank_stops_the_others(hub_pool, served, cases, tmp_path) -> None:
-    folder = cases(8, 4).folder
-    served.add("org/model", folder)
-    error = hub_pool.error(3, _break_reads_of_rank_1, str(tmp_path), timeout=60)
-    assert error == "CheckpointError: rank 1: it broke"
 
 
 def _break_reads_of_rank_1(cache: str) -> None:
@@ -124,14 +108,7 @@ def _break_reads_of_rank_1(cache: str) -> None:
         stream("org/model", None, cache)
 
 
-@pytest.mark.parametrize("after", [0, 7])
-def test_a_rank_without_memory_in_a_round_stops_the_others(hub_pool, served, cases, tmp_path, after) -> None:
-    served.add("org/model", cases(9, 3).folder)
-    error = hub_pool.error(3, _end_memory_of_rank_1, str(tmp_path), after, timeout=60)
-    assert error.startswith("MeshError: rank 1: memory: got no more of it (MemoryError: none left), expected enough")
-
-
-def _end_memory_of_rank_1(cache: str, after: int) -> None:
+def _end_memory_of_rank_1(after: int, cache: str) -> None:
     count, original = 0, exchange._copy
 
     def copy(*args: Any) -> None:
@@ -145,13 +122,6 @@ def _end_memory_of_rank_1(cache: str, after: int) -> None:
         stream("org/model", None, cache)
 
 
-@pytest.mark.parametrize("thread", ["download", "fetch"])
-def test_a_rank_without_threads_stops_the_others(hub_pool, served, cases, tmp_path, thread) -> None:
-    served.add("org/model", cases(8, 4).folder)
-    error = hub_pool.error(2, _start_no_threads_on_rank_1, thread, str(tmp_path), timeout=60)
-    assert error == "RemoteRankError: rank 1: RuntimeError: can't start new thread"
-
-
 def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
     class NoThreads(ThreadPoolExecutor):
         def submit(self, *args: Any) -> Any:
@@ -160,6 +130,31 @@ def _start_no_threads_on_rank_1(thread: str, cache: str) -> None:
     module = {"download": group_module, "fetch": exchange}[thread]
     with mock.patch.object(module, "ThreadPoolExecutor", NoThreads) if os.environ["RANK"] == "1" else nullcontext():
         stream("org/model", None, cache)
+
+
+def _stream_on_rank_1(cache: str) -> None:
+    stream("org/model", None, cache, tp_stream=os.environ["RANK"] == "1")
+
+
+NO_MEMORY = r"MeshError: rank 1: memory: got no more of it \(MemoryError: none left\), expected enough.*"
+NO_THREAD = "RemoteRankError: rank 1: RuntimeError: can't start new thread"
+
+
+@pytest.mark.parametrize(
+    ("size", "breaks", "says"),
+    [
+        (3, _break_reads_of_rank_1, "CheckpointError: rank 1: it broke"),
+        (3, partial(_end_memory_of_rank_1, 0), NO_MEMORY),
+        (3, partial(_end_memory_of_rank_1, 7), NO_MEMORY),
+        (2, partial(_start_no_threads_on_rank_1, "download"), NO_THREAD),
+        (2, partial(_start_no_threads_on_rank_1, "fetch"), NO_THREAD),
+        (2, _stream_on_rank_1, "MeshError: tp_stream: .*"),
+    ],
+    ids=["a read", "no memory", "none later", "no thread", "none to fetch", "another argument"],
+)
+def test_what_fails_on_one_rank_stops_the_others(hub_pool, offer, tmp_path, size, breaks, says) -> None:
+    offer(9, 3)
+    assert re.fullmatch(says, hub_pool.error(size, breaks, str(tmp_path), timeout=60), re.DOTALL)
 
 
 def test_who_is_not_let_in_or_looks_for_what_is_not_there(hub_pool, served, cases, tmp_path) -> None:
@@ -243,8 +238,8 @@ def test_an_index_that_is_none(hub_pool, served, cases, tmp_path, text) -> None:
 
 
 @pytest.mark.parametrize("ignores", wide([False, True], 1))
-def test_no_thread_and_no_descriptor_is_left(hub_pool, served, cases, tmp_path, ignores) -> None:
-    served.add("org/model", cases(9, 3).folder)
+def test_no_thread_and_no_descriptor_is_left(hub_pool, served, offer, tmp_path, ignores) -> None:
+    offer(9, 3)
     served.faults.ignore_range = ignores
     counts = [hub_pool.run(2, _count_after, str(tmp_path)) for _ in range(3)]
     for *before, last in zip(*counts, strict=True):  # of each rank
@@ -277,9 +272,6 @@ def _in_a_hurry(folder: str, cache: str, tp_stream: bool) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_stream", [True, False])
-def test_ranks_wait_longer_than_a_collective_may(hub_pool, served, cases, tmp_path, tp_stream) -> None:
-    folder = cases(8, 4).folder
-    served.add("org/model", folder)
-    served.faults.error_every, served.faults.retry_after = 3, "4"
-    served.faults.error_status = 429
+def test_ranks_wait_longer_than_a_collective_may(hub_pool, served, offer, tmp_path, tp_stream) -> None:
+    folder, served.faults = offer(8, 4), Faults(error_every=3, error_status=429, retry_after="4")
     assert all(not r["different"] for r in hub_pool.run(3, _in_a_hurry, folder, str(tmp_path), tp_stream, timeout=120))

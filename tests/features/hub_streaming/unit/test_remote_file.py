@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,41 +9,41 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 
-from tests.features.hub_streaming.unit.reads import CONTENT, read, remote
-from tests.support import hub_server
-from tests.support.hub_server import commit_of
+from tests.features.hub_streaming.unit.reads import CONTENT, ranges, read, remote, url
+from tests.support.hub_server import Faults, commit_of
+from tests.support.waiting import until
 from tp_transformers import CheckpointError
 from tp_transformers.features.hub_streaming import tries
 from tp_transformers.features.hub_streaming.tries import resolve
 
 
 def test_what_a_hub_says(server) -> None:
-    found = resolve(f"{server.endpoint}/org/model/resolve/main/model.safetensors")
+    found = resolve(url(server))
     assert found.commit_hash == commit_of("org/model", "main")
     assert found.size == len(CONTENT)
     assert found.location.startswith("http://localhost:")
-    with pytest.raises(EntryNotFoundError):
-        resolve(f"{server.endpoint}/org/model/resolve/main/other.safetensors")
-    with pytest.raises(CheckpointError, match="no such repository"):
-        resolve(f"{server.endpoint}/org/other/resolve/main/model.safetensors")
-    with pytest.raises(CheckpointError, match="no such revision"):
-        resolve(f"{server.endpoint}/org/model/resolve/v9/model.safetensors")
+    for name, error, says in (
+        ("org/model/resolve/main/other.safetensors", EntryNotFoundError, "404"),
+        ("org/other/resolve/main/model.safetensors", CheckpointError, "no such repository"),
+        ("org/model/resolve/v9/model.safetensors", CheckpointError, "no such revision"),
+    ):
+        with pytest.raises(error, match=says):
+            resolve(url(server, name))
 
 
 def test_one_range_fills_buffers_one_after_the_other(server) -> None:
     file = remote(server)
     assert read(file, 1000, 10, 0, 70_000, 1) == [CONTENT[1000:1010], b"", CONTENT[1010:71_010], CONTENT[71_010:71_011]]
-    (seen,) = [seen for seen in server.seen if seen.is_weights]
-    assert seen.headers["Range"] == "bytes=1000-71010"
+    assert ranges(server) == ["bytes=1000-71010"]
     assert (file.bytes_read, file.reads) == (70_011, 1)
 
 
 def test_what_is_known_of_the_start_is_not_asked_for(server) -> None:
     file = remote(server, head=CONTENT[:100])
     assert read(file, 20, 30, 50) == [CONTENT[20:50], CONTENT[50:100]]
-    assert not [seen for seen in server.seen if seen.is_weights]
+    assert not ranges(server)
     assert read(file, 90, 5, 20) == [CONTENT[90:95], CONTENT[95:115]]
-    assert [seen.headers["Range"] for seen in server.seen if seen.is_weights] == ["bytes=100-114"]
+    assert ranges(server) == ["bytes=100-114"]
     assert read(file, 100, 7) == [CONTENT[100:107]]
 
 
@@ -53,8 +52,7 @@ def test_a_broken_answer_is_taken_up_where_it_broke(server) -> None:
     file = remote(server)
     for _ in range(4):
         assert read(file, 0, len(CONTENT)) == [CONTENT]
-    starts = [seen.headers["Range"] for seen in server.seen if seen.is_weights]
-    assert "bytes=150000-299999" in starts
+    assert "bytes=150000-299999" in ranges(server)
     assert file.bytes_read == 4 * len(CONTENT), "no byte is read twice"
 
 
@@ -88,20 +86,14 @@ def test_threads_read_at_once(server, monkeypatch) -> None:
 )
 def test_what_does_not_pass_is_one_error(server, faults, changes, says) -> None:
     file = remote(server, **changes)
-    for name, value in faults.items():
-        setattr(server.faults, name, value)
+    server.faults = Faults(**faults)
     with pytest.raises(CheckpointError, match=r"^checkpoint file it: ") as caught:
         read(file, 10, 1000), read(file, 10, 1000)
     assert says in str(caught.value)
 
 
-def test_plain_bytes_are_asked_for_and_may_be_called_so(server, monkeypatch) -> None:
-    head = hub_server._Handler._head
-    monkeypatch.setattr(
-        hub_server._Handler,
-        "_head",
-        lambda self, status, headers: head(self, status, {**headers, "Content-Encoding": "Identity"}),
-    )
+def test_plain_bytes_are_asked_for_and_may_be_called_so(server) -> None:
+    server.faults.headers = server.faults.hub_headers = {"Content-Encoding": "Identity"}
     assert read(remote(server), 10, 1000) == [CONTENT[10:1010]]
     (seen,) = [seen for seen in server.seen if seen.is_weights]
     assert seen.headers["Accept-Encoding"] == "identity"
@@ -162,22 +154,11 @@ def test_closing_ends_reads_that_wait(server, monkeypatch) -> None:
     monkeypatch.setattr(tries, "LONGEST_WAIT", 60.0)
     file = remote(server)
     server.faults.error_every = 1
-    errors: list[Exception] = []
-
-    def read_on() -> None:
-        try:
-            read(file, 0, 10)
-        except CheckpointError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read_on)
-    thread.start()
-    while not any(seen.status == 503 for seen in server.seen):
-        time.sleep(0.01)
-    file.close()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert len(errors) == 1
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(read, file, 0, 10)
+        until(lambda: any(seen.status == 503 for seen in server.seen))
+        file.close()
+        assert isinstance(reading.exception(30), CheckpointError)
     count = len(server.seen)
     with pytest.raises(CheckpointError, match="closed"):
         read(file, 0, 10)
@@ -189,5 +170,5 @@ def test_the_token_goes_to_the_hub_alone(server) -> None:
     server.faults.expire_after = 1
     read(file, 0, 10)
     read(file, 0, 10)
-    sent = {(seen.host, seen.headers.get("authorization", seen.headers.get("Authorization"))) for seen in server.seen}
+    sent = {(seen.host, seen.authorization) for seen in server.seen}
     assert sent == {("127.0.0.1", None), ("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}

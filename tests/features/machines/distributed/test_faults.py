@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.machines import Bed, Ended, needs_machines, start, wait
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_machines]
 
@@ -21,10 +22,7 @@ class Running:
         options = json.dumps({"seconds": seconds, "load": load})
         job = ["-m", "tests.support.machine_job", folder, str(bed.disk), options]
         self.started = start(bed, ranks, *job)
-        until = time.monotonic() + 120
-        while sum(log.read_text().count("READY") for _, log in self.started) < sum(ranks):
-            assert time.monotonic() < until, self.outputs()
-            time.sleep(0.2)
+        until(lambda: self.outputs().count("READY") >= sum(ranks), said=self.outputs)
         self.began = time.time()
 
     def outputs(self) -> str:
@@ -39,13 +37,14 @@ class Running:
 
         Does not wait for torchrun: its own calls of a store on a lost machine end after the kernel's 15 minutes.
         """
-        until, found = time.monotonic() + timeout, []
-        while time.monotonic() < until and len(found) < sum(ranks):
-            time.sleep(0.5)
+
+        def found() -> list[tuple[str, str]]:
             logs = [log.read_text() for (_, log), number in zip(self.started, ranks, strict=True) if number]
-            found = [error for log in logs for error in re.findall(r"^RAISED ([\d.]+) (.*)", log, re.MULTILINE)]
-        assert len(found) == sum(ranks), self.outputs()
-        errors = [(float(at) - self.began, text) for at, text in found]
+            return [error for log in logs for error in re.findall(r"^RAISED ([\d.]+) (.*)", log, re.MULTILINE)]
+
+        until(lambda: len(found()) >= sum(ranks), timeout, self.outputs)
+        assert len(found()) == sum(ranks), self.outputs()
+        errors = [(float(at) - self.began, text) for at, text in found()]
         print(*(f"{seconds:.1f} s: {text}" for seconds, text in errors), sep="\n")
         return errors
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.features.machines.distributed.test_machines import alone, check, results, run
+from tests.features.machines.distributed.test_machines import trained
 from tests.support.hub import stored_weights, weight_bytes
 from tests.support.machines import Bed, needs_machines, wait
 
@@ -29,9 +29,8 @@ def test_a_model_of_the_hub(cases, tmp_path, streams) -> None:
             assert hub.poll() is None
             time.sleep(0.1)
         exported = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{bed.disk}/cache"}
-        options = {"steps": 3, "load": {"tp_stream": True} if streams else {}}
-        ended = run(bed, [1, 2, 0], NAME, options, environments={0: exported, 1: exported})
-        check(results(bed, ended, [1, 2, 0]), case, alone(case, 3))
+        load = {"load": {"tp_stream": True} if streams else {}}
+        trained(bed, [1, 2, 0], case, load, NAME, environments={0: exported, 1: exported})
         stop.touch()
         said = json.loads(wait(hub, log, 30).output.splitlines()[-1])
         stored = [len(stored_weights(machine.folder / "cache")) for machine in bed.machines[:2]]

@@ -63,6 +63,16 @@ def alone(case: Case, steps: int) -> list[float]:
     return train(AutoModelForCausalLM.from_pretrained(case.folder), steps)
 
 
+def trained(
+    bed: Bed, ranks: Sequence[int], case: Case, options: Any = None, folder: str | None = None, **launching: Any
+) -> tuple[list[dict[str, Any]], list[Ended]]:
+    """What ranks have saved and printed that load a case, from another folder if one is given, and train as alone."""
+    ended = run(bed, ranks, folder or case.folder, {"steps": 3, **(options or {})}, **launching)
+    found = results(bed, ended, ranks)
+    check(found, case, alone(case, 3))
+    return found, ended
+
+
 def on_machine(machines: list[dict[str, Any]], folder: str, options: dict[str, Any]) -> None:
     """Run on every rank of a pool that ends after it: the job on a machine of a test bed, which this rank goes to."""
     rank, libc = int(os.environ["RANK"]), ctypes.CDLL(None, use_errno=True)
@@ -101,18 +111,15 @@ def test_names_that_no_other_machine_reaches(cases, tmp_path, names, runs) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[3, 1], [2, 1], [1, 2], [1, 1, 1]], ids=str)
 def test_uneven_machines(cases, tmp_path, ranks) -> None:
-    case = cases(9, 3)
     with Bed(tmp_path, len(ranks)) as bed:
-        found = results(bed, run(bed, ranks, case.folder, {"steps": 3}), ranks)
-        check(found, case, alone(case, 3))
+        found, _ = trained(bed, ranks, cases(9, 3))
         assert {seen["transport"] for seen in found} == {"Transport" if max(ranks) == 1 else "SeveralMachines"}
 
 
 @pytest.mark.slow
 def test_ipv6(cases, tmp_path) -> None:
-    case = cases(9, 3)
     with Bed(tmp_path, 2, only_ipv6=True) as bed:
-        check(results(bed, run(bed, [2, 1], case.folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
+        trained(bed, [2, 1], cases(9, 3))
 
 
 @pytest.mark.slow
@@ -155,15 +162,12 @@ time_t time(time_t *now) {
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_clocks_an_hour_apart(cases, tmp_path) -> None:
     """Torchrun's own rendezvous takes a machine for lost if it was last heard of 15 seconds ago, by its clock."""
-    case = cases(9, 3)
     source, library = tmp_path / "later.c", tmp_path / "later.so"
     source.write_text(LATER)
     subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", library, source], check=True)
     with Bed(tmp_path, 2) as bed:
-        later = {"LD_PRELOAD": str(library)}
-        ended = run(bed, [2, 1], case.folder, {"steps": 3}, numbered=True, environments={1: later})
-        found = results(bed, ended, [2, 1])
-        check(found, case, alone(case, 3))
+        later = {1: {"LD_PRELOAD": str(library)}}
+        found, _ = trained(bed, [2, 1], cases(9, 3), numbered=True, environments=later)
         assert 3500 < found[2]["time"] - found[0]["time"] < 3700
 
 
@@ -174,11 +178,8 @@ CROSSING = "the tp axis crosses machines"
 @pytest.mark.parametrize("kind", ["dp_replicate_size", "fsdp_size"])
 def test_copies_across_machines(cases, tmp_path, kind) -> None:
     """By default, the ranks of a copy are on one machine."""
-    case = cases(9, 3)
     with Bed(tmp_path, 2) as bed:
-        ended = run(bed, [2, 2], case.folder, {"steps": 3, "config": {"tp_size": 2, kind: 2}})
-        found = results(bed, ended, [2, 2])
-        check(found, case, alone(case, 3))
+        found, ended = trained(bed, [2, 2], cases(9, 3), {"config": {"tp_size": 2, kind: 2}})
         assert {seen["transport"] for seen in found} == {"SharedMemory"}
         assert not any(CROSSING in machine.output for machine in ended)
 
@@ -188,21 +189,14 @@ def test_ranks_that_take_turns_over_machines(cases, tmp_path) -> None:
     """As srun numbers them with --distribution=cyclic: each copy of the model is on both machines."""
     case = cases(9, 3)
     with Bed(tmp_path, 2) as bed:
+        options = json.dumps({"steps": 3, "config": {"tp_size": 2, "dp_replicate_size": 2}})
+        job = [sys.executable, *JOB, case.folder, str(bed.disk), options]
+        shared = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+        shared |= {"MASTER_ADDR": "m0", "MASTER_PORT": str(PORT)}
         started = []
         for rank in range(4):
-            machine = bed.machines[rank % 2]
-            slurm = {
-                "SLURM_PROCID": rank,
-                "SLURM_STEP_NUM_TASKS": 4,
-                "SLURM_LOCALID": rank // 2,
-                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-            }
-            own = {name: str(value) for name, value in slurm.items()}
-            meeting = {"MASTER_ADDR": "m0", "MASTER_PORT": str(PORT)}
-            job = [sys.executable, *JOB, case.folder, str(bed.disk)]
-            options = json.dumps({"steps": 3, "config": {"tp_size": 2, "dp_replicate_size": 2}})
-            log = tmp_path / f"{rank}.log"
-            started.append(machine.start([*job, options], log, **own, **meeting))
+            own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank // 2)}
+            started.append(bed.machines[rank % 2].start(job, tmp_path / f"{rank}.log", **own, **shared))
         ended = [wait(process, log, 120) for process, log in started]
         assert [rank.code for rank in ended] == [0] * 4, "\n".join(rank.output for rank in ended)
         check(

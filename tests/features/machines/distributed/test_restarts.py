@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.machine_job import step
 from tests.support.machines import Bed, needs_machines, start, wait
 from tests.support.resuming_job import RATE
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_machines]
 JOB = ("-m", "tests.support.resuming_job")
@@ -63,11 +61,12 @@ def test_a_machine_that_vanishes_and_comes_back(cases, tmp_path) -> None:
     with Bed(tmp_path, 2) as bed:
         run = [*elastic, *JOB, folder, str(saves), options]
         first, _ = start(bed, [2, 2], *run, environments=own_store)
-        until(lambda: len(losses_in(first[1].read_text())) > 3, first[1])
+        said = first[1].read_text
+        until(lambda: len(losses_in(said())) > 3, said=said)
         bed.machines[1].vanish()
-        until(lambda: [ranks for ranks, _ in runs_in(first[1].read_text())] == [4, 2], first[1])
-        done = len(losses_in(first[1].read_text()))
-        until(lambda: len(losses_in(first[1].read_text())) > done + 3, first[1])
+        until(lambda: [ranks for ranks, _ in runs_in(said())] == [4, 2], said=said)
+        done = len(losses_in(said()))
+        until(lambda: len(losses_in(said())) > done + 3, said=said)
         bed.machines[1].plug()
         (again,) = start(bed, [0, 2], *run, environments=own_store)
         ended = [wait(*each, 180) for each in (first, again)]
@@ -76,11 +75,3 @@ def test_a_machine_that_vanishes_and_comes_back(cases, tmp_path) -> None:
     assert [ranks for ranks, _ in runs_in(output)] == [4, 2, 4], output
     found = losses_in(output)
     assert [found[step] for step in range(steps)] == pytest.approx(losses_of_one_process(folder, steps), rel=1e-3)
-
-
-def until(condition: Any, log: Path, seconds: float = 120.0) -> None:
-    """Wait for a condition."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.2)

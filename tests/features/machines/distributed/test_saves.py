@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.features.machines.distributed.test_machines import alone, check, refuses, results, run
+from tests.features.machines.distributed.test_machines import refuses, results, run, trained
 from tests.support.comparisons import different_tensors
 from tests.support.machines import Bed, Ended, needs_machines
 
@@ -31,7 +31,7 @@ def test_shards_stay_on_their_machines(cases, tmp_path) -> None:
             assert {"config.json", "model.safetensors.index.sharded.json"} <= set(names)
         assert [sum(name.startswith("rank-") for name in names) for names in own] == [2, 1]
         assert not any(name.startswith(".") for names in own for name in names)
-        check(results(bed, run(bed, [2, 1], folder, {"steps": 3}), [2, 1]), case, alone(case, 3))
+        trained(bed, [2, 1], case, folder=folder)
         refuses(
             run(bed, [1, 2], folder, {}), "CheckpointError: rank 1: checkpoint file", "no such file", "copy the rank"
         )
@@ -39,7 +39,7 @@ def test_shards_stay_on_their_machines(cases, tmp_path) -> None:
         for file in (bed.machines[1].folder / "saved").glob("rank-*"):
             shutil.copy(file, bed.machines[0].folder / "saved")
         shutil.copytree(bed.machines[0].folder / "saved", bed.machines[1].folder / "saved", dirs_exist_ok=True)
-        check(results(bed, run(bed, [1, 1], folder, {"steps": 3}), [1, 1]), case, alone(case, 3))
+        trained(bed, [1, 1], case, folder=folder)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "standard"])
@@ -51,7 +51,7 @@ def test_a_folder_that_machines_share(cases, tmp_path, kind) -> None:
         saved = run(bed, [2, 1], case.folder, {"save": [kind, str(shared / "saved")]})
         results(bed, saved, [2, 1])
         assert not re.search("do not share|was written on", saved[0].output)
-        check(results(bed, run(bed, [1, 1], str(shared / "saved"), {"steps": 3}), [1, 1]), case, alone(case, 3))
+        trained(bed, [1, 1], case, folder=str(shared / "saved"))
 
 
 def test_a_standard_save_is_on_the_first_machine(cases, tmp_path) -> None:

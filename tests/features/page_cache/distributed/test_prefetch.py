@@ -27,14 +27,15 @@ def test_the_ranks_of_a_node_fill_a_cold_cache_together(pool, cases, tmp_path, e
         assert error_of(rank, case.reference) < 1e-4
 
 
-def small_blocks(folder: str) -> dict[str, Any]:
-    with mock.patch.object(prefetch, "BLOCK_BYTES", 1000):
-        return report(folder, True, True)
+def report_with(changes: dict[str, Any], folder: str, prefetches: bool | None, evict: bool) -> dict[str, Any]:
+    """Run on every rank: the report of a load, where names of the prefetch have other values."""
+    with mock.patch.multiple(prefetch, **changes):
+        return report(folder, prefetches, evict)
 
 
 def test_blocks_are_shared_out(pool, cases) -> None:
     case = cases(9, 3)
-    ranks = pool.run(3, small_blocks, case.folder)
+    ranks = pool.run(3, report_with, {"BLOCK_BYTES": 1000}, case.folder, True, True)
     total = stored_bytes(case.folder)
     assert sum(rank["report"].prefetched for rank in ranks) == total
     assert all(abs(rank["report"].prefetched - total / 3) < 0.1 * total for rank in ranks)
@@ -48,8 +49,8 @@ def one_page_missing(folder: str) -> dict[str, Any]:
         spans = list(spans)
         return resident(self, spans) and not any(start <= 3500 < stop for start, stop in spans)
 
-    with mock.patch.object(prefetch, "BLOCK_BYTES", 1000), mock.patch.object(LocalFile, "is_resident", seeming):
-        return report(folder, None, False)
+    with mock.patch.object(LocalFile, "is_resident", seeming):
+        return report_with({"BLOCK_BYTES": 1000}, folder, None, False)
 
 
 def test_only_the_blocks_that_are_missing_are_fetched(pool, cases) -> None:
@@ -60,22 +61,20 @@ def test_only_the_blocks_that_are_missing_are_fetched(pool, cases) -> None:
     assert all(error_of(rank, case.reference) < 1e-4 for rank in ranks)
 
 
-def short_of_memory(folder: str) -> dict[str, Any]:
-    with mock.patch.object(prefetch, "available_memory", return_value=1000):
-        return report(folder, True, False)
+def short_of_memory() -> int:
+    return 1000
 
 
 def test_a_cache_without_room_is_left_alone(pool, cases) -> None:
     case = cases(9, 3)
-    for rank in pool.run(2, short_of_memory, case.folder):
+    for rank in pool.run(2, report_with, {"available_memory": short_of_memory}, case.folder, True, False):
         assert rank["report"].prefetched == 0
         assert error_of(rank, case.reference) < 1e-4
 
 
 def on_nodes_of_their_own(folder: str, how: list[bool | None]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    with mock.patch.object(prefetch, "node_name", return_value=f"node {rank}"):
-        return report(folder, how[rank], False)
+    return report_with({"node_name": lambda: f"node {rank}"}, folder, how[rank], False)
 
 
 @pytest.mark.parametrize("how", [[None, True], [True, False]], ids=str)
@@ -86,6 +85,3 @@ def test_a_cold_node_beside_one_that_is_not(pool, cases, how) -> None:
     for wanted, rank in zip(how, ranks, strict=True):
         assert (rank["report"].prefetched > 0) == bool(wanted)
         assert error_of(rank, case.reference) < 1e-4
-
-
-# -- parameters in the pages of files

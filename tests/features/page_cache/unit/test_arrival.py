@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -32,6 +33,15 @@ def columns(checkpoint: Checkpoint) -> jobs.Request:
     return jobs.Request(checkpoint.tensors["x"].select(1, [(0, 32)]), torch.empty(64, 32))
 
 
+def read_prefetched(checkpoint: Checkpoint) -> Collection[str]:
+    """Read the shard during its prefetch, and compare; returns the methods by which it was read."""
+    request = columns(checkpoint)
+    with checkpoint, prefetch.prefetching(checkpoint.opened, [request], GROUP):
+        statistics = read([request])
+    assert torch.equal(request.destination, torch.arange(4096.0).view(64, 64)[:, :32])
+    return statistics.methods
+
+
 def test_ranges_wait_until_the_bytes_have_been_read(checkpoint, monkeypatch) -> None:
     """The cache seems empty but for headers until the prefetch has run, which starts after the read of the shard."""
     arrived, waits = threading.Event(), threading.Event()
@@ -55,21 +65,14 @@ def test_ranges_wait_until_the_bytes_have_been_read(checkpoint, monkeypatch) -> 
     monkeypatch.setattr(LocalFile, "is_resident", seeming)
     monkeypatch.setattr(prefetch, "fetch", late)
     monkeypatch.setattr(prefetch.Arrival, "__call__", awaited)
-    request = columns(checkpoint)
-    with checkpoint, prefetch.prefetching(checkpoint.opened, [request], GROUP):
-        statistics = read([request])
+    assert "map" in read_prefetched(checkpoint), "from the page cache"
     assert order == ["prefetched", "read"]
-    assert "map" in statistics.methods, "from the page cache"
-    assert torch.equal(request.destination, torch.arange(4096.0).view(64, 64)[:, :32])
 
 
 def test_bytes_that_never_arrive_are_read_all_the_same(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: list(spans) == [(0, 1)])
     monkeypatch.setattr(prefetch, "_PATIENCE", 0.01)
-    request = columns(checkpoint)
-    with checkpoint, prefetch.prefetching(checkpoint.opened, [request], GROUP):
-        read([request])
-    assert torch.equal(request.destination, torch.arange(4096.0).view(64, 64)[:, :32])
+    read_prefetched(checkpoint)
 
 
 def test_a_file_system_that_cannot_tell_is_read_before(checkpoint, monkeypatch) -> None:

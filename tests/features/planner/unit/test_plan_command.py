@@ -14,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from transformers import Gemma3TextConfig, LlamaConfig
 
+from tests.features.planner.unit.test_speed import plan
 from tests.support.architectures import ARCHITECTURES
 from tests.support.commands import main
 from tests.support.models import llama_config
@@ -33,13 +34,6 @@ def folder(tmp_path: Path) -> str:
     """The config of a Llama of 9 query and 3 KV heads and four layers."""
     llama_config(9, 3, num_hidden_layers=4, dtype="float32").save_pretrained(tmp_path / "llama")
     return str(tmp_path / "llama")
-
-
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of the command."""
-    code = main(["plan", *arguments])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture(autouse=True)
@@ -107,21 +101,8 @@ def test_layers_that_differ_are_folded_apart(tmp_path, capsys) -> None:
 
 
 def test_json_is_all_of_the_outline(folder, capsys) -> None:
-    code, out, _ = plan(
-        capsys,
-        folder,
-        "--tp-size",
-        "5",
-        "--batch",
-        "2",
-        "--context",
-        "8",
-        "--gpu-memory",
-        "1MiB",
-        "--json",
-        "--dtype",
-        "bf16",
-    )
+    sizes = ["--tp-size", "5", "--batch", "2", "--context", "8", "--gpu-memory", "1MiB"]
+    code, out, _ = plan(capsys, folder, *sizes, "--json", "--dtype", "bf16")
     said, expected = json.loads(out), plan_memory(survey(folder, dtype="bfloat16"), 5, batch=2, context=8)
     assert code == 0
     assert said["version"] == 1

@@ -6,8 +6,10 @@ import copy
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -47,15 +49,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """`checkpoint(name)`: the folder of an ordinary checkpoint, made once, as a model that was loaded saves it."""
-    made: dict[str, str] = {}
 
+    @cache
     def make(name: str) -> str:
-        if name not in made:
-            folder = tmp_path_factory.mktemp("model")
-            torch.manual_seed(0)
-            save_as_loaded(MODELS[name](), folder)
-            made[name] = str(folder / "checkpoint")
-        return made[name]
+        folder = tmp_path_factory.mktemp("model")
+        torch.manual_seed(0)
+        save_as_loaded(MODELS[name](), folder)
+        return str(folder / "checkpoint")
 
     return make
 
@@ -63,14 +63,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 @pytest.fixture(scope="module")
 def sharded(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
     """`sharded(name, size)`: the folder of the same in shards, made once; to be copied by whoever changes it."""
-    made: dict[tuple[str, int], str] = {}
 
+    @cache
     def make(name: str, size: int) -> str:
-        if (name, size) not in made:
-            target = str(tmp_path_factory.mktemp("sharded") / "folder")
-            pool.run(size, save, checkpoint(name), target)
-            made[name, size] = target
-        return made[name, size]
+        target = str(tmp_path_factory.mktemp("sharded") / "folder")
+        pool.run(size, save, checkpoint(name), target)
+        return target
 
     return make
 
@@ -85,37 +83,30 @@ def load_both_ways(folder: str, sharded: str, saved: str | None, experts: bool =
         original(self, path)
 
     model = load(folder, tp_expert_parallel=experts)
-    LocalFile.__init__ = recorded  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(LocalFile, "__init__", recorded):
         again, info = load(sharded, output_loading_info=True, tp_expert_parallel=experts)
-    finally:
-        LocalFile.__init__ = original  # type: ignore[method-assign]
     ours, theirs = again.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
     local = tp_transformers.local_tensor
     if saved is not None:
         again.save_pretrained(saved)
     return {
-        "names": [*ours] == [*theirs],
-        "different": [name for name in ours if not torch.equal(local(ours[name]), local(theirs[name]))],
-        "kinds": [name for name in ours if type(ours[name]) is not type(theirs[name])],
-        "tied": len({*map(id, ours.values())}) == len({*map(id, theirs.values())}),
-        "report": [key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]],
+        "wrong": [
+            *["names"] * ([*ours] != [*theirs]),
+            *[name for name in ours if not torch.equal(local(ours[name]), local(theirs[name]))],
+            *[f"kind of {name}" for name in ours if type(ours[name]) is not type(theirs[name])],
+            *["ties"] * (len({*map(id, ours.values())}) != len({*map(id, theirs.values())})),
+            *[key for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]],
+            *["dtype"] * (again.dtype != model.dtype),
+        ],
         "files": sorted(opened),
         "read": bytes_read(again) - sum(header(sharded, file) for file in opened),
         "reads": again.tp_report.reads,
         "held": held(again),
-        "dtype": again.dtype == model.dtype,
     }
 
 
 def assert_same_load(results: list[dict[str, Any]]) -> None:
-    for result in results:
-        assert result["names"]
-        assert result["different"] == []
-        assert result["kinds"] == []
-        assert result["tied"]
-        assert result["report"] == []
-        assert result["dtype"]
+    assert [result["wrong"] for result in results] == [[]] * len(results)
 
 
 def header(folder: str, name: str) -> int:
@@ -273,31 +264,16 @@ def another(pool: Pool, checkpoint: Any, tmp_path_factory: pytest.TempPathFactor
     return target
 
 
-def damage_missing(file: Path, other: Path) -> None:
-    file.unlink()
-
-
-def damage_truncated(file: Path, other: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-8])
-
-
-def damage_other_save(file: Path, other: Path) -> None:
-    shutil.copy(other, file)
-
-
-def damage_manifest(file: Path, other: Path) -> None:
-    (file.parent / MANIFEST_NAME).write_text("{")
-
-
 @pytest.mark.parametrize("size", wide([2, 3, 1], 1))
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (damage_missing, "got no such file"),
-        (damage_truncated, "bytes, expected"),
-        (damage_other_save, "in its metadata, expected save"),
-        (damage_manifest, "cannot be read as JSON"),
+        (lambda file, other: file.unlink(), "got no such file"),
+        (lambda file, other: file.write_bytes(file.read_bytes()[:-8]), "bytes, expected"),
+        (lambda file, other: shutil.copy(other, file), "in its metadata, expected save"),
+        (lambda file, other: (file.parent / MANIFEST_NAME).write_text("{"), "cannot be read as JSON"),
     ],
+    ids=["missing", "truncated", "of another save", "manifest"],
 )
 def test_damaged_folders(pool, sharded, another, tmp_path, damage, says, size) -> None:
     folder = tmp_path / "sharded"
@@ -321,11 +297,8 @@ def fail_on(rank: int, model: Any, target: str) -> None:
             raise OSError("no space left on device")
         original(self, name, value)
 
-    SummedWriter.write = write  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(SummedWriter, "write", write):
         save_sharded(model, target)
-    finally:
-        SummedWriter.write = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("rank", wide([1, 0], 1))

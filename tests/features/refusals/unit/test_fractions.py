@@ -6,18 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+from tests.features.refusals.unit.test_widths import meta_model
 from tests.support.fractions import largest_fraction
 from tests.support.models import llama_config
 from tp_transformers import PlanError
 from tp_transformers.plans import Plan
 from tp_transformers.plans.bind import resolve
-
-
-def meta_model(**changes: object) -> LlamaForCausalLM:
-    with torch.device("meta"):
-        return LlamaForCausalLM(llama_config(8, 4, **changes))
 
 
 def test_a_declared_plan_that_cuts_no_layer_is_refused_with_its_share() -> None:

@@ -172,11 +172,9 @@ def test_packed_weights_stay_packed(pool, tmp_path, name, variant) -> None:
     folder = str(packed_folder(tmp_path, name, VARIANTS[variant])[0])
     options = {"dtype": torch.bfloat16, "tp_dequantize": False}
     steps = (4, 3, 1, 2, 5)
-    for result in (
-        each for found in pool.run(5, walk, folder, None, str(tmp_path / "s"), steps, options) for each in found
-    ):
-        print(name, result)
-        assert result["different"] == []
+    for found in pool.run(5, walk, folder, None, str(tmp_path / "s"), steps, options):
+        print(name, found)
+        assert [result["different"] for result in found] == [[]] * len(found)
     for to in steps[1:]:
         check_saved(folder, tmp_path / "s" / str(to))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -155,14 +156,9 @@ def interrupted(folder: str) -> str:
             raise MemoryError("full")
         return block(*args)
 
-    moves._block = fails
-    try:
+    with mock.patch.object(moves, "_block", fails), pytest.raises(tp_transformers.TensorParallelError) as raised:
         tp_transformers.reshard(model, 1)
-    except tp_transformers.TensorParallelError as error:
-        return str(error)
-    finally:
-        moves._block = block
-    return ""
+    return str(raised.value)
 
 
 def test_a_rank_that_fails_on_the_way_leaves_no_rank_waiting(pool, cases) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import pytest
@@ -116,11 +117,8 @@ def refused(folder: str) -> tuple[str, list[int]]:
         move(moves, requests)
         alive.append(sum(state() is not None for state in states))
 
-    Moves.round = count
-    try:
+    with mock.patch.object(Moves, "round", count):
         reshard(model, optimizer, 3)
-    finally:
-        Moves.round = move
     return message, alive
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
@@ -51,22 +53,15 @@ TABLE = [
 ]
 
 
-def processes(folder: Path, module: str = "") -> list[int]:
+def processes(folder: str | Path, module: str = "") -> list[int]:
     """Processes that have `folder` among their arguments, in the order of their start; with `module` there as well."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            words = (entry / "cmdline").read_text().split("\0")
+            words = (entry / "cmdline").read_text(errors="replace").split("\0")
             if str(folder) in words and (not module or module in words):
                 found.append(int(entry.name))
     return sorted(found)
-
-
-def wait_until(condition: object) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end")
@@ -81,7 +76,7 @@ def test_what_comes_of_the_launcher_and_its_ranks(tmp_path, way, name, code, tol
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:
-        wait_until(lambda: len(list(folder.glob("*.ready"))) == 2 or process.poll() is not None)
+        until(lambda: len(list(folder.glob("*.ready"))) == 2 or process.poll() is not None)
         target = process.pid
         if way == "PID 1":
             target = int(Path(f"/proc/{target}/task/{target}/children").read_text())
@@ -97,7 +92,7 @@ def test_what_comes_of_the_launcher_and_its_ranks(tmp_path, way, name, code, tol
             assert process.wait(TIMEOUT) in {code, *own}, (tmp_path / "output").read_text()
         assert has_saved is None or len(list(folder.glob("*.saved"))) == 2 * has_saved
         if code is not None:
-            wait_until(lambda: not processes(folder))
+            until(lambda: not processes(folder))
         assert [path.read_text() for path in folder.glob("*.told")] == [told] * 2 * bool(told)
         assert len(list(folder.glob("*.saved"))) == 2 * bool(told)
         assert "Traceback" not in (tmp_path / "output").read_text()

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp4Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp4Config
 
 from tests.features.quantized.distributed.test_quantized import SIZES, packed_folder
 from tests.features.serve.distributed.test_serve import client_of, served, serving
@@ -27,6 +26,7 @@ from tests.support.logged import logged
 from tests.support.models import load
 from tests.support.pool import Pool, free_port
 from tests.support.tiers import wide
+from tests.support.words import words
 
 QUESTION, NEW = "w5 w17", 8
 TEMPLATE = (
@@ -38,11 +38,8 @@ TEMPLATE = (
 
 def give_words(folder: Path, end: str) -> None:
     """Write a tokenizer of words, with a chat in which `end` ends an answer."""
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(SIZES["vocab_size"])}, unk_token="w3"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", chat_template=TEMPLATE.format(end=end))
-    tokenizer.add_special_tokens({"additional_special_tokens": [end]})
-    tokenizer.save_pretrained(folder)
+    template = TEMPLATE.format(end=end)
+    words(SIZES["vocab_size"], special=end, pad_token="w0", chat_template=template).save_pretrained(folder)
 
 
 def asked(client: Any, folder: str) -> tuple[str, str, int]:
@@ -99,10 +96,7 @@ def test_text_and_its_end_are_those_of_one_process(name, quantise, by_command, t
     give_words(packed, f"w{tokens[last]}")
     expected = " ".join(f"w{token}" for token in tokens[:last]), "stop", last + 1
     if by_command:
-        with (
-            (tmp_path / "said").open("w") as file,
-            served(str(packed), 2, OPTIONS, stderr=file) as (client, _),
-        ):
+        with served(str(packed), 2, OPTIONS, tmp_path / "said") as (client, _):
             found = asked(client, str(packed))
         said = (tmp_path / "said").read_text()
     else:

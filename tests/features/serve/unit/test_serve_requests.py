@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig
 
+from tests.support.words import words
 from tp_transformers.features.serve import chat
 
 fastapi = pytest.importorskip("fastapi")
@@ -98,10 +98,7 @@ CLOSED = "{% for message in messages %}{{ message['content'] }}{{ closing }} {% 
     ],
 )
 def test_answers_end_at_the_end_tokens_of_model_tokenizer_and_chat(configured, template, expected) -> None:
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(10)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w5", chat_template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["w7"]})
+    tokenizer = words(10, special="w7", eos_token="w5", chat_template=template)
     config = GenerationConfig(eos_token_id=configured)
     model = SimpleNamespace(config=LlamaConfig(), generation_config=config, _get_logits_processor=lambda config: [])
     for processor in (tokenizer, SimpleNamespace(tokenizer=tokenizer)):

@@ -5,54 +5,23 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.pool import free_port
+from tests.support.launched import launched
 from tests.support.tiers import wide
 from tp_transformers.features.shared_memory import joining
 from tp_transformers.features.shared_memory.segment import FOLDER, nbytes
 from tp_transformers.ranks import direct
 from tp_transformers.ranks.direct import BACKEND, connect, transport_of
 from tp_transformers.ranks.mesh import join
-
-
-def launch(scripts: Sequence[str], script: Path, *arguments: str, last: int | None = None) -> list[tuple[int, str]]:
-    """Exit code and output of each rank of `script`; `scripts[rank]` is the command that starts it, or nothing.
-
-    Rank `last` is ended once the others have.
-    """
-    shared = {"WORLD_SIZE": str(len(scripts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            ["sh", "-ec", f'exec {before} "$@"', "sh", sys.executable, str(script), *arguments],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, before in enumerate(scripts)
-    ]
-    printed = {}
-    try:
-        for rank in sorted(range(len(ranks)), key=lambda rank: rank == last):
-            if rank == last:
-                ranks[rank].kill()
-            printed[rank] = ranks[rank].communicate(timeout=120)[0]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [(process.returncode, printed[rank]) for rank, process in enumerate(ranks)]
-
 
 SUMS = """
 import logging, os, sys
@@ -98,7 +67,7 @@ def in_own(options: str) -> str:
 )
 def test_memory_is_used_where_all_ranks_see_it(tmp_path, scripts, users, way, why) -> None:
     (tmp_path / "script.py").write_text(SUMS)
-    for code, output in launch(scripts, tmp_path / "script.py", *users):
+    for code, output in launched(2, str(tmp_path / "script.py"), *users, before=scripts, stderr=subprocess.STDOUT):
         assert code == 0, output
         assert f"{way} 1.5 1.5" in output, output
         assert why in output
@@ -122,7 +91,7 @@ for x in tensors:
 @pytest.mark.parametrize("size", wide([2, 4], 1))
 def test_a_process_that_ends_just_after_a_collective_of_gloo_is_not_aborted(tmp_path, size) -> None:
     (tmp_path / "script.py").write_text(ENDS_AT_ONCE)
-    assert launch([""] * size, tmp_path / "script.py") == [(0, "")] * size
+    assert launched(size, str(tmp_path / "script.py"), stderr=subprocess.STDOUT) == [(0, "")] * size
 
 
 def test_eight_ranks_fit_into_the_memory_that_docker_gives() -> None:
@@ -183,7 +152,8 @@ def test_a_rank_that_fails_within_collectives_is_told_to_all(tmp_path, how, seed
     """Where the bad rank fails in the middle of a step, too."""
     (tmp_path / "script.py").write_text(FAULTS)
     bad = 1 + seed % 2  # rank 0 has the store, if no launcher has
-    found = launch(["", "", ""], tmp_path / "script.py", how, str(bad), str(seed), last=None if how == "raise" else bad)
+    command, last = [str(tmp_path / "script.py"), how, str(bad), str(seed)], None if how == "raise" else bad
+    found = launched(3, *command, last=last, stderr=subprocess.STDOUT)
     says = "failed with ValueError: on this rank" if how == "raise" else "gave no sign of life"
     for rank, (code, output) in enumerate(found):
         if rank != bad:
@@ -237,7 +207,7 @@ def test_jobs_leave_no_file_and_do_not_disturb_each_other(tmp_path) -> None:
     (tmp_path / "script.py").write_text(SUMS)
     for _ in range(10):  # five at once
         with ThreadPoolExecutor(5) as executor:
-            jobs = [executor.submit(launch, ["", ""], tmp_path / "script.py") for _ in range(5)]
+            jobs = [executor.submit(launched, 2, str(tmp_path / "script.py")) for _ in range(5)]
         for job in jobs:
             assert all(code == 0 and "memory 1.5 1.5" in output for code, output in job.result())
     assert not stays()
@@ -245,9 +215,7 @@ def test_jobs_leave_no_file_and_do_not_disturb_each_other(tmp_path) -> None:
 
 def on_machines(machines: list[str], lengths: list[int]) -> list[Tensor]:
     """Run on every rank: sums and maxima, where the ranks are told that they are on several machines."""
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr(joining, "machine_name", lambda: machines[int(os.environ["RANK"])])
+    with mock.patch.object(joining, "machine_name", return_value=machines[int(os.environ["RANK"])]):
         group = join()
     assert transport_of(group.process_group) is not BACKEND
     found = []

@@ -159,7 +159,7 @@ def test_tensors_of_any_kind(pool) -> None:
 
 def broken_off() -> tuple[str, str]:
     """Run on every rank: an error of a signal handler between the steps of a collective, and one after it."""
-    group, patch = join(), pytest.MonkeyPatch()
+    group = join()
     second = dist.new_group(timeout=timedelta(seconds=2))
     connect(second)
     raised = []
@@ -167,7 +167,7 @@ def broken_off() -> tuple[str, str]:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with patch.context() as context:
+    with pytest.MonkeyPatch.context() as context:
         if group.rank == 0:
             context.setattr(SharedMemory, "_wait", stop)
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,14 @@ import yaml
 from tests.support.pool import Pool
 from tp_transformers.ranks.collectives import reduce_from_region
 from tp_transformers.strategies import STRATEGIES, ColwiseParallel, ReplicateParallel, RowwiseParallel, get_tensor_shard
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 1000,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
 class NoSum(RowwiseParallel):
@@ -55,22 +64,31 @@ class OneRaises(ColwiseParallel):
         return outputs
 
 
-OWN = {
-    "no_sum": NoSum,
-    "summed": Summed,
-    "swapped": Swapped,
-    "deaf": Deaf,
-    "one_raises": OneRaises,
-}
+OWN = {"no_sum": NoSum, "summed": Summed, "swapped": Swapped, "deaf": Deaf, "one_raises": OneRaises}
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """After the block, the registered strategies are those of before."""
+    before = dict(STRATEGIES)
+    try:
+        yield
+    finally:
+        STRATEGIES.clear()
+        STRATEGIES.update(before)
 
 
 @pytest.fixture
-def own_strategies() -> Iterator[None]:
+def registered() -> Iterator[Callable[[str, Any], None]]:
+    """A function that registers a strategy until the test ends."""
+    with kept():
+        yield STRATEGIES.register_strategy
+
+
+@pytest.fixture
+def own_strategies(registered: Callable[[str, Any], None]) -> None:
     for name, strategy in OWN.items():
-        STRATEGIES.register_strategy(name, strategy)
-    yield
-    for name in OWN:
-        del STRATEGIES[name]
+        registered(name, strategy)
 
 
 def changed(folder: Path, model_type: str, rules: dict[str, Any], section: str = "base_model") -> Path:
@@ -84,12 +102,8 @@ def rank(*arguments: Any) -> None:
     """A rank of `verify` in a worker of the pool."""
     from tp_transformers.features.verify import rank as rank_module  # not there without what it requires
 
-    before = {*STRATEGIES}
-    try:
+    with kept():
         rank_module.run_rank(*arguments)
-    finally:
-        for name in {*STRATEGIES} - before:
-            del STRATEGIES[name]
 
 
 @pytest.fixture

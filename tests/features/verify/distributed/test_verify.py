@@ -19,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.features.verify.distributed.conftest import changed
+from tests.features.verify.distributed.conftest import SIZES, changed
 from tests.support.commands import main
 from tests.support.comparisons import different_tensors
 from tp_transformers import UnsupportedError
@@ -30,19 +30,8 @@ from tp_transformers.plans import Plan
 from tp_transformers.strategies import STRATEGIES
 from tp_transformers.verify import Verdict
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1000,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES),
-    "phi3": Phi3Config(**SIZES),
-    "qwen3": Qwen3Config(**SIZES),
-    "olmo2": Olmo2Config(**SIZES),
-}
+DEEP = SIZES | {"num_hidden_layers": 12}
+CONFIGS = {cls.model_type: cls(**DEEP) for cls in (LlamaConfig, Phi3Config, Qwen3Config, Olmo2Config)}
 
 
 class HalvedLoss(LossParallel):
@@ -72,7 +61,7 @@ def test_a_right_plan_is_proven(request, tmp_path, capsys, ranks) -> None:
 def test_the_class_that_the_config_names_is_proven(monkeypatch) -> None:
     proven = []
     monkeypatch.setattr(verify, "meta_model", lambda cls, config: proven.append(cls) or meta_model(cls, config))
-    (verdict,) = verify.verify(LlamaConfig(**SIZES, architectures=["LlamaModel"]))
+    (verdict,) = verify.verify(LlamaConfig(**DEEP, architectures=["LlamaModel"]))
     assert verdict.ok
     assert verdict.logits is not None, "the states of a model without a head"
     assert set(proven) == {LlamaModel}
@@ -134,7 +123,7 @@ def test_the_first_parameter_whose_gradient_differs_is_named_with_its_rule(tmp_p
 @pytest.mark.usefixtures("in_pool", "own_strategies")
 def test_the_options_of_a_plan_are_proven_and_blamed_as_they_are_rewritten(tmp_path, monkeypatch) -> None:
     path = tmp_path / "plan.yaml"
-    monkeypatch.setitem(STRATEGIES, "halved_loss", HalvedLoss)  # type: ignore[arg-type]
+    monkeypatch.setitem(STRATEGIES, "halved_loss", HalvedLoss)
     plan = Plan.parse({"extends": "llama"}, source="mine").with_options(sequence_parallel=True, loss_parallel=True)
     (verdict,) = verify.verify(CONFIGS["llama"], plan=plan, grads=True)
     assert verdict.ok, verdict.faults
@@ -200,7 +189,7 @@ def test_a_checkpoint_that_does_not_reload_is_no_fault_of_the_plan(monkeypatch) 
 def test_a_message_of_transformers_is_told_in_one_sentence(tmp_path, capsys) -> None:
     """Its config class refuses a field with a message of several lines, or raises a TypeError about it."""
     for settings in ({"num_attention_heads": "many"}, {"hidden_size": 510}, {"hidden_act": "none"}):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, **settings}))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **DEEP, **settings}))
         assert main(["verify", str(tmp_path)]) == 2
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert "Traceback" not in line

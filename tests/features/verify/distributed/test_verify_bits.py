@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,13 @@ import transformers
 from torch.distributed.tensor import Replicate
 from transformers import LlamaConfig
 
-from tests.support.pool import Pool
 from tp_transformers.features.invariant.linear import InvariantColwiseParallel
-from tp_transformers.features.verify import rank as rank_module
 from tp_transformers.features.verify.command import summary
-from tp_transformers.strategies import STRATEGIES, RowwiseParallel, TensorParallelLayer
+from tp_transformers.features.verify.verify import with_torchrun
+from tp_transformers.strategies import RowwiseParallel, TensorParallelLayer
 from tp_transformers.verify import verify
+
+pytestmark = pytest.mark.usefixtures("in_pool")
 
 SIZES: dict[str, Any] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 9, "num_key_value_heads": 3}
@@ -39,8 +38,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "DeepseekV3Config": {**LATENT, **EXPERTS},
 }
 
-Launch = Callable[[Path, Path, int, float], int]
-
 
 class Sums(RowwiseParallel):
     """Adds up partial sums of the ranks, as `rowwise` does."""
@@ -55,38 +52,8 @@ class WithoutFlag(InvariantColwiseParallel):
         super().__init__(output_layouts=Replicate())
 
 
-@pytest.fixture
-def launch(pool: Pool) -> Launch:
-    """Start the ranks of `verify` in the pool."""
-
-    def run(folder: Path, reports: Path, size: int, timeout: float) -> int:
-        pool.run(size, rank, folder, reports, time.time() + timeout, timeout=timeout)
-        return 0
-
-    return run
-
-
-def rank(*arguments: Any) -> None:
-    """A rank of `verify` in a worker of the pool, which keeps its strategies."""
-    before = dict(STRATEGIES)
-    try:
-        rank_module.run_rank(*arguments)
-    finally:
-        STRATEGIES.clear()
-        STRATEGIES.update(before)
-
-
-@pytest.fixture
-def registered() -> Iterator[Callable[..., None]]:
-    """A function that registers `Sums` or another strategy, until the test ends."""
-    before = dict(STRATEGIES)
-    yield lambda name, strategy=Sums: STRATEGIES.register_strategy(name, strategy)
-    STRATEGIES.clear()
-    STRATEGIES.update(before)
-
-
-def test_an_invariant_plan_has_the_bits_of_one_process(launch) -> None:
-    (verdict,) = verify(LLAMA, grads=True, bits=True, launch=launch)
+def test_an_invariant_plan_has_the_bits_of_one_process() -> None:
+    (verdict,) = verify(LLAMA, grads=True, bits=True)
     assert verdict.ok, verdict.faults
     assert (verdict.logits, verdict.loss, verdict.tokens) == (0, 0, True)
     assert verdict.gradient[1] == 0
@@ -95,17 +62,17 @@ def test_an_invariant_plan_has_the_bits_of_one_process(launch) -> None:
     assert summary(verdict) == expected
 
 
-def test_bits_that_generate_alone_asks_for(launch, registered) -> None:
+def test_bits_that_generate_alone_asks_for(registered) -> None:
     registered("invariant_colwise_rep", WithoutFlag)
-    (verdict,) = verify(LLAMA, bits=True, launch=launch)
+    (verdict,) = verify(LLAMA, bits=True)
     assert verdict.logits == 0
     assert verdict.faults[0].startswith("the logits of the last of 2 x 7 tokens, ")
     assert "tokens after 2 x 7 tokens" in verdict.faults[0]
 
 
-def test_a_strategy_that_sums_over_the_ranks_is_named(launch, registered) -> None:
-    registered("invariant_rowwise")
-    (verdict,) = verify(LLAMA, bits=True, launch=launch)
+def test_a_strategy_that_sums_over_the_ranks_is_named(registered) -> None:
+    registered("invariant_rowwise", Sums)
+    (verdict,) = verify(LLAMA, bits=True)
     # A kernel that adds up 384 features at a time has the bits of rank 0's 6 heads and rank 1's 3 in o_proj.
     named = r"model\.layers\.0\.(self_attn\.o_proj|mlp\.down_proj): its output is the first that differs"
     assert re.match(named, verdict.faults[0]), verdict.faults
@@ -113,7 +80,7 @@ def test_a_strategy_that_sums_over_the_ranks_is_named(launch, registered) -> Non
     assert verdict.bits == ("float32",)
     assert 0 < verdict.logits < 1e-4
 
-    registered("sums")
+    registered("sums", Sums)
     projections = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "sums"}
     plan = {f"model.layers.*.mlp.{name}": strategy for name, strategy in projections.items()}
     (verdict,) = verify(LLAMA, bits=True, plan=plan, allow_replicated=True)
@@ -121,7 +88,7 @@ def test_a_strategy_that_sums_over_the_ranks_is_named(launch, registered) -> Non
 
 
 @pytest.mark.slow
-def test_ranks_with_the_usual_plan_have_other_bits(launch) -> None:
+def test_ranks_with_the_usual_plan_have_other_bits() -> None:
     def as_usual(folder: Path, *arguments: Any) -> int:
         """Start ranks that load with the plan as it was before `bits`."""
         request = folder / "request.pickle"
@@ -130,7 +97,7 @@ def test_ranks_with_the_usual_plan_have_other_bits(launch) -> None:
         with request.open("wb") as file:
             pickle.dump(path, file)
             pickle.dump((cls, plan.with_options(invariant=False), *settings), file)
-        return launch(folder, *arguments)
+        return with_torchrun(folder, *arguments)
 
     (verdict,) = verify(LLAMA, grads=True, bits=True, launch=as_usual)
     assert 0 < verdict.logits < 1e-4
@@ -140,10 +107,9 @@ def test_ranks_with_the_usual_plan_have_other_bits(launch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
-def test_architectures_have_the_bits_of_one_process(launch, name) -> None:
-    for verdict in verify(
-        getattr(transformers, name)(**CONFIGS[name]), sizes=(2, 3, 4), grads=True, bits=True, launch=launch
-    ):
+def test_architectures_have_the_bits_of_one_process(name) -> None:
+    config = getattr(transformers, name)(**CONFIGS[name])
+    for verdict in verify(config, sizes=(2, 3, 4), grads=True, bits=True):
         assert verdict.ok, verdict.faults
         assert verdict.bits == ("float32", "bfloat16")
         assert verdict.loss == 0

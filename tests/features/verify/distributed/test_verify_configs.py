@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from transformers import GptOssConfig, LlamaConfig, Qwen3Config, Qwen3NextConfig
 
+from tests.features.verify.distributed.conftest import SIZES
 from tests.support.commands import main
 from tests.support.remote_code import with_code
 from tests.support.tiers import wide
 from tp_transformers import UnsupportedError
 from tp_transformers.verify import verify
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1000,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
 COMPRESSED = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}}
 
 
@@ -69,12 +62,9 @@ GATED = Qwen3NextConfig(
     num_hidden_layers=4,
 )
 GATED_RULES = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
+    **{f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
     "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
-    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+    **{f"layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"},
     "layers.*.mlp.shared_expert.gate_proj": "colwise",
     "layers.*.mlp.shared_expert.up_proj": "colwise",
     "layers.*.mlp.shared_expert.down_proj": "rowwise",

@@ -27,7 +27,8 @@ COUNTS = {
     *("topk_group", "first_k_dense_replace", "spatial_merge_size", "relative_attention_num_buckets"),
 }
 
-ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+QWEN2_VL = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+QWEN2_VL |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
 SETTINGS: dict[str, dict[str, Any]] = {  # what the defaults of a class leave open, or have at odds with itself
     "ministral": {"head_dim": 128},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8}},
@@ -35,23 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what the defaults of a class leave op
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-    "qwen2_vl": {
-        "text_config": {
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_parameters": ROPE,
-        }
-    },
-    "qwen2_5_vl": {
-        "text_config": {
-            "hidden_size": 3584,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rope_parameters": ROPE,
-        },
-        "vision_config": {"hidden_size": 1280},
-    },
+    "qwen2_vl": {"text_config": QWEN2_VL},
+    "qwen2_5_vl": {"text_config": QWEN2_VL, "vision_config": {"hidden_size": 1280}},
 }
 
 
@@ -81,9 +67,7 @@ def test_a_small_config_has_the_same_counts_and_kinds(model_type) -> None:
     assert config.to_dict() == before
     assert type(small) is type(config)
     for whole, level in zip(levels(before), levels(small.to_dict()), strict=True):
-        assert {name: level[name] for name in COUNTS & whole.keys()} == {
-            name: whole[name] for name in COUNTS & whole.keys()
-        }
+        assert all(level[name] == whole[name] for name in COUNTS & whole.keys())
         for name in ("layer_types", "no_rope_layers"):
             assert set(level.get(name) or ()) == set(whole.get(name) or ())
         if whole.get("head_dim") and whole.get("num_attention_heads"):
@@ -205,11 +189,6 @@ def test_a_small_model_is_given_images_or_sound(model_type) -> None:
     assert not torch.equal(logits, others)
 
 
-def test_a_config_that_cannot_be_shrunk_is_refused() -> None:
-    with pytest.raises(tp_transformers.UnsupportedError, match="a small ministral: got TypeError"):
-        shrink(CONFIG_MAPPING["ministral"]())  # it has no head_dim
-
-
 @pytest.mark.parametrize("model_type", ["idefics2", "xglm", "dinov2", "mamba"])
 def test_a_config_that_names_no_heads_shrinks_too(model_type) -> None:
     """Nor a level of one: the perceiver of Idefics 2 has `resampler_n_heads`, XGLM `attention_heads`."""
@@ -218,9 +197,11 @@ def test_a_config_that_names_no_heads_shrinks_too(model_type) -> None:
     assert outline(small).num_parameters() < outline(config).num_parameters() / 20
 
 
-def test_an_iteration_that_stops_within_is_an_unsupported_error() -> None:
-    expected = pytest.raises(tp_transformers.UnsupportedError, match="a small thing: got StopIteration")
-    with expected, supported("a small thing"):
+def test_a_config_that_cannot_be_shrunk_is_refused() -> None:
+    with pytest.raises(tp_transformers.UnsupportedError, match="a small ministral: got TypeError"):
+        shrink(CONFIG_MAPPING["ministral"]())  # it has no head_dim
+    stops = pytest.raises(tp_transformers.UnsupportedError, match="a small thing: got StopIteration")
+    with stops, supported("a small thing"):
         next(iter(()))
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.distributed.test_torchrun import torchrun
-from tests.support.pool import free_port
+from tests.support.launched import launched
 
 pytestmark = pytest.mark.slow
 
@@ -68,33 +65,13 @@ def test_all_ranks_name_the_one_that_is_lost(cases, tmp_path, how, bad, says, bo
         assert float(seconds) < 4 * bound  # on a machine that is not overloaded, below the bound itself
 
 
-def without_launcher(size: int, *command: str) -> tuple[list[str], list[int]]:
-    """What each of `size` ranks printed, and its exit code, where nobody ends them but themselves."""
-    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    print(printed)
-    return printed, [rank.returncode for rank in ranks]
-
-
 def test_a_rank_that_is_killed_is_named_where_no_launcher_ends_the_others(cases, tmp_path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    printed, codes = without_launcher(3, str(tmp_path / "script.py"), cases(9, 3).folder, "SIGKILL", "2")
-    for output in printed[:2]:
+    *others, (killed, _) = launched(3, str(tmp_path / "script.py"), cases(9, 3).folder, "SIGKILL", "2")
+    for code, output in others:
         assert re.fullmatch(r"raised after [\d.]+ s: rank 2 gave no sign of life .*\n", output)
-    assert codes == [1, 1, -9]
+        assert code == 1
+    assert killed == -9
 
 
 DURING_A_LOAD = """
@@ -123,10 +100,10 @@ except tp_transformers.RemoteRankError as error:
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_rank_that_is_killed_during_a_load_is_named(cases, tmp_path, bad) -> None:
     (tmp_path / "script.py").write_text(DURING_A_LOAD)
-    printed, codes = without_launcher(3, str(tmp_path / "script.py"), cases(9, 3).folder, str(bad))
-    for rank in {0, 1, 2} - {bad}:
-        assert re.match(rf"rank {bad} (gave no sign of life|or the launcher has ended)", printed[rank])
-    assert codes[bad] == -9
+    ranks = launched(3, str(tmp_path / "script.py"), cases(9, 3).folder, str(bad))
+    assert ranks.pop(bad)[0] == -9
+    for _, output in ranks:
+        assert re.match(rf"rank {bad} (gave no sign of life|or the launcher has ended)", output)
 
 
 AFTER_THE_OTHERS = """
@@ -154,6 +131,5 @@ else:
 def test_an_error_is_its_own_where_nobody_can_be_told(cases, tmp_path, after) -> None:
     """Rank 0, which keeps the store, has ended before rank 1 fails, or ends while rank 1 waits for the others."""
     (tmp_path / "script.py").write_text(AFTER_THE_OTHERS)
-    printed, codes = without_launcher(2, str(tmp_path / "script.py"), cases(8, 4).folder, str(after))
-    assert printed == ["", "ValueError('on this rank')\n"]
-    assert codes == [0, 0]
+    ranks = launched(2, str(tmp_path / "script.py"), cases(8, 4).folder, str(after))
+    assert ranks == [(0, ""), (0, "ValueError('on this rank')\n")]

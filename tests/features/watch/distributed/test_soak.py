@@ -8,18 +8,20 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import tp_transformers
-from tests.support.models import MASK, PROMPTS, load
+from tests.features.watch.distributed.test_watch import BoomError, forward, grace
+from tests.support.models import MASK, PROMPTS, load, logits_of
 from tp_transformers import CheckpointError, PlanError, RemoteRankError, renew_process_group
-from tp_transformers.features.watch import failure
 from tp_transformers.features.watch.poller import POLLER
 from tp_transformers.loading import request
 
@@ -35,10 +37,6 @@ GRACE = 0.1
 """Seconds in place of those that the ranks usually have to fail alike, where one fails alone."""
 SECONDS = 900.0
 """Time limit of all rounds, on a machine that is busy."""
-
-
-class BoomError(Exception):
-    """What a rank of this test raises in a forward."""
 
 
 @dataclass
@@ -60,10 +58,7 @@ class Soak:
         self.expected = self.logits()
 
     def logits(self) -> torch.Tensor:
-        """(batch, sequence, vocabulary)."""
-        with torch.no_grad():
-            logits: torch.Tensor = self.model(PROMPTS, attention_mask=MASK).logits
-        return logits
+        return logits_of(self.model)
 
 
 def good(soak: Soak) -> None:
@@ -94,44 +89,24 @@ def refused_save(soak: Soak) -> None:
 
 def load_that_fails_on_one_rank(soak: Soak) -> None:
     """A rank cannot read."""
-    read = request.read
-
-    def raising(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(5, "Input/output error")
-
-    if dist.get_rank() == soak.bad:
-        request.read = raising
-    try:
-        with pytest.raises(RemoteRankError, match=f"rank {soak.bad}: OSError"):
-            load(soak.folder)
-    finally:
-        request.read = read
-
-
-def forward_that_fails(soak: Soak, *, on_this_rank: bool) -> None:
-    def boom(*_: Any) -> None:
-        raise BoomError("on this rank")
-
-    handle = soak.model.model.layers[1].mlp.register_forward_hook(boom) if on_this_rank else None
-    try:
-        with pytest.raises(BoomError if on_this_rank else RemoteRankError):
-            soak.model(PROMPTS)
-    finally:
-        if handle is not None:
-            handle.remove()
+    fails = mock.patch.object(request, "read", side_effect=OSError(5, "Input/output error"))
+    with (
+        fails if dist.get_rank() == soak.bad else nullcontext(),
+        pytest.raises(RemoteRankError, match=f"rank {soak.bad}: OSError"),
+    ):
+        load(soak.folder)
 
 
 def forward_that_fails_alike(soak: Soak) -> None:
-    forward_that_fails(soak, on_this_rank=True)
+    with pytest.raises(BoomError):
+        forward(soak.model, True)
     assert torch.equal(soak.logits(), soak.expected)
 
 
 def forward_that_fails_on_one_rank(soak: Soak) -> None:
-    usual, failure.GRACE = failure.GRACE, GRACE
-    try:
-        forward_that_fails(soak, on_this_rank=dist.get_rank() == soak.bad)
-    finally:
-        failure.GRACE = usual
+    is_bad = dist.get_rank() == soak.bad
+    with grace(GRACE), pytest.raises(BoomError if is_bad else RemoteRankError):
+        forward(soak.model, is_bad)
     renew_process_group(soak.model)
     assert torch.equal(soak.logits(), soak.expected)
 
@@ -162,7 +137,8 @@ def settled() -> dict[str, int]:
 
 def held() -> dict[str, int]:
     """What this process holds just now."""
-    links = [os.readlink(path) for path in _descriptors() if os.path.lexists(path)]
+    descriptors = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    links = [os.readlink(path) for path in descriptors if os.path.lexists(path)]
     statm = Path("/proc/self/statm").read_text().split()
     world = dist.distributed_c10d._world
     return {
@@ -175,10 +151,6 @@ def held() -> dict[str, int]:
         "polled": len(POLLER._polled),
         "prefixes of keys": len(_prefixes()),
     }
-
-
-def _descriptors() -> list[str]:
-    return [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
 
 
 def _prefixes() -> list[Any]:

@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -101,13 +101,9 @@ CALLS: dict[str, Callable[[Any, bool], None]] = {
 }
 
 
-@contextmanager
-def grace(seconds: float) -> Iterator[None]:
-    usual, failure.GRACE = failure.GRACE, seconds
-    try:
-        yield
-    finally:
-        failure.GRACE = usual
+def grace(seconds: float = GRACE) -> Any:
+    """Context in which ranks have so many seconds to fail alike."""
+    return mock.patch.object(failure, "GRACE", seconds)
 
 
 def backward_of_another_model() -> None:
@@ -117,7 +113,7 @@ def backward_of_another_model() -> None:
 
 def fail(folder: str, name: str, bad: int) -> dict[str, Any]:
     """Run on every rank: what it raises where rank `bad` fails alone, then what it does in a new process group."""
-    with grace(GRACE):
+    with grace():
         model = load(folder)
         rank, expected = model.tp_group.rank, model(PROMPTS).logits.detach()
         began = time.monotonic()
@@ -154,10 +150,8 @@ def check(results: list[dict[str, Any]], bad: int) -> None:
     for result in results:
         assert f"RemoteRankError: {result['again']}" == others[0]
         if "refused" in result:
-            assert (
-                f"got a step of an optimizer that was cut off on rank {bad}; ranks that have made 0 and 1 steps of "
-                in (result["refused"])
-            )
+            cut_off = f"got a step of an optimizer that was cut off on rank {bad}; ranks that have made 0 and 1 steps"
+            assert f"{cut_off} of " in result["refused"]
             continue
         assert result["difference"] == 0
         assert torch.equal(result["random"], results[0]["random"])
@@ -184,7 +178,7 @@ class InUse(torch.optim.Optimizer):
 def one_fails_between_steps(folder: str) -> str:
     """Run on every rank: why no process group is renewed, where rank 1 fails before its second step."""
     InUse([torch.zeros(1)], {})
-    with grace(GRACE):
+    with grace():
         model = load(folder)
         optimizer = InUse(model.parameters(), {})
 
@@ -216,7 +210,7 @@ def talk(folder: str) -> bool:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ports = group.gather(server.getsockname()[1])
         own = socket.create_connection(("127.0.0.1", ports[1])) if group.rank == 0 else server.accept()[0]
-    with own, grace(GRACE):
+    with own, grace():
         model = load(folder)
         with pytest.raises((BoomError, RemoteRankError)):
             forward(model, group.rank == 1)
@@ -235,7 +229,7 @@ def test_connections_of_others_than_gloo_stay(pool, cases) -> None:
 def fail_in_a_copy(folder: str) -> str:
     """Run on 4 ranks, two copies of a model on two ranks each: what a rank raises where one of them fails alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with grace(GRACE):
+    with grace():
         model = load(folder, device_mesh=mesh)
         data_parallel(model, mesh)
         try:
