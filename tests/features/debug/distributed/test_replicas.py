@@ -17,40 +17,10 @@ from tests.support.comparisons import different_tensors, full_parameters
 from tests.support.logged import logged
 from tests.support.models import PROMPTS, load
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.training import BATCH, Texts, mesh_of
 
 NORM, KEYS = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.k_proj.weight"
-
-
-def drift(folder: str, shared: str, mode: str | None) -> dict[str, Any]:
-    """Run on every rank, of two copies where there is a mode: let values of one rank drift, check, synchronize."""
-    mesh = mesh_of(2 if mode else 1)
-    model = load(folder, device_mesh=mesh)
-    if mode:
-        tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
-    else:
-        model = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), lr=1e-3)
-    for _ in range(2):
-        model(BATCH, labels=BATCH).loss.backward()
-        optimizer.step()
-    result: dict[str, Any] = {"at first": tp_transformers.debug.check_replicas(model, optimizer)}
-    before = full_parameters(model)
-    state = torch.get_rng_state()
-    if model.tp_group.rank == model.tp_group.size - 1:
-        with torch.no_grad():
-            tp_transformers.local_tensor(model.get_parameter(NORM)).add_(0.5)
-            local = tp_transformers.local_tensor(model.get_parameter(shared))
-            if not mode or mesh["dp"].get_local_rank():  # FSDP's last rows: of fused ones, a part of the KV head
-                local[-1:, 0].add_(2)
-            tp_transformers.local_tensor(optimizer.state[model.get_parameter(NORM)]["exp_avg"]).fill_(7)
-    result["model"] = tp_transformers.debug.check_replicas(model)
-    result["both"] = tp_transformers.debug.check_replicas(model, optimizer)
-    result["again"] = tp_transformers.debug.check_replicas(model, optimizer, synchronize=True)
-    result["after"] = tp_transformers.debug.check_replicas(model, optimizer)
-    result["restored"] = not different_tensors(full_parameters(model), before)
-    result["drew nothing"] = torch.equal(torch.get_rng_state(), state)
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +31,46 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> str:
 @needs("data_parallel", "full_parameters")
 @pytest.mark.parametrize(
     ("size", "mode", "shared"),
-    [
-        (3, None, KEYS),
-        (4, "shard", KEYS),
-        (4, "shard", "model.layers.0.self_attn.qkv_proj.weight"),
-    ],
+    [(3, None, KEYS), (4, "shard", KEYS), (4, "shard", "model.layers.0.self_attn.qkv_proj.weight")],
 )
-def test_what_drifts_is_found_and_brought_together(pool, cases, fused, size, mode, shared) -> None:
-    folder = fused if "qkv" in shared else cases(8, 1).folder
-    for result in pool.run(size, drift, folder, shared, mode):
-        moved = result["model"]
-        assert result["at first"] == {}
-        assert moved.keys() == {NORM, shared}
-        assert moved[NORM] == pytest.approx(0.5)
-        assert moved[shared] == pytest.approx(2)
-        assert result["both"].keys() == {NORM, shared, f"{NORM}.exp_avg"}
-        assert result["both"] == result["again"]
-        assert result["both"][f"{NORM}.exp_avg"] == pytest.approx(7, rel=0.1)
-        assert result["after"] == {}
-        assert result["restored"]
-        assert result["drew nothing"]
+@on_ranks(heads=(8, 1))
+def test_what_drifts_is_found_and_brought_together(folder, fused, mode, shared) -> None:
+    """Of two copies where there is a mode."""
+    folder = fused if "qkv" in shared else folder
+    mesh = mesh_of(2 if mode else 1)
+    model = load(folder, device_mesh=mesh)
+    if mode:
+        tp_transformers.data_parallel(model, mesh, mode=mode)  # type: ignore[arg-type]
+    else:
+        model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(tp_transformers.training.parameter_groups(model), lr=1e-3)
+    for _ in range(2):
+        model(BATCH, labels=BATCH).loss.backward()
+        optimizer.step()
+    check_replicas = tp_transformers.debug.check_replicas
+    assert check_replicas(model, optimizer) == {}
+    before = full_parameters(model)
+    state = torch.get_rng_state()
+    if model.tp_group.rank == model.tp_group.size - 1:
+        with torch.no_grad():
+            tp_transformers.local_tensor(model.get_parameter(NORM)).add_(0.5)
+            local = tp_transformers.local_tensor(model.get_parameter(shared))
+            if not mode or mesh["dp"].get_local_rank():  # FSDP's last rows: of fused ones, a part of the KV head
+                local[-1:, 0].add_(2)
+            tp_transformers.local_tensor(optimizer.state[model.get_parameter(NORM)]["exp_avg"]).fill_(7)
+    moved = {NORM: pytest.approx(0.5), shared: pytest.approx(2)}
+    assert check_replicas(model) == moved
+    both = check_replicas(model, optimizer)
+    assert both == moved | {f"{NORM}.exp_avg": pytest.approx(7, rel=0.1)}
+    assert both == check_replicas(model, optimizer, synchronize=True)
+    assert check_replicas(model, optimizer) == {}
+    assert not different_tensors(full_parameters(model), before)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def beside_a_group_of_rank_0(folder: str) -> dict[str, float]:
-    """Run on every rank: a KV head that some ranks hold drifts, where rank 0 is in one more process group."""
+@on_ranks(3, heads=(8, 2))
+def test_groups_of_the_users_own_do_not_matter(folder) -> None:
+    """A KV head that some ranks hold drifts, where rank 0 is in one more process group."""
     dist.init_process_group("gloo")
     dist.new_group([0])
     model = load(folder)
@@ -93,14 +79,8 @@ def beside_a_group_of_rank_0(folder: str) -> dict[str, float]:
     if model.tp_group.rank == 1:
         with torch.no_grad():
             tp_transformers.local_tensor(shared)[0].add_(2)
-    found = tp_transformers.debug.check_replicas(model, synchronize=True)
+    assert tp_transformers.debug.check_replicas(model, synchronize=True) == {KEYS: pytest.approx(2)}
     assert tp_transformers.debug.check_replicas(model) == {}
-    return found
-
-
-def test_groups_of_the_users_own_do_not_matter(pool, cases) -> None:
-    for found in pool.run(3, beside_a_group_of_rank_0, cases(8, 2).folder, timeout=60):
-        assert found == {KEYS: pytest.approx(2)}
 
 
 def with_trainer(folder: str, saved: str) -> tuple[dict[str, float], list[str]]:

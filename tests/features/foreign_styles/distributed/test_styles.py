@@ -187,10 +187,6 @@ def on_parts_of_ours(folder: str, reference: str, saved: str) -> dict[str, Any]:
     parallelize_module(model, mesh, mlp(**KEPT))
     parallelize_module(model, mesh, {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())})
     parallelize_module(model, mesh, {"lm_head": tp_transformers.strategies.ColwiseParallel(output_layouts=Replicate())})
-    return finish(model, folder, reference, saved)
-
-
-def finish(model: Any, folder: str, reference: str, saved: str) -> dict[str, Any]:
     model.save_pretrained(saved, max_shard_size="60KB")
     tp_transformers.save_sharded(model, f"{saved}-sharded")
     count = model.num_parameters()

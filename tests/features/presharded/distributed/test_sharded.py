@@ -22,6 +22,7 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import assert_same_files, equal_parameters, equal_shards
 from tests.support.models import bytes_read, held, llama_config, load, save_as_loaded
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool, WorkerError
 from tests.support.saving import MANIFEST_NAME
 from tests.support.tiers import wide
@@ -235,22 +236,19 @@ def test_the_first_copy_saves_for_all(pool, checkpoint, tmp_path, parallel) -> N
     assert len([*target.glob("rank-*")]) == 2, "the save before is still there"
 
 
-def on_some_ranks(folder: str, target: str) -> bool:
-    """Run on every rank: two copies on ranks 0 and 1 of three, where rank 0 is in one more process group."""
+@on_ranks(3)
+def test_copies_on_some_ranks_beside_a_group_of_the_users_own(folder, tmp_path) -> None:
+    """Two copies on ranks 0 and 1 of three, where rank 0 is in one more process group."""
     dist.init_process_group("gloo")
     dist.new_group([0])
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp"))
     if dist.get_rank() == 2:
-        return True
+        return
     model = load(folder, device_mesh=mesh)
-    save_sharded(model, target)
+    save_sharded(model, tmp_path / "s")
     with pytest.raises(tp_transformers.CheckpointError, match=MANIFEST_NAME):
-        save_sharded(model, f"{target}/{MANIFEST_NAME}")
-    return (Path(target) / MANIFEST_NAME).is_file()
-
-
-def test_copies_on_some_ranks_beside_a_group_of_the_users_own(pool, checkpoint, tmp_path) -> None:
-    assert pool.run(3, on_some_ranks, checkpoint("9/3 heads"), str(tmp_path / "s"), timeout=60) == [True] * 3
+        save_sharded(model, tmp_path / "s" / MANIFEST_NAME)
+    assert (tmp_path / "s" / MANIFEST_NAME).is_file()
 
 
 # -- what goes wrong: one error on all ranks

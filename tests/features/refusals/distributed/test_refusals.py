@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import tp_transformers
 from tests.support.comparisons import relative
-from tests.support.models import PROMPTS, load, logits_of
+from tests.support.models import PROMPTS, load, load_both, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import WorkerError
 
 
@@ -57,20 +57,17 @@ REFUSED: dict[Callable[[Any], Any], str] = {
 }
 
 
-def refuse(folder: str) -> float:
-    """Run on every rank: each is refused; the difference of a model whose linears torch has quantised."""
-    model, whole = load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+@pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 4), marks=pytest.mark.slow)])
+@on_ranks()
+def test_code_of_others_is_refused_or_right(folder) -> None:
+    """A model whose linears torch has quantised is right."""
+    model, whole = load_both(folder)
     for put, message in REFUSED.items():
         with pytest.raises(tp_transformers.UnsupportedError, match=message):
             put(model)
     quantised = [torch.ao.quantization.quantize_dynamic(each, {torch.nn.Linear}) for each in (model, whole)]
-    return relative(*map(logits_of, quantised))
-
-
-@pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 4), marks=pytest.mark.slow)])
-def test_code_of_others_is_refused_or_right(pool, cases, heads) -> None:
-    for worst in pool.run(2, refuse, cases(*heads).folder):
-        assert worst < 1e-3  # one process quantises the same values; a rank's sums may round to a neighbour
+    # One process quantises the same values; a rank's sums may round to a neighbour.
+    assert relative(*map(logits_of, quantised)) < 1e-3
 
 
 def transform_on_one_rank(folder: str) -> None:
@@ -86,20 +83,17 @@ def test_a_refusal_on_one_rank_is_told_on_the_others(pool, cases) -> None:
     assert caught.value.errors[1].startswith(told)
 
 
-def test_models_that_are_whole_take_the_wrapper(pool, cases) -> None:
-    assert all(pool.run(2, wrap_whole, cases(9, 3).folder))
+@on_ranks()
+def test_models_that_are_whole_take_the_wrapper(folder) -> None:
+    """While a tensor-parallel one lives."""
+    model, whole = load_both(folder)
+    assert torch.isfinite(DistributedDataParallel(whole)(PROMPTS).logits).all()
+    assert tp_transformers.is_tensor_parallel(model)
 
 
-def wrap_whole(folder: str) -> bool:
-    """Run on every rank: a model of one process is wrapped, while a tensor-parallel one lives."""
-    model = load(folder)
-    wrapped = DistributedDataParallel(transformers.AutoModelForCausalLM.from_pretrained(folder))
-    return torch.isfinite(wrapped(PROMPTS).logits).all().item() and tp_transformers.is_tensor_parallel(model)
-
-
-def replace_modules(folder: str) -> list[float]:
-    """Run on every rank: replaced modules are refused; the differences of those that need not be."""
-    model, full = load(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+@on_ranks(3)
+def test_a_module_in_the_place_of_a_sharded_one_is_refused_or_right(folder) -> None:
+    model, full = load_both(folder)
     layer, reference = model.model.layers[0], full.model.layers[0]
     blocks = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), layer.self_attn)
     for name, block in {**blocks, "up_proj": layer.mlp, "down_proj": layer.mlp}.items():
@@ -113,12 +107,7 @@ def replace_modules(folder: str) -> list[float]:
     layer.self_attn.v_proj = copy.deepcopy(reference.self_attn.v_proj)
     style = tp_transformers.strategies.STRATEGIES["colwise"]
     parallelize_module(layer.self_attn.v_proj, model.tp_group.device_mesh, style)
-    differences = [relative(logits_of(model), logits_of(full))]
+    assert relative(logits_of(model), logits_of(full)) < 1e-5
     for name in ("gate_proj", "up_proj", "down_proj"):  # the whole block computes on all features
         setattr(layer.mlp, name, copy.deepcopy(getattr(reference.mlp, name)))
-    return [*differences, relative(logits_of(model), logits_of(full))]
-
-
-def test_a_module_in_the_place_of_a_sharded_one_is_refused_or_right(pool, cases) -> None:
-    for differences in pool.run(3, replace_modules, cases(9, 3).folder):
-        assert max(differences) < 1e-5
+    assert relative(logits_of(model), logits_of(full)) < 1e-5

@@ -17,6 +17,7 @@ from tests.features.quantized.distributed.test_quantized import VARIANTS, packed
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import full_gradients, read_folder, relative, relative_errors, worst
 from tests.support.models import MASK, PROMPTS, load, save_as_loaded
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tests.support.tiny_mixers import MIXERS
 from tp_transformers.features.reshard.reshard import REPORT
@@ -179,8 +180,9 @@ def test_packed_weights_stay_packed(pool, tmp_path, name, variant) -> None:
         check_saved(folder, tmp_path / "s" / str(to))
 
 
-def modes(folder: str) -> tuple[Any, ...]:
-    """Run on every rank: what a user sets on a model, before and after."""
+@on_ranks()
+def test_modes_and_options_stay(folder) -> None:
+    """What a user sets on a model."""
     model = load(folder, tp_map=False)
     model.train()
     model.model.layers[0].eval().requires_grad_(False)
@@ -194,10 +196,5 @@ def modes(folder: str) -> tuple[Any, ...]:
 
     before = found()
     model = tp_transformers.reshard(model, 2)
-    return before, found()
-
-
-def test_modes_and_options_stay(pool, cases) -> None:
-    for before, after in pool.run(2, modes, cases(9, 3).folder):
-        assert before == after
-        assert before["options"] == {"tp_map": False}
+    assert found() == before
+    assert before["options"] == {"tp_map": False}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +13,7 @@ import tp_transformers
 from tests.features.reshard.distributed.test_reshard import MAKERS, check_saved, differing, loaded, mesh_of
 from tests.support.comparisons import read_folder
 from tests.support.models import load, save_as_loaded
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.reshard import moves
 from tp_transformers.features.reshard.reshard import REPORT
@@ -130,19 +130,15 @@ def test_a_save_of_now_replaces_a_lost_rank(pool, cases, tmp_path) -> None:
     assert [result for result in results if result is not None] == [["plan"], ["plan"]]  # configs name the first load
 
 
-def replaced(folder: str, place: str) -> Any:
-    """Run on every rank: one of two ranks is lost, and a third takes its place."""
+@on_ranks(3)
+def test_a_rank_that_joins_gets_what_another_reads_in_the_dtype_of_the_model(folder, tmp_path) -> None:
+    """One of two ranks is lost, and a third takes its place."""
     join()
     mesh = mesh_of(2)
     model = load(folder, dtype=torch.float64, device_mesh=mesh) if dist.get_rank() < 2 else None
-    if not lose(1, place):
-        return []
-    model = tp_transformers.reshard(model, 2)
-    return differing(model, loaded(folder, 2, mesh_of(2), dtype=torch.float64))
-
-
-def test_a_rank_that_joins_gets_what_another_reads_in_the_dtype_of_the_model(pool, cases, tmp_path) -> None:
-    assert pool.run(3, replaced, cases(9, 3).folder, str(tmp_path / "meet")) == [[], [], []]
+    if lose(1, f"{tmp_path}/meet"):
+        model = tp_transformers.reshard(model, 2)
+        assert differing(model, loaded(folder, 2, mesh_of(2), dtype=torch.float64)) == []
 
 
 def interrupted(folder: str) -> str:
@@ -167,8 +163,19 @@ def test_a_rank_that_fails_on_the_way_leaves_no_rank_waiting(pool, cases) -> Non
     assert "full" in first
 
 
-def misused(folder: str, case: str) -> str:
-    """Run on every rank: the error of a call that is refused."""
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("too many", "1 to 2 ranks"),
+        ("none", "1 to 2"),
+        ("gradients", "zero_grad"),
+        ("nothing", "no model"),
+        ("added", "added after the load"),
+        ("others", r"\(0, 1\) on rank 0 and \(0,\) on rank 1"),
+    ],
+)
+@on_ranks()
+def test_a_refusal_changes_nothing(folder, case, said) -> None:
     join()
     model = load(folder, dtype=torch.float64)
     if case == "gradients":
@@ -178,24 +185,7 @@ def misused(folder: str, case: str) -> str:
     if case == "added":
         model.value_head = torch.nn.Linear(72, 1)
     to: Any = {"too many": 3, "none": 0, "others": 2 - dist.get_rank()}.get(case, 1)
-    with pytest.raises(tp_transformers.TensorParallelError) as raised:
+    with pytest.raises(tp_transformers.TensorParallelError, match=said):
         tp_transformers.reshard(model, to)
     if model is not None:
         assert torch.isfinite(model(torch.ones(1, 4, dtype=torch.long)).logits).all()
-    return str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("too many", "1 to 2 ranks"),
-        ("none", "1 to 2"),
-        ("gradients", "zero_grad"),
-        ("nothing", "no model"),
-        ("added", "added after the load"),
-        ("others", "(0, 1) on rank 0 and (0,) on rank 1"),
-    ],
-)
-def test_a_refusal_changes_nothing(pool, cases, case, said) -> None:
-    for message in pool.run(2, partial(misused, cases(9, 3).folder), case):
-        assert said in message

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.logged import logged
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers import MeshError
 from tp_transformers.features.shared_memory import joining, memory, segment
@@ -48,8 +49,10 @@ def total(parts: list[Tensor], op: Any = SUM) -> Tensor:
     return found.to(parts[0].dtype)
 
 
-def all_sizes() -> list[str]:
-    """Run on every rank: the collectives with other bits than those of the reference, of every dtype and length."""
+@pytest.mark.parametrize("size", wide([3, 2, 4, 8], 1))
+@on_ranks()
+def test_collectives_are_those_of_the_reference() -> None:
+    """Bit by bit, of every dtype and length."""
     group = join()
     rank, size, process_group = group.rank, group.size, group.process_group
     assert transport_of(process_group) is not BACKEND
@@ -90,16 +93,13 @@ def all_sizes() -> list[str]:
         found = group.gather(bytes([rank]) * (length + rank))
         if found != [bytes([each]) * (length + each) for each in range(size)]:
             wrong.append(f"messages of {length}")
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize("size", wide([3, 2, 4, 8], 1))
-def test_collectives_are_those_of_the_reference(pool, size) -> None:
-    assert pool.run(size, all_sizes) == [[]] * size
-
-
-def in_any_order(seed: int) -> bool:
-    """Run on every rank: a hundred collectives in a random order, on ranks that come at random times, against gloo."""
+@pytest.mark.parametrize(("size", "seed"), wide([(3, 0), (2, 1), (4, 2), (8, 3), (16, 4)], 1))
+@on_ranks()
+def test_collectives_come_in_any_order(seed) -> None:
+    """A hundred of them in a random order, on ranks that come at random times, against gloo."""
     group = join()
     process_group, size = group.process_group, group.size
     draws, own = random.Random(seed), random.Random(seed * 100 + group.rank)
@@ -123,18 +123,12 @@ def in_any_order(seed: int) -> bool:
         else:
             assert group.gather((step, group.rank)) == [(step, rank) for rank in range(size)]
             continue
-        if not torch.equal(found, expected):
-            return False
-    return True
+        assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("size", "seed"), wide([(3, 0), (2, 1), (4, 2), (8, 3), (16, 4)], 1))
-def test_collectives_come_in_any_order(pool, size, seed) -> None:
-    assert pool.run(size, in_any_order, seed) == [True] * size
-
-
-def in_two_threads() -> bool:
-    """Run on every rank: two models of the same ranks, each computing in a thread of its own, one after the other."""
+@on_ranks()
+def test_any_thread_may_call() -> None:
+    """Two models of the same ranks, each computing in a thread of its own, one after the other."""
     group = join()
     turn, found = threading.Semaphore(1), []
 
@@ -149,15 +143,21 @@ def in_two_threads() -> bool:
         thread = threading.Thread(target=sums, args=(number,))
         thread.start()
         thread.join()
-    return all(found) and len(found) == 40
+    assert found == [True] * 40
 
 
-def test_any_thread_may_call(pool) -> None:
-    assert pool.run(2, in_two_threads) == [True, True]
-
-
-def without(how: str) -> tuple[bool, list[str], list[str], float]:
-    """Run on every rank: whether there is memory, what is said, files that stay, and a sum."""
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("variable", "TP_TRANSFORMERS_SHARED_MEMORY=0"),
+        ("processor", "it needs Linux on x86-64"),
+        ("nowhere", "rank 0 can reserve no memory: [Errno 2] No such file or directory"),
+        ("full", "rank 0 can reserve no memory: "),
+        ("", ""),
+    ],
+)
+@on_ranks()
+def test_ranks_that_may_not_share_memory_say_why_once(how, why) -> None:
     with logged(joining.__name__, logging.INFO) as messages, pytest.MonkeyPatch.context() as context:
         if how == "variable":
             context.setenv(joining.VARIABLE, "0")
@@ -171,48 +171,28 @@ def without(how: str) -> tuple[bool, list[str], list[str], float]:
             context.setattr(segment, "SLOT", 1 << 60)
         group = join()
         group = join()  # it is said once
-    files = [path.name for path in FOLDER.glob("tp_transformers-*")]
     x = torch.tensor([group.rank + 1.0])
     direct.all_reduce(x, group.process_group)
-    return transport_of(group.process_group) is not BACKEND, messages, files, x.item()
+    assert x.item() == 3.0
+    assert (transport_of(group.process_group) is not BACKEND) == (not how)
+    assert len(messages) == (1 if how else 0)
+    assert not how or f"not through shared memory: {why}" in messages[0]
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("variable", "TP_TRANSFORMERS_SHARED_MEMORY=0"),
-        ("processor", "it needs Linux on x86-64"),
-        ("nowhere", "rank 0 can reserve no memory: [Errno 2] No such file or directory"),
-        ("full", "rank 0 can reserve no memory: "),
-        ("", ""),
-    ],
-)
-def test_ranks_that_may_not_share_memory_say_why_once(pool, how, why) -> None:
-    for has_memory, messages, _, summed in pool.run(2, without, how):
-        assert has_memory == (not how)
-        assert summed == 3.0
-        assert len(messages) == (1 if how else 0)
-        assert not how or f"not through shared memory: {why}" in messages[0]
-
-
-def leaves() -> list[str]:
-    """Run on every rank: the files of the memory that have a name while it is used."""
+@pytest.mark.parametrize("again", range(3))
+@on_ranks()
+def test_the_file_has_no_name_once_all_have_mapped_it(again) -> None:
     group = join()
     assert transport_of(group.process_group) is not BACKEND
     with open("/proc/self/maps") as maps:
         mapped = [line for line in maps if "tp_transformers-" in line]
     assert mapped
     assert all(line.rstrip().endswith("(deleted)") for line in mapped)
-    return [line.split()[-2] for line in mapped if line.split()[-2] in map(str, FOLDER.iterdir())]
+    assert not {line.split()[-2] for line in mapped} & {*map(str, FOLDER.iterdir())}
 
 
-def test_the_file_has_no_name_once_all_have_mapped_it(pool) -> None:
-    for _ in range(3):
-        assert pool.run(2, leaves) == [[], []]
-
-
-def in_a_fork() -> tuple[str, float]:
-    """Run on every rank: what a collective in a fork of it raises, and a sum afterwards."""
+@on_ranks()
+def test_a_fork_of_a_rank_is_no_rank() -> None:
     group = join()
     reads, writes = os.pipe()
     child = os.fork()
@@ -228,13 +208,9 @@ def in_a_fork() -> tuple[str, float]:
     direct.all_reduce(x, group.process_group)
     os.close(writes)
     with open(reads) as pipe:
-        return pipe.read(), x.item()
-
-
-def test_a_fork_of_a_rank_is_no_rank(pool) -> None:
-    for message, summed in pool.run(2, in_a_fork):
-        assert message == "DistBackendError: a collective through shared memory: this process is a fork of a rank"
-        assert summed == 2.0
+        said = "DistBackendError: a collective through shared memory: this process is a fork of a rank"
+        assert pipe.read() == said
+    assert x.item() == 2.0
 
 
 def different() -> list[str]:
@@ -256,8 +232,9 @@ def test_ranks_in_different_collectives_do_not_take_one_for_the_other(pool) -> N
     assert ["a vote" in error and "all_reduce of float32 (3,)" in error for error in first] == [True, True]
 
 
-def compiled_and_not() -> tuple[bool, bool]:
-    """Run on every rank: whether compiled collectives are those that are not, on ranks of which one compiles."""
+@on_ranks()
+def test_compiled_collectives_go_through_memory() -> None:
+    """They are those that are not compiled, on ranks of which one compiles as well."""
     group = join()
 
     def all_of_them(x: Tensor) -> tuple[Tensor, ...]:
@@ -280,11 +257,8 @@ def compiled_and_not() -> tuple[bool, bool]:
     both = compiled(x)
     own = transport_of(group.process_group).collectives - before
     one = (compiled if group.rank else all_of_them)(x)
-    return own == 5, all(torch.equal(a, b) for found in (both, one) for a, b in zip(found, expected, strict=True))
-
-
-def test_compiled_collectives_go_through_memory(pool) -> None:
-    assert pool.run(2, compiled_and_not) == [(True, True)] * 2
+    assert own == 5
+    assert all(torch.equal(a, b) for found in (both, one) for a, b in zip(found, expected, strict=True))
 
 
 def test_the_length_of_a_step_leaves_room() -> None:

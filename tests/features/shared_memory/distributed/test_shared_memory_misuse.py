@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.models import PROMPTS, load
+from tests.support.on_ranks import on_ranks
 from tp_transformers import MeshError, RemoteRankError, renew_process_group
 from tp_transformers.features.shared_memory.memory import SharedMemory
 from tp_transformers.features.shared_memory.segment import SLOT
@@ -27,8 +28,9 @@ from tp_transformers.ranks.mesh import join
 # -- under torch.compile
 
 
-def sums_of_uneven_shards() -> tuple[list[float], list[float]]:
-    """Run on every rank: two sums of one graph, of shards whose lengths suggest another order on each rank."""
+@on_ranks()
+def test_a_compiled_graph_keeps_the_order_of_collectives() -> None:
+    """Of two sums in one graph, of shards whose lengths suggest another order on each rank."""
     group, size = join(), 64
     width = (64, 96)[group.rank]
 
@@ -51,16 +53,12 @@ def sums_of_uneven_shards() -> tuple[list[float], list[float]]:
     with torch.no_grad():
         pairs = two(x, *weights), torch.compile(two)(x, *weights)
     eager, compiled = ([round(value[0, 0].item(), 3) for value in pair] for pair in pairs)
-    return eager, compiled
+    assert eager == compiled == [2.0, 200.0]
 
 
-def test_a_compiled_graph_keeps_the_order_of_collectives(pool) -> None:
-    for eager, compiled in pool.run(2, sums_of_uneven_shards):
-        assert eager == compiled == [2.0, 200.0]
-
-
-def unused_results() -> tuple[list[int], list[float]]:
-    """Run on every rank: collectives whose result one rank has no use for."""
+@pytest.mark.slow
+@on_ranks()
+def test_a_compiled_graph_makes_collectives_that_a_rank_has_no_use_for() -> None:
     group = join()
     widths = (4, 0)
 
@@ -79,12 +77,8 @@ def unused_results() -> tuple[list[int], list[float]]:
             before = memory.collectives
             results.append(compiled(torch.ones(4, 3)).item())
             counts.append(memory.collectives - before)
-    return counts, results
-
-
-@pytest.mark.slow
-def test_a_compiled_graph_makes_collectives_that_a_rank_has_no_use_for(pool) -> None:
-    assert pool.run(2, unused_results) == [([1, 1], [24.0, 48.0]), ([1, 1], [0.0, 0.0])]
+    assert counts == [1, 1]
+    assert results == [[24.0, 48.0], [0.0, 0.0]][group.rank]
 
 
 # -- under a dispatch mode
@@ -104,8 +98,9 @@ class Seen(TorchDispatchMode):
         return result
 
 
-def after_modes() -> tuple[set[torch.dtype], list[float]]:
-    """Run on every rank: what a mode sees of a first sum of its shape, and a sum after one with fake tensors."""
+@on_ranks()
+def test_modes_neither_see_nor_make_slots() -> None:
+    """A mode sees the first sum of a shape, and a sum follows one with fake tensors."""
     group = join()
     with Seen() as seen:
         direct.all_reduce(torch.ones(13), group.process_group)
@@ -113,20 +108,16 @@ def after_modes() -> tuple[set[torch.dtype], list[float]]:
         direct.all_reduce(torch.ones(7), group.process_group)
     x = torch.ones(7)
     direct.all_reduce(x, group.process_group)
-    return seen.dtypes, x.tolist()
-
-
-def test_modes_neither_see_nor_make_slots(pool) -> None:
-    for dtypes, summed in pool.run(2, after_modes):
-        assert dtypes == {torch.float32}
-        assert summed == [2.0] * 7
+    assert seen.dtypes == {torch.float32}
+    assert x.tolist() == [2.0] * 7
 
 
 # -- tensors of any kind
 
 
-def odd_tensors() -> list[bool]:
-    """Run on every rank: non-contiguous tensors, parameters, and dtypes that torch cannot add."""
+@on_ranks()
+def test_tensors_of_any_kind() -> None:
+    """Non-contiguous ones, parameters, and dtypes that torch cannot add."""
     group = join()
     pg = group.process_group
     numbers = torch.arange(600 * 1024, dtype=torch.float)  # more than a slot
@@ -142,16 +133,10 @@ def odd_tensors() -> list[bool]:
         direct.all_reduce(torch.ones(4).to(torch.uint16), pg)
     after = torch.ones(3)
     direct.all_reduce(after, pg)
-    return [
-        torch.equal(taken, sent),
-        column.tolist() == [[2.0, 1.0]] * 8,
-        gathered.tolist() == [1.0] * 6,
-        param.tolist() == after.tolist() == [2.0] * 3,
-    ]
-
-
-def test_tensors_of_any_kind(pool) -> None:
-    assert pool.run(2, odd_tensors) == [[True] * 4] * 2
+    assert torch.equal(taken, sent)
+    assert column.tolist() == [[2.0, 1.0]] * 8
+    assert gathered.tolist() == [1.0] * 6
+    assert param.tolist() == after.tolist() == [2.0] * 3
 
 
 # -- broken off, or out of step
@@ -189,64 +174,45 @@ def test_a_collective_that_is_broken_off_anywhere_is_the_last(pool) -> None:
     assert "the timeout of the group, for rank 0 of it" in other
 
 
-def in_a_handler() -> str:
-    """Run on every rank: a collective of a signal handler that comes while rank 0 waits in another one."""
+@on_ranks()
+def test_a_signal_handler_may_not_call_a_collective_inside_of_another() -> None:
+    """It comes while rank 0 waits in another one."""
     group = join()
     second = dist.new_group(timeout=timedelta(seconds=20))
     connect(second)
-    memory, raised = transport_of(second), ""
+    memory = transport_of(second)
     if group.rank == 0:
         before = signal.signal(signal.SIGUSR1, lambda *_: memory.messages(b""))
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        try:
+        with pytest.raises(dist.DistBackendError, match="called by a signal handler inside of another one"):
             direct.all_reduce(torch.ones(3), second)
-        except dist.DistBackendError as error:
-            raised = str(error)
         signal.signal(signal.SIGUSR1, before)
     dist.barrier()
-    return raised
 
 
-def test_a_signal_handler_may_not_call_a_collective_inside_of_another(pool) -> None:
-    first, _ = pool.run(2, in_a_handler)
-    assert "called by a signal handler inside of another one" in first
-
-
-def of_other_lengths() -> tuple[str, float]:
-    """Run on every rank: a tensor of two slots on rank 0, of one slot on rank 1; then a sum."""
+@on_ranks()
+def test_pieces_of_a_long_tensor_are_not_taken_for_short_ones() -> None:
+    """A tensor of two slots on rank 0, of one slot on rank 1; then a sum."""
     group = join()
-    try:
+    with pytest.raises(MeshError) as raised:
         direct.all_reduce(torch.ones((2, 1)[group.rank] * SLOT // 4), group.process_group)
-    except MeshError as error:
-        raised = str(error)
+    for length in (SLOT // 2, SLOT // 4):
+        assert f"all_reduce of float32 ({length},)" in str(raised.value)
     x = torch.ones(SLOT // 2)
     direct.all_reduce(x, group.process_group)
-    return raised, x.sum().item() / len(x)
+    assert x.mean() == 2
 
 
-def test_pieces_of_a_long_tensor_are_not_taken_for_short_ones(pool) -> None:
-    for raised, mean in pool.run(2, of_other_lengths):
-        assert f"all_reduce of float32 ({SLOT // 2},)" in raised
-        assert f"all_reduce of float32 ({SLOT // 4},)" in raised
-        assert mean == 2
-
-
-def interrupted_everywhere(folder: str) -> tuple[str, bool]:
-    """Run on every rank: the collectives of all ranks are broken off, and their process group is renewed."""
+@on_ranks()
+def test_ranks_that_were_all_interrupted_go_on_with_a_new_process_group(folder) -> None:
     model = load(folder)
     expected = model(PROMPTS).logits
     memory = transport_of(model.tp_group.process_group)
     memory.end("an earlier one was broken off")
     dist.barrier()
-    said = ""
-    for _ in range(2):
-        try:
-            model(PROMPTS)
-        except (RemoteRankError, dist.DistBackendError) as error:
-            said = type(error).__name__
+    with pytest.raises((RemoteRankError, dist.DistBackendError)):
+        model(PROMPTS)
+    with pytest.raises(RemoteRankError):
+        model(PROMPTS)
     renew_process_group(model)
-    return said, torch.equal(model(PROMPTS).logits, expected)
-
-
-def test_ranks_that_were_all_interrupted_go_on_with_a_new_process_group(pool, cases) -> None:
-    assert pool.run(2, interrupted_everywhere, cases(9, 3).folder) == [("RemoteRankError", True)] * 2
+    assert torch.equal(model(PROMPTS).logits, expected)

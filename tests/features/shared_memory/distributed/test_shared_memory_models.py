@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.support.models import PROMPTS, load
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.debug import check_replicas
 from tp_transformers.ranks.direct import BACKEND, transport_of
@@ -37,8 +38,11 @@ def test_a_mode_that_listens_on_some_ranks_sees_collectives(pool, cases, ranks) 
         assert (counted > 0) == (rank in ranks)
 
 
-def after_a_hundred_steps(folder: str) -> dict[str, float]:
-    """Run on every rank: differences between values that ranks hold alike, after a hundred steps of AdamW."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 1), 3), ((8, 2), 4)])
+@on_ranks()
+def test_ranks_have_the_same_bits_after_a_hundred_steps(folder) -> None:
+    """Of AdamW."""
     model = load(folder)
     assert transport_of(model.tp_group.process_group) is not BACKEND
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -46,10 +50,4 @@ def after_a_hundred_steps(folder: str) -> dict[str, float]:
         model(PROMPTS, labels=PROMPTS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return check_replicas(model)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("heads", "size"), [((9, 3), 2), ((8, 1), 3), ((8, 2), 4)])
-def test_ranks_have_the_same_bits_after_a_hundred_steps(pool, cases, heads, size) -> None:
-    assert pool.run(size, after_a_hundred_steps, cases(*heads).folder) == [{}] * size
+    assert check_replicas(model) == {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
-from tests.features.verify.distributed.conftest import changed
+from tests.features.verify.distributed.conftest import changed, kept
 from tests.support.adapters import shake
 from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
@@ -104,21 +104,14 @@ class TakesFeatures(_Reversed):
 
 
 KINDS: dict[str, type[TensorParallelLayer]] = {"makes": MakesFeatures, "takes": TakesFeatures}
-RULES = {
-    "layers.*.mlp.gate_proj": "makes",
-    "layers.*.mlp.up_proj": "makes",
-    "layers.*.mlp.down_proj": "takes",
-}
+RULES = {f"layers.*.mlp.{name}_proj": kind for name, kind in {"gate": "makes", "up": "makes", "down": "takes"}.items()}
 
 
 def live(folder: str, plan: str, scratch: str) -> list[float]:
     """Run on every rank; returns relative errors."""
-    STRATEGIES.update(KINDS)  # type: ignore[arg-type]
-    try:
+    with kept():
+        STRATEGIES.update(KINDS)
         return list(_live(folder, plan, scratch))
-    finally:
-        for name in KINDS:
-            del STRATEGIES[name]
 
 
 def _live(folder: str, plan: str, scratch: str) -> Iterator[float]:

@@ -23,7 +23,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS, load
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
+from tests.support.waiting import until
 from tp_transformers import MeshError, RemoteRankError, data_parallel, fail_together, renew_process_group
 from tp_transformers.features.watch import failure
 from tp_transformers.features.watch.calls import WATCHED_CALLS
@@ -175,8 +177,9 @@ class InUse(torch.optim.Optimizer):
             param.sub_(param.grad)
 
 
-def one_fails_between_steps(folder: str) -> str:
-    """Run on every rank: why no process group is renewed, where rank 1 fails before its second step."""
+@on_ranks()
+def test_ranks_that_have_made_different_steps_do_not_go_on(folder) -> None:
+    """No process group is renewed where rank 1 fails before its second step."""
     InUse([torch.zeros(1)], {})
     with grace():
         model = load(folder)
@@ -193,19 +196,15 @@ def one_fails_between_steps(folder: str) -> str:
 
         with pytest.raises((BoomError, RemoteRankError)):
             train()
-        with pytest.raises(MeshError) as refused:
+        told = "got ranks that have made 1 and 2 steps of optimizers.*load the last checkpoint"
+        with pytest.raises(MeshError, match=told):
             renew_process_group(model)
-    return str(refused.value)
 
 
-def test_ranks_that_have_made_different_steps_do_not_go_on(pool, cases) -> None:
-    for refused in pool.run(2, one_fails_between_steps, cases(9, 3).folder):
-        assert "got ranks that have made 1 and 2 steps of optimizers" in refused
-        assert "load the last checkpoint" in refused
-
-
-def talk(folder: str) -> bool:
-    """Run on every rank: whether a connection to the other rank that gloo does not know, as NCCL's, outlives gloo's."""
+@pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="other systems do not list what is polled")
+@on_ranks()
+def test_connections_of_others_than_gloo_stay(folder) -> None:
+    """A connection to the other rank that gloo does not know, as NCCL's, outlives gloo's."""
     group = join()
     with socket.create_server(("127.0.0.1", 0)) as server:
         ports = group.gather(server.getsockname()[1])
@@ -218,12 +217,7 @@ def talk(folder: str) -> bool:
             dist.all_reduce(torch.ones(1))
         own.sendall(b"x")
         own.settimeout(5)
-        return own.recv(1) == b"x"
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/fdinfo"), reason="other systems do not list what is polled")
-def test_connections_of_others_than_gloo_stay(pool, cases) -> None:
-    assert pool.run(2, talk, cases(9, 3).folder) == [True, True]
+        assert own.recv(1) == b"x"
 
 
 def fail_in_a_copy(folder: str) -> str:
@@ -249,57 +243,41 @@ def test_ranks_of_other_copies_raise_it_too(pool, cases) -> None:
     assert others[0].startswith("RemoteRankError: rank 3 failed with BoomError: on this rank. ")
 
 
-def fail_alike(folder: str) -> list[Any]:
-    """Run on every rank: errors that all ranks raise leave the process group as it is."""
+@on_ranks()
+def test_errors_of_all_ranks_end_nothing(folder) -> None:
+    """They leave the process group as it is."""
     model = load(folder)
-    expected, found = model(PROMPTS).logits.detach(), []
+    expected = model(PROMPTS).logits.detach()
     for name in ("forward", "generate", "backward", "step", "between"):
         with pytest.raises(BoomError):
             CALLS[name](model, True)
         model.zero_grad()
-        found.append(relative(model(PROMPTS).logits.detach(), expected))
-    return found
+        assert relative(model(PROMPTS).logits.detach(), expected) == 0
 
 
-def test_errors_of_all_ranks_end_nothing(pool, cases) -> None:
-    assert pool.run(2, fail_alike, cases(9, 3).folder) == [[0.0] * 5] * 2
-
-
-def held(folder: str, grace: float) -> list[tuple[bool, bool]]:
-    """Run on every rank: whether patches are in place, and the thread knows a model, while one lives and afterwards.
-
-    A poll that is under way keeps the model for its time, so what follows is awaited for `grace` seconds.
-    """
-    models, found = [load(folder)], []
+@on_ranks()
+def test_models_are_watched_while_they_live(folder) -> None:
+    """The patches are in place, and the thread knows a model; a poll that is under way keeps the model for its time."""
+    models = [load(folder)]
 
     def state() -> tuple[bool, bool]:
+        gc.collect()
         return all(patch.is_on for patch in WATCHED_CALLS), bool(POLLER.all())
 
-    found.append(state())
+    assert state() == (True, True)
     models.clear()
-    end = time.monotonic() + grace
-    while state() != (False, False) and time.monotonic() < end:
-        gc.collect()
-        time.sleep(0.01)
-    return [*found, state()]
+    until(lambda: state() == (False, False), 30)
 
 
-def test_models_are_watched_while_they_live(pool, cases) -> None:
-    assert pool.run(2, held, cases(9, 3).folder, 30.0) == [[(True, True), (False, False)]] * 2
-
-
-def wait_for_the_busy(folder: str) -> float:
-    """Run on every rank: rank 1 holds the GIL for longer than the limit; the difference of logits after it."""
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="other systems do not show whether a process runs")
+@on_ranks()
+def test_a_busy_rank_without_heartbeats_is_waited_for(folder) -> None:
+    """Rank 1 holds the GIL for longer than the limit."""
     model = load(folder, tp_watch=1)
     before = model(PROMPTS).logits
     if model.tp_group.rank == 1:
         ctypes.PyDLL(None).sleep(3)
-    return relative(model(PROMPTS).logits, before)
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="other systems do not show whether a process runs")
-def test_a_busy_rank_without_heartbeats_is_waited_for(pool, cases) -> None:
-    assert pool.run(2, wait_for_the_busy, cases(9, 3).folder) == [0, 0]
+    assert relative(model(PROMPTS).logits, before) == 0
 
 
 def test_a_process_runs_until_it_is_stopped_or_ends() -> None:
@@ -325,9 +303,6 @@ def test_a_process_runs_until_it_is_stopped_or_ends() -> None:
     assert not process.runs
 
 
-def off(folder: str) -> bool:
-    return hasattr(load(folder, tp_watch=False), "tp_watch")
-
-
-def test_the_watch_can_be_turned_off(pool, cases) -> None:
-    assert pool.run(2, off, cases(9, 3).folder) == [False] * 2
+@on_ranks()
+def test_the_watch_can_be_turned_off(folder) -> None:
+    assert not hasattr(load(folder, tp_watch=False), "tp_watch")
