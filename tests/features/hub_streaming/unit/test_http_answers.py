@@ -224,13 +224,6 @@ def test_all_waits_together_are_bounded_and_told(server, monkeypatch, caplog) ->
     assert lines[0].startswith("checkpoint file it: status 503; try 2 of 6 in 250 s. Interrupt the process (Ctrl-C)")
 
 
-def test_a_rate_limit_of_too_many_digits(server) -> None:
-    file = remote(server)
-    server.faults.refuse = {"model.safetensors": 429}
-    server.faults.headers = {"ratelimit": f'"api";r=0;t={"9" * 5000}'}
-    assert "got status 429 in 6 tries" in fails(server, file=file)
-
-
 def test_a_hub_that_asks_to_wait_too_long(server) -> None:
     server.faults.error_every, server.faults.error_status, server.faults.retry_after = 1, 429, "100000"
     with pytest.raises(CheckpointError, match=r"got status 429 and the server's wish to wait 100000 s"):

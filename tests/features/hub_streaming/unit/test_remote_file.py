@@ -76,6 +76,11 @@ def test_threads_read_at_once(server, monkeypatch) -> None:
         ({"drop_every": 1, "refuse": {"model.safetensors": 502}}, {}, "got status 502 in 6 tries"),
         ({"refuse": {"model.safetensors": 403}}, {}, "got status 403 from localhost in 6 tries"),
         ({"refuse": {"model.safetensors": 412}}, {}, "changed"),
+        (
+            {"refuse": {"model.safetensors": 429}, "headers": {"ratelimit": f'"api";r=0;t={"9" * 5000}'}},
+            {},
+            "got status 429 in 6 tries",
+        ),
         ({"refuse": {"model.safetensors": 418}}, {}, "got status 418"),
         ({"gzip": "gzip"}, {}, "got Content-Encoding gzip, expected the bytes as they are"),
         ({"gzip": ""}, {}, "got a body of 1023 bytes, expected 1000"),

@@ -278,21 +278,16 @@ def test_an_interrupt_ends_an_answer(folder) -> None:
         wait_for_end(folder)
 
 
-def test_a_stop_before_any_request_ends_all(folder) -> None:
-    with served(folder, 2) as (_, process):
-        process.send_signal(signal.SIGTERM)
-        wait_for_end(folder)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells of a parent's end")
 @pytest.mark.parametrize("is_asked", [False, True])
-@pytest.mark.parametrize("killed", ["the command", "torchrun"])
-def test_a_launcher_that_is_killed_ends_all(folder, killed, is_asked) -> None:
+@pytest.mark.parametrize("ended", ["SIGTERM of the command", "SIGKILL of the command", "SIGKILL of torchrun"])
+def test_a_launcher_that_is_ended_ends_all(folder, ended, is_asked) -> None:
     with served(folder, 2) as (client, process):
         if is_asked:
             ask(client, folder, QUESTIONS[0], False)
         (torchrun,) = processes(folder, LAUNCHER)
-        os.kill(process.pid if killed == "the command" else torchrun, signal.SIGKILL)
+        name, _, target = ended.partition(" of ")
+        os.kill(torchrun if target == "torchrun" else process.pid, signal.Signals[name])
         wait_for_end(folder)
 
 
