@@ -21,6 +21,7 @@ from benchmarks import demo
 from tests.support import cores
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import make_case as make_architecture
+from tests.support.commands import main
 from tests.support.models import Case, make_case
 from tests.support.needs import lacking
 from tests.support.pool import Pool, wait_for_no_disk
@@ -106,6 +107,19 @@ def folder(request: pytest.FixtureRequest, cases, tmp_path: Path, heads: tuple[i
         return cases(*heads, **options["config"]).folder
     ARCHITECTURES[options["model"]].make(*heads).save_pretrained(tmp_path / "model")
     return str(tmp_path / "model")
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]):
+    """`printed(*arguments, code=0)` is the output of `tp-transformers`; of an error, code 2, that on stderr alone."""
+
+    def run(*arguments: str, code: int = 0) -> str:
+        assert main([*arguments]) == code
+        captured = capsys.readouterr()
+        assert code != 2 or captured.out == ""
+        return captured.err if code == 2 else captured.out
+
+    return run
 
 
 @pytest.fixture(scope="module")

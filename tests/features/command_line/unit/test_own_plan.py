@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import main
 from tests.support.models import llama_config
 from tests.support.needs import needs
 from tp_transformers.features.command_line.arguments import add_plan, passed_on
@@ -35,15 +34,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @needs("planner")
-def test_a_file_registers_what_a_plan_names(folder, capsys) -> None:
+def test_a_file_registers_what_a_plan_names(folder, printed) -> None:
     command = ["plan", str(folder), "--tp-size", "2", "--plan", str(folder / "plan.yaml")]
-    assert main(command) == 2
-    assert "(--import in commands)" in capsys.readouterr().err
+    assert "(--import in commands)" in printed(*command, code=2)
     try:
-        assert main([*command, "--import", str(folder / "own_strategies_of_a_test.py")]) == 0
+        assert "own_colwise" in printed(*command, "--import", str(folder / "own_strategies_of_a_test.py"))
     finally:
         STRATEGIES.pop("own_colwise", None)
-    assert "own_colwise" in capsys.readouterr().out
 
 
 @needs("planner")
@@ -55,12 +52,11 @@ def test_a_file_registers_what_a_plan_names(folder, capsys) -> None:
         ("argparse.py", "expected one. Give your file a name of its own"),
     ],
 )
-def test_what_cannot_be_imported_is_named(folder, capsys, monkeypatch, name, says) -> None:
+def test_what_cannot_be_imported_is_named(folder, printed, monkeypatch, name, says) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))  # undone with what the command adds
     (folder / "argparse.py").write_text("")
-    assert main(["plan", str(folder), "--tp-size", "2", "--import", name]) == 2
-    assert says in capsys.readouterr().err
+    assert says in printed("plan", str(folder), "--tp-size", "2", "--import", name, code=2)
 
 
 def test_other_processes_get_full_paths(folder, monkeypatch) -> None:

@@ -149,12 +149,11 @@ class Server:
         return [line for line in self.log.read_text().splitlines() if "ranks serve after" in line]
 
     def until(self, count: int, ranks: int) -> str:
-        """Wait for `count` changes, of which the last leaves that many ranks; returns the last line."""
+        """Wait for `count` changes, one of which, or of later ones, leaves that many ranks; returns the last line."""
 
         def has_said() -> bool:
             assert self.process.poll() is None, self.log.read_text()
-            said = self.said()
-            return len(said) >= count and f": {ranks} of " in said[-1]
+            return any(f": {ranks} of " in line for line in self.said()[count - 1 :])
 
         until(has_said, WAIT, self.log.read_text)
         return self.said()[-1]

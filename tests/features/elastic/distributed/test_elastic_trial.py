@@ -62,11 +62,7 @@ def test_trial_of_many_kills(folder, tmp_path) -> None:
             rest.clear()
             killed, lines = killed + 1 + both, lines + 1
             counts[moment] += 1
-            deadline = time.monotonic() + WAIT
-            while not any(f": {1 if both else 2} of 3 ranks" in line for line in server.said()[lines - 1 :]):
-                assert time.monotonic() < deadline, server.log.read_text()
-                assert server.process.poll() is None, server.log.read_text()
-                time.sleep(0.1)
+            server.until(lines, 1 if both else 2)
             server.process.send_signal(signal.SIGUSR1)  # the lost ranks are started
             server.until(lines + 1, 3)
             lines = len(server.said())

@@ -32,7 +32,7 @@ def env(variables: dict[str, str]) -> str:
 
 
 @needs("trainer")
-def test_versions_devices_and_variables(capsys, monkeypatch) -> None:
+def test_versions_devices_and_variables(printed, monkeypatch) -> None:
     hidden = {"TP_TRANSFORMERS_API_KEY": "hidden", "HF_HUB_TOKEN": "hidden"}
     pool = Pool()
     try:
@@ -53,14 +53,13 @@ def test_versions_devices_and_variables(capsys, monkeypatch) -> None:
     assert "hidden" not in out
     for name, value in hidden.items():
         monkeypatch.setenv(name, value)
-    assert main(["env"]) == 0
-    out = capsys.readouterr().out
+    out = printed("env")
     assert f"torch {version('torch')}" in out
     assert "CPU tensors of ranks on one machine: " in out
     assert "hidden" not in out
 
 
-def test_what_the_installed_releases_lack(capsys, monkeypatch) -> None:
+def test_what_the_installed_releases_lack(printed, monkeypatch) -> None:
     library = SimpleNamespace(__name__="library.module")
     added("model_patches")
     monkeypatch.setattr(patches, "ALL", [])
@@ -68,8 +67,7 @@ def test_what_the_installed_releases_lack(capsys, monkeypatch) -> None:
     Patch("library", "halving", lambda: replace_all([(library, "_halve", lambda original: None)]), without=nothing)
     monkeypatch.setattr(torch_api, "lacking", lambda then="": {} if then else {"torch._gone": "it is not called"})
     monkeypatch.setattr(transformers_api, "OLDEST", (99, 0))
-    assert main(["env", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed("env", "--json", code=1))
     assert found["lacking"] == {
         "torch._gone": "it is not called",
         "library": "no library.module._double: doubling on a tensor-parallel model refused; "

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
-from tests.support.commands import main
 from tests.support.models import PROMPTS
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS, TOWERS
@@ -195,10 +194,10 @@ def test_a_dtype_without_an_operator_is_said(tmp_path, dtype) -> None:
     assert any("--dtype bf16 has an operator" in note for note in found.notes) is (dtype == "float16")
 
 
-def test_packed_without_quantised_weights_has_no_effect_and_says_so(tmp_path, capsys) -> None:
-    config = {**LLAMA_3, "num_hidden_layers": 1}
-    assert main(["plan", write(tmp_path, config), "--tp-size", "2", "--packed", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["notes"] == ["--packed has no effect: nothing is quantised"]
+def test_packed_without_quantised_weights_has_no_effect_and_says_so(tmp_path, printed) -> None:
+    folder = write(tmp_path, {**LLAMA_3, "num_hidden_layers": 1})
+    said = json.loads(printed("plan", folder, "--tp-size", "2", "--packed", "--json"))
+    assert said["notes"] == ["--packed has no effect: nothing is quantised"]
 
 
 @pytest.mark.parametrize(
@@ -211,12 +210,11 @@ def test_packed_without_quantised_weights_has_no_effect_and_says_so(tmp_path, ca
         1,
     ),
 )
-def test_packed_weights_fit_where_a_config_says_so(tmp_path, capsys, config, memory, said) -> None:
+def test_packed_weights_fit_where_a_config_says_so(tmp_path, printed, config, memory, said) -> None:
     folder = write(tmp_path, {**config[0], "quantization_config": config[1]})
-    assert main(["plan", folder, "--memory", memory, "--tp-size", "2", "--packed"]) == 0
-    assert f"it fits: the fullest rank holds {said}" in capsys.readouterr().out
-    assert main(["plan", folder, "--memory", memory, "--tp-size", "2"]) == 1
-    assert "it would fit with --packed" in capsys.readouterr().out
+    command = ["plan", folder, "--memory", memory, "--tp-size", "2"]
+    assert f"it fits: the fullest rank holds {said}" in printed(*command, "--packed")
+    assert "it would fit with --packed" in printed(*command, code=1)
 
 
 def cache_bytes(model: Any, ids: torch.Tensor) -> int:
@@ -250,7 +248,7 @@ def test_a_cache_is_counted_where_a_model_keeps_one(name) -> None:
         ({"vocab_size": 9, "pad_token_id": 99}, "adding_idx"),
     ],
 )
-def test_an_error_of_a_config_is_complete_and_names_the_config(tmp_path, capsys, wrong, part) -> None:
+def test_an_error_of_a_config_is_complete_and_names_the_config(tmp_path, printed, wrong, part) -> None:
     folder = write(tmp_path, {**LLAMA_3, "num_hidden_layers": 1, **wrong})
     with pytest.raises((UsageError, CheckpointError)) as raised:
         survey(folder)
@@ -259,5 +257,4 @@ def test_an_error_of_a_config_is_complete_and_names_the_config(tmp_path, capsys,
     assert type(cause).__name__ in message
     assert part in message
     assert "Correct its config.json" in message
-    assert main(["plan", folder, "--tp-size", "2"]) == 2
-    assert "path" not in capsys.readouterr().err.replace(folder, "")
+    assert "path" not in printed("plan", folder, "--tp-size", "2", code=2).replace(folder, "")

@@ -58,15 +58,14 @@ def test_text_folds_layers_and_ranks(folder, capsys) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_lines_are_as_wide_as_the_terminal(folder, capsys, monkeypatch, width) -> None:
+def test_lines_are_as_wide_as_the_terminal(folder, capsys, printed, monkeypatch, width) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(folder)
     _, out, _ = plan(capsys, ".", "--tp-size", "5", "--gpu-memory", "1MB")
     assert max(map(len, out.splitlines())) <= width
     assert width < 120 or "model.layers.0-3.self_attn: 64 tokens" in out
     assert out.index("query/KV") < out.index("it fits") < out.index("q_proj.weight"), "the memory comes first"
-    assert main(["plans"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed("plans").splitlines()
     assert max(map(len, lines[:-1])) <= width  # the last is a path
     monkeypatch.delenv("COLUMNS")
     assert max(map(len, plan(capsys, ".", "--tp-size", "5")[1].splitlines())) <= 120  # a pipe
@@ -175,19 +174,17 @@ def test_words() -> None:
     assert [size(nbytes) for nbytes in (0, 950, 1_250_000, 24 * 10**9)] == ["0", "0.9 kB", "1.2 MB", "24.00 GB"]
 
 
-def test_plans_lists_every_plan(capsys, monkeypatch) -> None:
+def test_plans_lists_every_plan(printed, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # nothing is folded
-    assert main(["plans", "--json"]) == 0
-    said: dict[str, Any] = json.loads(capsys.readouterr().out)
+    said: dict[str, Any] = json.loads(printed("plans", "--json"))
     assert {name: Path(entry["file"]) for entry in said["plans"] for name in entry["model_types"]} == available_plans()
     for entry in said["plans"]:
         assert set(entry["strategies"]) == {rule.strategy_name for rule in Plan.from_yaml(entry["file"]).rules}
-    assert main(["plans"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed("plans").splitlines()
     assert all(any(line.startswith(entry.title) for line in lines) for entry in catalogue())
 
 
-def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(tmp_path, capsys) -> None:
+def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(tmp_path, capsys, printed) -> None:
     ARCHITECTURES["mixtral"].make(8, 4).config.save_pretrained(tmp_path)
     rules = "".join(f"  layers.*.mlp.experts.{name}_proj: grouped_gemm\n" for name in ("gate_up", "down"))
     (tmp_path / "plan.yaml").write_text(f"extends: mixtral\nbase_model:\n{rules}")
@@ -195,8 +192,7 @@ def test_complete_experts_are_said_with_the_load_of_the_fullest_rank(tmp_path, c
     assert main([*command, "--plan", str(tmp_path / "plan.yaml")]) == 0
     line = "experts     2, 1, 1 of 4: with an even routing, the fullest rank computes 1.50 times the mean"
     assert line in capsys.readouterr().out
-    assert main(command) == 0
-    assert "even routing" not in capsys.readouterr().out
+    assert "even routing" not in printed(*command)
 
 
 def test_what_plans_were_proven_with_is_what_ci_runs() -> None:

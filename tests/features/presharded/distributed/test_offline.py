@@ -122,7 +122,7 @@ def test_pieces_are_read_one_at_a_time(cases, tmp_path, monkeypatch) -> None:
     assert max(read) == largest
 
 
-def test_a_save_that_breaks_off_leaves_what_was_there(cases, tmp_path, monkeypatch, capsys) -> None:
+def test_a_save_that_breaks_off_leaves_what_was_there(cases, tmp_path, monkeypatch, printed) -> None:
     folder, out = cases(9, 3).folder, tmp_path / "out"
     shard_checkpoint(folder, out, size=2)
     before = sorted(path.name for path in out.iterdir())
@@ -135,20 +135,18 @@ def test_a_save_that_breaks_off_leaves_what_was_there(cases, tmp_path, monkeypat
 
     monkeypatch.setattr(SummedWriter, "write", full)
     for target in (out, tmp_path / "new"):
-        assert main(["shard", folder, str(target), "--tp-size", "3"]) == 2
-        assert "No space left on device" in capsys.readouterr().err
+        assert "No space left on device" in printed("shard", folder, str(target), "--tp-size", "3", code=2)
     assert sorted(path.name for path in out.iterdir()) == before
     assert not (tmp_path / "new").exists()
     monkeypatch.undo()
     verify_sharded(out)
 
 
-def test_wrong_requests_are_told(cases, tmp_path, capsys) -> None:
+def test_wrong_requests_are_told(cases, tmp_path, printed) -> None:
     folder = cases(9, 3).folder
 
     def told(*arguments: str) -> str:
-        assert main(["shard", *arguments]) == 2
-        return capsys.readouterr().err
+        return printed("shard", *arguments, code=2)
 
     assert "--tp-size: got 0" in told(folder, str(tmp_path / "out"), "--tp-size", "0")
     assert "expected one with config.json" in told(str(tmp_path / "none"), str(tmp_path / "out"), "--tp-size", "2")

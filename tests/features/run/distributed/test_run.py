@@ -14,7 +14,6 @@ import tp_transformers
 from tests.support.tiers import wide
 from tp_transformers import RemoteRankError, TensorParallelError
 from tp_transformers.__main__ import main
-from tp_transformers.commands import cli
 from tp_transformers.features.run.errors import error_lines, keep_errors
 from tp_transformers.features.run.launch import start
 
@@ -155,17 +154,10 @@ def test_scripts_run_with_the_hook_on(pool, tmp_path, by_command) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [("run", "-n", "2"), ()])
 def test_full_copies_on_ranks_are_told(cases, tmp_path, launcher) -> None:
-    load = f"from transformers import LlamaForCausalLM as L\nL.from_pretrained({cases(9, 3).folder!r})\n"
     script = tmp_path / "script.py"
-    script.write_text(load)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    program = [
-        *([sys.executable] if launcher else torchrun),
-        "-m",
-        "tp_transformers",
-        *launcher,
-        str(tmp_path / "script.py"),
-    ]
+    script.write_text(f"from transformers import LlamaForCausalLM as L\nL.from_pretrained({cases(9, 3).folder!r})\n")
+    torchrun = [] if launcher else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = [sys.executable, *torchrun, "-m", "tp_transformers", *launcher, str(script)]
     said = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True).stderr
     assert said.count("from_pretrained without tp_plan: each of 2 ranks loads the full model") == 1
 
@@ -177,8 +169,5 @@ def test_full_copies_on_ranks_are_told(cases, tmp_path, launcher) -> None:
         (["run", "-n", "2", os.devnull + "/script.py"], "no such file"),
     ],
 )
-def test_a_wrong_request_is_told_on_stderr(arguments, says, capsys) -> None:
-    assert cli.main(arguments) == 2
-    captured = capsys.readouterr()
-    assert says in captured.err
-    assert captured.out == ""
+def test_a_wrong_request_is_told_on_stderr(arguments, says, printed) -> None:
+    assert says in printed(*arguments, code=2)

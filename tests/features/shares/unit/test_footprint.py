@@ -102,42 +102,37 @@ def test_a_context_is_no_longer_than_the_models_own(wide) -> None:
     assert longest_context(planned, [*plan_memory(found, 2, context=1000).total_bytes]) == 1000
 
 
-def test_plan_prints_shares_for_the_memory_of_each_rank(wide, capsys, monkeypatch) -> None:
+def test_plan_prints_shares_for_the_memory_of_each_rank(wide, printed, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     arguments = ["plan", wide, "--context", "64", "--memory"]
-    assert main([*arguments, "60MB,30MB,30MB"]) == 0
-    out = capsys.readouterr().out
+    out = printed(*arguments, "60MB,30MB,30MB")
     assert "it fits: the fullest rank holds" in out
     assert "load it with tp_shares=[" in out
     assert "the longest context: 2048 tokens, all that the model takes" in out
     header = next(line for line in out.splitlines() if "share" in line and "query/KV heads" in line)
     assert header.split()[-3:] == ["total", "memory", "left"]
-    assert main(["plan", wide, "--context", "2048", "--batch", "4", "--memory", "60MB,30MB"]) == 1
-    out = capsys.readouterr().out
+    out = printed("plan", wide, "--context", "2048", "--batch", "4", "--memory", "60MB,30MB", code=1)
     assert "it does not fit" in out
     assert "it would fit with --context " in out
     assert "more rank" in out
-    assert main([*arguments, "60MB,30MB,30MB", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = json.loads(printed(*arguments, "60MB,30MB,30MB", "--json"))
     assert said["memory"] == [60 * 10**6, 30 * 10**6, 30 * 10**6]
     assert said["fits"] is True
     assert len(said["shares"]) == said["tp_size"] == 3
-    assert main(["plan", wide, "--shares", "3,1", "--optimizer", "adamw"]) == 0
-    out = capsys.readouterr().out
+    out = printed("plan", wide, "--shares", "3,1", "--optimizer", "adamw")
     assert "75.0%" in out
     assert "training" in out
 
 
-def test_no_memory_helps_a_context_that_the_model_does_not_take(wide, capsys, monkeypatch) -> None:
+def test_no_memory_helps_a_context_that_the_model_does_not_take(wide, printed, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert main(["plan", wide, "--context", "200000", "--memory", "90MB,45MB"]) == 1
-    remedies = [line for line in capsys.readouterr().out.splitlines() if "would fit" in line]
+    lines = printed("plan", wide, "--context", "200000", "--memory", "90MB,45MB", code=1).splitlines()
+    remedies = [line for line in lines if "would fit" in line]
     assert remedies == ["it would fit with --context 2048, the most that the model takes"]
 
 
-def test_other_shares_are_named_before_more_ranks(wide, capsys) -> None:
-    assert main(["plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", "1,1"]) == 1
-    out = capsys.readouterr().out
+def test_other_shares_are_named_before_more_ranks(wide, printed) -> None:
+    out = printed("plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", "1,1", code=1)
     remedy = re.search(r"it would fit with --shares (\S+)", out)
     assert "more rank" not in out
     assert main(["plan", wide, "--context", "64", "--memory", "80MB,25MB", "--shares", remedy[1]]) == 0
@@ -154,12 +149,12 @@ def test_shares_that_fit_are_found_where_experts_are_coarse(tmp_path) -> None:
 
 
 @needs("architectures")
-def test_a_quantised_model_would_fit_packed(tmp_path, capsys) -> None:
+def test_a_quantised_model_would_fit_packed(tmp_path, printed) -> None:
     folder, _ = map(str, packed_folder(tmp_path, "gpt_oss", VARIANTS["mxfp4"]))
     dense, packed = (sum(plan_memory(survey(folder, packed=kept), 2).total_bytes) for kept in (False, True))
     room = (dense + packed) // 3
-    assert main(["plan", folder, "--context", "0", "--memory", f"{room},{room // 2}"]) == 1
-    assert "it would fit with --packed" in capsys.readouterr().out
+    memory = f"{room},{room // 2}"
+    assert "it would fit with --packed" in printed("plan", folder, "--context", "0", "--memory", memory, code=1)
 
 
 @pytest.mark.parametrize(
@@ -173,9 +168,8 @@ def test_a_quantised_model_would_fit_packed(tmp_path, capsys) -> None:
         (["--tp-size", "2", "--optimizer", "lion"], "--optimizer: got 'lion', expected sgd, momentum, adam, adamw"),
     ],
 )
-def test_contradictions_are_told(wide, capsys, arguments, says) -> None:
-    assert main(["plan", wide, *arguments]) == 2
-    assert says in capsys.readouterr().err
+def test_contradictions_are_told(wide, printed, arguments, says) -> None:
+    assert says in printed("plan", wide, *arguments, code=2)
 
 
 def test_shares_of_a_command_are_a_number_for_each_rank_or_a_name() -> None:

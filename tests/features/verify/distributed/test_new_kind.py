@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import tp_transformers
 from tests.features.verify.distributed.conftest import changed, kept
 from tests.support.adapters import shake
-from tests.support.commands import main
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of
 from tp_transformers.slices.layout import Ranks, Split
@@ -165,12 +164,11 @@ def test_a_new_kind_lives_as_the_others_do(pool, cases, tmp_path) -> None:
         assert max(errors) < TOLERANCE, errors
 
 
-def test_a_new_kind_is_planned_and_proven(cases, tmp_path, in_pool, monkeypatch, capsys) -> None:
+def test_a_new_kind_is_planned_and_proven(cases, tmp_path, in_pool, monkeypatch, printed) -> None:
     for name, kind in KINDS.items():
         monkeypatch.setitem(STRATEGIES, name, kind)
     folder, plan = cases(8, 4).folder, os.fspath(changed(tmp_path, "llama", RULES))
-    assert main(["plan", folder, "--plan", plan, "--tp-size", "3", "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out.splitlines()[-1])
+    planned = json.loads(printed("plan", folder, "--plan", plan, "--tp-size", "3", "--json").splitlines()[-1])
     down = next(each for each in planned["parameters"] if each["name"].endswith("layers.0.mlp.down_proj.weight"))
     assert (down["strategy"], down["dim"]) == ("takes", 1)
     assert down["ranges"] == [[[67, 100]], [[34, 67]], [[0, 34]]]

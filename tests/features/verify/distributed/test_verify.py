@@ -78,14 +78,13 @@ def test_the_class_that_the_config_names_is_proven(monkeypatch) -> None:
         ("olmo2", {"layers.*.self_attn.q_norm": None}, "it computes on sharded heads"),
     ],
 )
-def test_what_does_not_fit_is_told_without_ranks(tmp_path, monkeypatch, capsys, model_type, rules, says) -> None:
+def test_what_does_not_fit_is_told_without_ranks(tmp_path, monkeypatch, printed, model_type, rules, says) -> None:
     monkeypatch.delattr(verify, "torchrun")
     CONFIGS[model_type].save_pretrained(tmp_path)
     plan = changed(tmp_path, model_type, rules)
-    assert main(["verify", str(tmp_path), "--plan", str(plan)]) == 1
-    printed = capsys.readouterr().out
-    assert printed.startswith("2 ranks: not as one process\n  - plan ")
-    assert says in printed
+    told = printed("verify", str(tmp_path), "--plan", str(plan), code=1)
+    assert told.startswith("2 ranks: not as one process\n  - plan ")
+    assert says in told
 
 
 UNSUMMED = {"layers.*.mlp.down_proj": "no_sum"}
@@ -186,12 +185,11 @@ def test_a_checkpoint_that_does_not_reload_is_no_fault_of_the_plan(monkeypatch) 
         verify.verify(CONFIGS["llama"])
 
 
-def test_a_message_of_transformers_is_told_in_one_sentence(tmp_path, capsys) -> None:
+def test_a_message_of_transformers_is_told_in_one_sentence(tmp_path, printed) -> None:
     """Its config class refuses a field with a message of several lines, or raises a TypeError about it."""
     for settings in ({"num_attention_heads": "many"}, {"hidden_size": 510}, {"hidden_act": "none"}):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **DEEP, **settings}))
-        assert main(["verify", str(tmp_path)]) == 2
-        (line,) = capsys.readouterr().err.strip().splitlines()
+        (line,) = printed("verify", str(tmp_path), code=2).strip().splitlines()
         assert "Traceback" not in line
 
 
@@ -220,9 +218,6 @@ def test_weights_follow_a_seed(tmp_path, monkeypatch) -> None:
         (["{folder}", "--plan", "no.yaml"], "no.yaml: got no such file"),
     ],
 )
-def test_a_wrong_request_is_told_on_stderr(tmp_path, capsys, arguments, says) -> None:
+def test_a_wrong_request_is_told_on_stderr(tmp_path, printed, arguments, says) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
-    assert main(["verify", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
-    captured = capsys.readouterr()
-    assert says in captured.err
-    assert captured.out == ""
+    assert says in printed("verify", *(argument.format(folder=tmp_path) for argument in arguments), code=2)
