@@ -30,15 +30,19 @@ def batched(folder: str) -> list[list[int]]:
     return [output.generated_tokens for output in outputs.values()]
 
 
+def greedy(folder: str, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens of one process."""
+    one = AutoModelForCausalLM.from_pretrained(folder)
+    return [
+        one.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
+
+
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((9, 3), 3), ((8, 1), 3)], 1))
 def test_batches_are_answered_as_by_one_process(pool, cases, heads, size) -> None:
     folder = cases(*heads).folder
-    one = AutoModelForCausalLM.from_pretrained(folder)
-    expected = [
-        one.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
-        for prompt in PROMPTS
-    ]
-    assert pool.run(size, batched, folder) == [expected] * size
+    assert pool.run(size, batched, folder) == [greedy(folder, PROMPTS)] * size
 
 
 def sampled(model: Any) -> list[Any]:

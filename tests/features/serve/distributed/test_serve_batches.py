@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from tests.features.serve.distributed.test_continuous_batching import NEW, greedy
 from tests.support.models import load
 
 pytest.importorskip("transformers.generation.continuous_batching.distributed")
 batches = pytest.importorskip("tp_transformers.features.serve.batches")
 requests = pytest.importorskip("tp_transformers.features.serve.requests")
 
-NEW = 8
 PROMPT = [5, 9, 41, 150]
 LONG = [token % 190 + 3 for token in range(7, 150)]
 """Longer than a batch."""
@@ -69,16 +69,11 @@ def expected_of(folder: str, settings: Mapping[str, Any]) -> list[int]:
 
 def test_requests_are_sampled_as_each_asks(pool, cases) -> None:
     folder = cases(9, 3).folder
-    one = AutoModelForCausalLM.from_pretrained(folder)
-    greedy = [
-        one.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :].tolist()
-        for prompt in (PROMPT, LONG)
-    ]
-    expected = [expected_of(folder, each) for each in SETTINGS]
-    assert expected[0] == greedy[0] != expected[1] != expected[2]
+    alone, expected = greedy(folder, [PROMPT, LONG]), [expected_of(folder, each) for each in SETTINGS]
+    assert expected[0] == alone[0] != expected[1] != expected[2]
     found = pool.run(2, served, folder)
     assert [single for single, _, _ in found] == [expected] * 2
-    assert [together for _, together, _ in found] == [greedy] * 2
+    assert [together for _, together, _ in found] == [alone] * 2
     assert {room for _, _, room in found} == {16 * ContinuousBatchingConfig().page_size}
 
 
