@@ -1,7 +1,5 @@
 """Models on GPUs against one process there: logits, tokens, losses, gradients and saved files, in three dtypes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank that fails on its GPU: in Python, in a kernel, by an illegal access, without memory. All ranks stop."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

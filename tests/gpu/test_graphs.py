@@ -1,7 +1,5 @@
 """Decode steps with a static cache: as a CUDA graph, compiled, and without the host waiting for the GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads to a GPU: the shards are those of the files, and the device holds them and nothing beside."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

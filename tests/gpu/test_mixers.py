@@ -1,7 +1,5 @@
 """State-space and linear-attention mixers on GPUs, by their fused kernels where these are installed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed weights on GPUs, multiplied by the operators there, against the same weights dequantised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Training on GPUs against one process there: sequence and loss parallelism, copies, FSDP2, fp16 by a scaler."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

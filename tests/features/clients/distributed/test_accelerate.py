@@ -1,7 +1,5 @@
 """Saves and loads of accelerate, in the order in which people call them, give the files of one process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

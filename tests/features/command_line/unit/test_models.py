@@ -1,7 +1,5 @@
 """Commands on a model: the class of its config, no memory, code of its own, which runs where a flag says so alone."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

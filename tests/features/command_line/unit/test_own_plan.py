@@ -1,7 +1,5 @@
 """`--import` and `--plan`: strategies and a plan of one's own in the commands."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Arguments of `generate` that differ between ranks are one error on all of them."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

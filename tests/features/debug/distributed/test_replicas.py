@@ -1,7 +1,5 @@
 """What several ranks hold, found where it has drifted apart, told at saves, and brought together."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`check_inputs`: ranks whose inputs differ all stop with one error."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """Hashes of the inputs that ranks compare."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig

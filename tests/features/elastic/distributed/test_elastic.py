@@ -1,7 +1,5 @@
 """`tp-transformers serve --elastic`: requests outlive ranks; their texts are those of one process."""
 
-from __future__ import annotations
-
 import multiprocessing.context
 import os
 import re

@@ -1,7 +1,5 @@
 """Ranks of an elastic server are killed at random moments: each request of its clients is answered with its text."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

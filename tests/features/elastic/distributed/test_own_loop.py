@@ -1,7 +1,5 @@
 """A loop of a user's own goes on without a rank that was killed: `fail_together`, a new process group, `reshard`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How long an agent waits for ranks that do not stop."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Requests that outlive the batches that compute them, and the memory that ranks need after a loss."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tp-transformers env`: what a report of a problem begins with."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

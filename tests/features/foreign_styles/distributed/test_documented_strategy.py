@@ -5,8 +5,6 @@ static or plain functions of the class, and are called in this order. The base c
 transformers' own, as the documentation imports them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Torch's own styles: in plans, and by `parallelize_module` on parts of a model, beside our strategies."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

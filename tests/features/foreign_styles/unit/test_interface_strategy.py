@@ -1,7 +1,5 @@
 """Strategies in the form of transformers from 5.16 on, which shard by `shard_param`: refused with the remedy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Torch's styles as strategies: what they cut, what they are called, and what is said of plans that have them wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Hub on this machine and ranks that know no other, made once for the tests of this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of the Hub that are in the cache, or come there: one rank of a node downloads."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults of the Hub and of ranks that read from it: those that pass cost time, others are one error on all ranks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Loading from a Hub on the loopback without a download: the right values, and every byte once."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

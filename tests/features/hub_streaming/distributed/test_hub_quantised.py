@@ -1,7 +1,5 @@
 """Quantised checkpoints from a Hub on the loopback, which stay packed: every byte once, and few requests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

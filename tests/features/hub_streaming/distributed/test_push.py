@@ -1,7 +1,5 @@
 """Uploads to the Hub: rank 0 pushes what one process would."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock

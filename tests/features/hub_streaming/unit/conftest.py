@@ -1,7 +1,5 @@
 """A Hub on this machine with one model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A file of random bytes on the Hub of `hub_server`, and reads of it."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Who fetches what: every byte that is needed once, few that are not, and each where it belongs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

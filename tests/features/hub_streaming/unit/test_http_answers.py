@@ -1,7 +1,5 @@
 """Answers that are slow, late, malformed or from elsewhere: one error that names file and URL, and no bytes of them."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,7 +1,5 @@
 """Mutated HTTP answers: what is read is the file as it is on the server's disk, or reading is one error of ours."""
 
-from __future__ import annotations
-
 import random
 import re
 import threading

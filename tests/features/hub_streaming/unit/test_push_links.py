@@ -1,7 +1,5 @@
 """Links in a folder whose new files are uploaded, and options of an upload."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.saving import made

@@ -1,7 +1,5 @@
 """Files that are read by ranges, from a server that fails in all ways."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """`tp_plan="infer"`: models that nobody planned for, two of them with their own code, against one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

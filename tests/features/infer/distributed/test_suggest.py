@@ -1,7 +1,5 @@
 """Suggested plans of architectures that have no plan, hybrids whose classes nobody knows too, against one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

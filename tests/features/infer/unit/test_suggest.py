@@ -1,7 +1,5 @@
 """`tp-transformers suggest`: blocks that verify finds wrong stay whole, and the plan that is written loads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans that are inferred: modules that are cut in architectures with and without a plan, and reasons of the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples for clusters, under real daemons of Ray and SLURM, and the commands of manifests as pods run them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Machines and networks that fail during forwards: all ranks that are left stop with one error, or nothing happens."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """Models of a Hub on machines without a shared cache: each machine downloads once, or no file at all."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Ranks on several machines: the numbers of one process, however the ranks, the files and the networks are."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """torchrun's restarts: training goes on from its last save, on the machines that are left, as in one process."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Ranks with copies of their own, as on several nodes: one checkpoint, or an error that names the file and the rank."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saves on several machines, with a folder that they share and without."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The interface of a machine, and ranks that do not come."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

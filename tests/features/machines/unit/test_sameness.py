@@ -1,7 +1,5 @@
 """Two ranks have the same file: names of contents on the Hub and in its cache, samples of contents elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

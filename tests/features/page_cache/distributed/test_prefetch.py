@@ -1,7 +1,5 @@
 """The cold cache that the ranks of a node fill together."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads of shards that wait for bytes on their way into the page cache."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Threads that prefetch, and the memory that a prefetch may take."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

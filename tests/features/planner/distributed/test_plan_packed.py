@@ -1,7 +1,5 @@
 """Bytes of packed weights that `tp-transformers plan --packed` counts, against those that a load holds."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What `plan` says of a config alone: dtype, bytes of quantised weights, KV cache; counted by hand from its numbers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

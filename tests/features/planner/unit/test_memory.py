@@ -1,7 +1,5 @@
 """What a load would find, and what every rank would hold, said without a weight."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`tp-transformers plan` and `plans`: what they print, as text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Speeds that `tp-transformers plan` predicts: the model by hand, devices by their names and figures, the report."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -1,7 +1,5 @@
 """Sharding without ranks, held against what ranks save."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 from typing import Any

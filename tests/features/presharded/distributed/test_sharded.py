@@ -1,7 +1,5 @@
 """Pre-sharded checkpoints on real ranks: saved at one size and loaded at others, held against what they are of."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Manifests of pre-sharded checkpoints: any cut read back by any other, manifests that lie, files at odds with one."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Mutated manifests of pre-sharded checkpoints: each is one error that names a file, or gives the weights saved."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

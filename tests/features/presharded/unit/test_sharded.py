@@ -1,7 +1,5 @@
 """Pre-sharded checkpoints in one process: saved, loaded, replaced and refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

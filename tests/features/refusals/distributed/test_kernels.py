@@ -1,7 +1,5 @@
 """Kernels of the Hub in place of forwards, with a stand-in for the package that fetches them."""
 
-from __future__ import annotations
-
 import contextlib
 from types import MethodType
 from typing import Any

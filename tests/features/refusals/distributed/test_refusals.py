@@ -1,7 +1,5 @@
 """Code of others that a tensor-parallel model cannot be put into: refused, on all ranks, with the remedy."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches with the heads of other ranks are refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Declared plans that leave whole layers on every rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

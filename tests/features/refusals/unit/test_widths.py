@@ -1,7 +1,5 @@
 """Linears that do not fit together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Models that go from rank to rank, held against one process, and against loads on the new ranks bit by bit."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

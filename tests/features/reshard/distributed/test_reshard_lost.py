@@ -1,7 +1,5 @@
 """Ranks that are gone: what only they held is read from the checkpoint, if it has the values of now."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

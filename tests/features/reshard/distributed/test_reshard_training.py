@@ -1,7 +1,5 @@
 """Training that goes on on other ranks: the losses and the weights of one process that did all steps."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 from unittest import mock

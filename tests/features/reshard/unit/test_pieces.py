@@ -1,7 +1,5 @@
 """The sources of new shards, on tensors that count their indices: every index comes once, from who holds it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import product
 

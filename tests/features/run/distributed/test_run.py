@@ -1,7 +1,5 @@
 """`tp-transformers run`: errors of ranks, and what ranks are given."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Signals to `tp-transformers run` in the foreground, under nohup, and as PID 1 of a container: ranks save first."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The launcher of ranks, with a stand-in for torchrun that starts at once: threads, environment and signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Cores of ranks on machines with several NUMA nodes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """transformers' continuous batching on any number of heads answers as one process' `generate`."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

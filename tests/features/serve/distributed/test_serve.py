@@ -1,7 +1,5 @@
 """`tp-transformers serve` over HTTP, by the `openai` client, answers as one process does; its ranks end together."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Batches of `tp-transformers serve`: each request has settings of sampling, on all ranks as in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

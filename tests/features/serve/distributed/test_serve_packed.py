@@ -1,7 +1,5 @@
 """Quantised checkpoints served packed on 2 ranks: the text of one process, the end of a turn, memory and speed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What `tp-transformers serve` and `chat` refuse before they start anything."""
 
-from __future__ import annotations
-
 import argparse
 import socket
 import sys

@@ -1,7 +1,5 @@
 """The end of a rank of `tp-transformers serve`: seconds for its requests, and the error that it raises."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

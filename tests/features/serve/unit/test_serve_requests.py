@@ -1,7 +1,5 @@
 """Requests that `tp-transformers serve` refuses, and the environment of `tp-transformers chat`."""
 
-from __future__ import annotations
-
 import copy
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Collectives through shared memory, held against those of torch's gloo, and the ranks that may use it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

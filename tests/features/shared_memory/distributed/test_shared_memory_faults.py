@@ -1,7 +1,5 @@
 """Ranks that end, stop or fail within collectives through shared memory, and machines where it cannot be had."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

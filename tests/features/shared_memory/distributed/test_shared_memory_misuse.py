@@ -1,7 +1,5 @@
 """Collectives through shared memory where they are traced, watched, broken off, or called out of step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

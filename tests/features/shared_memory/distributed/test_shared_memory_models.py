@@ -1,7 +1,5 @@
 """Models whose ranks communicate through shared memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

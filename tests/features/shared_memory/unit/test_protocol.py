@@ -7,8 +7,6 @@ A rank runs a list of steps; a copy takes two, so that others run in its midst. 
     all ranks that raise name the same failed rank
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Ranks with shares of their own: the numbers of one process, the bytes of the shares, and saves for any others."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

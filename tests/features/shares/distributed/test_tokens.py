@@ -1,7 +1,5 @@
 """`generate` on devices of several kinds: the text of one process with the device of rank 0."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

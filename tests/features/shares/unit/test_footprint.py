@@ -1,7 +1,5 @@
 """Shares, ranks and contexts that fit into given memory, and the capacity of this machine."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -1,7 +1,5 @@
 """Strategies that are wrong, and ranks of `verify` in the workers of the pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

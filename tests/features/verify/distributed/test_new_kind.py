@@ -1,7 +1,5 @@
 """A new kind of strategy, which cuts, sums and draws in its own way, wherever the built-in ones are used."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

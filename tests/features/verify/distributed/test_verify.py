@@ -1,7 +1,5 @@
 """`verify`: a plan that is right, and wrong ones, whose modules and rules it has to name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`verify --bits`: plans with `invariant` have the bits of one process; plans that sum over the ranks do not."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from pathlib import Path

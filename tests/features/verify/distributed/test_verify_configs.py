@@ -1,7 +1,5 @@
 """`verify` of quantised configs in floating point, of gated delta nets, and of heads that code counts in its way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Small configs: small, of the same counts, and of every kind of layer; and models of them that answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

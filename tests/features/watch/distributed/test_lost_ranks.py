@@ -1,7 +1,5 @@
 """Ranks that are killed or stopped, and errors that nobody catches, in real launches."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

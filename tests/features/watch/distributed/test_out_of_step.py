@@ -1,7 +1,5 @@
 """Ranks with other inputs, or other calls, than their peers: one error on all of them within seconds, not a wait."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Five hundred loads, generations, saves and failures in one pair of processes leave nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Calls that one rank makes alone: it says which rank has not made them, and where that is, instead of hanging."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

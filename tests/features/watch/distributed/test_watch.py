@@ -1,7 +1,5 @@
 """Calls that fail on one rank alone: all ranks raise within seconds, and a new process group lets them go on."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """The end of a process group on stand-ins for GPUs: NCCL is aborted at once, steps that were cut off are noticed."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which rank failed first, of what ranks report."""
 
-from __future__ import annotations
-
 import pytest
 
 from tp_transformers.features.watch.failure import GRACE, Report, is_identical, judge

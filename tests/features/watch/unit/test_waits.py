@@ -1,7 +1,5 @@
 """What a rank that waits in a collective tells, with a store and places of the test's own."""
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

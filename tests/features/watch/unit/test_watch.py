@@ -1,7 +1,5 @@
 """The watch of a rank: a store that is gone, a GPU that fails, the thread that polls, connections that are shut."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket
