@@ -28,31 +28,25 @@ def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network.socket, "gethostbyname", lambda name: "192.168.0.7")
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_machine_takes_the_interface_that_others_reach(rank) -> None:
-    """Ranks beside the store see a loopback; those of the other machine know an address of both."""
-    address, interface = ("10.0.0.2", "eth3") if rank == 2 else ("10.0.0.1", "eth1")
-    assert _choose([HEAD, HEAD, OTHER], rank) == [address]
-    assert os.environ.pop(INTERFACE) == interface
-
-
-def test_an_interface_that_is_named_is_left() -> None:
-    os.environ[INTERFACE] = "eth9,eth0"
-    assert _choose([HEAD, OTHER], 1) == ["", "192.168.0.7"]
-    assert os.environ[INTERFACE] == "eth9,eth0"
-
-
-def test_an_address_of_no_interface_is_left_to_gloo() -> None:
-    """As of a service that forwards to the store's machine."""
-    assert _choose([HEAD, OTHER._replace(store="172.16.0.1")], 0) == ["192.168.0.7"]
-    assert INTERFACE not in os.environ
-
-
-def test_the_address_that_is_tried_is_the_one_that_gloo_takes() -> None:
-    """An interface with both kinds, by the other of which the store was reached."""
-    seats = [Seat("m0 a", "fd77::1", "fd77::1"), Seat("m1 b", "fd77::2", "fd77::1")]
-    assert _choose(seats, 0) == ["10.77.0.1"]
-    assert os.environ[INTERFACE] == "eth2"
+@pytest.mark.parametrize(
+    ("seats", "rank", "named", "addresses", "interface"),
+    [
+        # Ranks beside the store see a loopback; those of the other machine know an address of both.
+        ([HEAD, HEAD, OTHER], 0, None, ["10.0.0.1"], "eth1"),
+        ([HEAD, HEAD, OTHER], 1, None, ["10.0.0.1"], "eth1"),
+        ([HEAD, HEAD, OTHER], 2, None, ["10.0.0.2"], "eth3"),
+        # An interface that is named is left.
+        ([HEAD, OTHER], 1, "eth9,eth0", ["", "192.168.0.7"], "eth9,eth0"),
+        # An address of no interface, as of a service that forwards to the store's machine, is left to gloo.
+        ([HEAD, OTHER._replace(store="172.16.0.1")], 0, None, ["192.168.0.7"], None),
+        # Of an interface with both kinds, gloo takes an address of the kind by which the store was not reached.
+        ([Seat("m0 a", "fd77::1", "fd77::1"), Seat("m1 b", "fd77::2", "fd77::1")], 0, None, ["10.77.0.1"], "eth2"),
+    ],
+)
+def test_a_machine_takes_the_interface_that_others_reach(seats, rank, named, addresses, interface) -> None:
+    os.environ |= {INTERFACE: named} if named else {}
+    assert _choose(seats, rank) == addresses
+    assert os.environ.get(INTERFACE) == interface
 
 
 def test_the_addresses_of_an_interface(monkeypatch) -> None:

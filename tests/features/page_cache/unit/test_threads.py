@@ -11,11 +11,7 @@ from tp_transformers.checkpoint.reading.header import Checkpoint
 from tp_transformers.features.page_cache import prefetch
 
 
-def test_threads_that_prefetch(
-    device,  # noqa: F811
-    group,  # noqa: F811
-    tmp_path,
-) -> None:
+def test_threads_that_prefetch(device, group, tmp_path) -> None:  # noqa: F811
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     with Checkpoint([tmp_path / "x.safetensors"]) as checkpoint:
         request = jobs.Request(checkpoint.tensors["x"], torch.empty(4096))
@@ -25,12 +21,7 @@ def test_threads_that_prefetch(
     assert all(calls[0] == ("set_device", GPU) for calls in device.of_others().values())
 
 
-def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(
-    device,  # noqa: F811
-    group,  # noqa: F811
-    tmp_path,
-    monkeypatch,
-) -> None:
+def test_weights_on_a_gpu_take_no_memory_of_the_page_cache(device, group, tmp_path, monkeypatch) -> None:  # noqa: F811
     """Two ranks read 16 KiB into weights of 16 KiB each: 48 KiB on CPUs, 16 KiB with weights on GPUs."""
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     monkeypatch.setattr(prefetch, "available_memory", lambda: 40 << 10)
