@@ -5,6 +5,7 @@ from types import MethodType
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -12,9 +13,10 @@ from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
 import tp_transformers
-from tests.support.architectures import ARCHITECTURES, LOGITS_TOLERANCE
+from tests.support.architectures import LOGITS_TOLERANCE
 from tests.support.comparisons import relative
 from tests.support.models import PROMPTS
+from tests.support.on_ranks import on_ranks
 
 
 def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -40,53 +42,36 @@ def stand_in(kernels: dict[str, Any]) -> Any:
     patches.enter_context(mock.patch.object(modeling_utils, "is_kernels_available", return_value=True, create=True))
     patches.enter_context(mock.patch.dict("sys.modules", kernels=mock.MagicMock()))
     patches.enter_context(mock.patch.object(owner, "kernelize", kernelize))
-    register = mock.patch.object(hub_kernels, "register_kernel_mapping_transformers", create=True)
-    return patches, register
+    patches.enter_context(mock.patch.object(hub_kernels, "register_kernel_mapping_transformers", create=True))
+    return patches
 
 
-def replace(folder: str) -> dict[str, Any]:
-    cls, found = transformers.GptOssForCausalLM, {}
-    norm.calls = 0
+@on_ranks(model="gpt_oss", heads=(8, 2))
+def test_a_kernel_that_leaves_out_what_ranks_communicate_is_refused(folder) -> None:
+    cls, norm.calls = transformers.GptOssForCausalLM, 0
     expected = cls.from_pretrained(folder)(PROMPTS).logits.detach()
-    patches, register = stand_in({"GptOssRMSNorm": norm})
-    with tp_transformers.enable(), patches, register:
-        model = cls.from_pretrained(folder, tp_plan="auto", use_kernels=True)
-    with torch.no_grad():
-        found["kept"] = relative(model(PROMPTS).logits, expected)
-    found["calls"] = norm.calls
-    said = []
-    for kernels in (
-        {"GptOssRMSNorm": norm, "GptOssMLP": mixture},
-        {"GptOssExperts": mixture},
-        {"GptOssMLP": mixture} if dist.get_rank() else {},
+
+    def check(model: Any) -> None:
+        with torch.no_grad():
+            assert relative(model(PROMPTS).logits, expected) < LOGITS_TOLERANCE
+
+    with tp_transformers.enable(), stand_in({"GptOssRMSNorm": norm}):
+        check(cls.from_pretrained(folder, tp_plan="auto", use_kernels=True))
+    assert norm.calls == 5
+    for kernels, name in (
+        ({"GptOssRMSNorm": norm, "GptOssMLP": mixture}, "mlp (GptOssMLP)"),
+        ({"GptOssExperts": mixture}, "mlp.experts (GptOssExperts)"),
+        ({"GptOssMLP": mixture} if dist.get_rank() else {}, "mlp"),
     ):
-        patches, register = stand_in(kernels)
-        with tp_transformers.enable(), patches, register:
-            try:
+        with tp_transformers.enable(), stand_in(kernels):
+            with pytest.raises(tp_transformers.UnsupportedError) as refused:
                 cls.from_pretrained(folder, tp_plan="auto", use_kernels=True)
-            except tp_transformers.UnsupportedError as error:
-                said.append(str(error))
             # Of a model that is loaded, nothing is changed.
             model = cls.from_pretrained(folder, tp_plan="auto")
-            try:
+            with pytest.raises(tp_transformers.UnsupportedError) as again:
                 model.set_use_kernels(True)
-                said.append("")
-            except tp_transformers.UnsupportedError as error:
-                said.append(str(error))
             assert not model.use_kernels
-            with torch.no_grad():
-                found["kept"] = max(found["kept"], relative(model(PROMPTS).logits, expected))
-    return {**found, "said": said}
-
-
-def test_a_kernel_that_leaves_out_what_ranks_communicate_is_refused(pool, tmp_path) -> None:
-    ARCHITECTURES["gpt_oss"].make(8, 2).save_pretrained(tmp_path)
-    for found in pool.run(2, replace, str(tmp_path)):
-        assert found["kept"] < LOGITS_TOLERANCE
-        assert found["calls"] == 5
-        assert found["said"][::2] == found["said"][1::2]
-        for said, name in zip(
-            found["said"][::2], ("mlp (GptOssMLP)", "mlp.experts (GptOssExperts)", "mlp"), strict=True
-        ):
-            assert f"got kernels in place of model.layers.*.{name}" in said
-        assert found["said"][4].startswith("rank 1: ")
+            check(model)
+        assert str(again.value) == str(refused.value)
+        assert f"got kernels in place of model.layers.*.{name}" in str(refused.value)
+    assert str(refused.value).startswith("rank 1: ")
