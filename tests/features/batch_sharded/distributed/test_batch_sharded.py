@@ -26,19 +26,19 @@ from tests.support.models import MASK, PROMPTS, VOCAB, load, observe
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
-from tests.support.training import mesh_of
+from tests.support.training import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    MAX_NORM,
+    NORM_TOLERANCE,
+    WEIGHT_TOLERANCE,
+    mesh_of,
+)
 from tp_transformers import local_tensor
 
 STEPS = 3
 LENGTH = 9
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]).expand(2, -1)
-MAX_NORM = 0.5
-"""Far below the norm of the gradients, so that every step is clipped."""
-# fp32 sums in another order, through a few steps.
-LOSS_TOLERANCE = 1e-5
-NORM_TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 1e-4
-WEIGHT_TOLERANCE = 2e-5
 
 EVERYTHING = ["model.embed_tokens", "model.layers.0", "model.layers.1.mlp", "lm_head"]
 

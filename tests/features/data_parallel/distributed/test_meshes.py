@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -85,19 +86,14 @@ def test_meshes_that_do_not_fit_are_one_error_on_all_ranks(folder) -> None:
 
 def ranks_of_srun(folder: str, address: bool) -> tuple[int, int]:
     """As srun starts a rank, which knows nothing of torchrun."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    saved = {name: os.environ.pop(name) for name in names}
     theirs = {"SLURM_PROCID": "RANK", "SLURM_STEP_NUM_TASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
-    os.environ.update({name: saved[ours] for name, ours in theirs.items()})
-    try:
-        if address:
-            os.environ.update({name: saved[name] for name in ("MASTER_ADDR", "MASTER_PORT")})
+    with mock.patch.dict(os.environ):
+        for name, ours in theirs.items():
+            os.environ[name] = os.environ.pop(ours)
+        for name in ("MASTER_ADDR", "MASTER_PORT") if not address else ():
+            del os.environ[name]
         model = load(folder)
         return model.tp_group.rank, model.tp_size
-    finally:
-        for name in theirs:
-            del os.environ[name]
-        os.environ.update(saved)
 
 
 def test_ranks_that_srun_started(pool, cases) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,15 +52,11 @@ PROMPT = torch.tensor([[23, 9, 41, 198, 3, 77, 12]])
 NEW = 40
 
 
-@contextmanager
-def released(kind: str) -> Iterator[None]:
+def released(kind: str) -> Any:
     """Let a class of transformers find the layers after two; those of released checkpoints have larger numbers."""
     cls = getattr(transformers, f"{MODELS[kind][0]}ForCausalLM")
-    known = cls._keys_to_ignore_on_load_unexpected
-    if kind != "mellum":
-        cls._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23]\..*"]
-    yield
-    cls._keys_to_ignore_on_load_unexpected = known
+    name = "_keys_to_ignore_on_load_unexpected"
+    return mock.patch.object(cls, name, getattr(cls, name) if kind == "mellum" else [r"model\.layers\.[23]\..*"])
 
 
 def stored(kind: str, layers: Any) -> Iterator[tuple[str, Tensor]]:
@@ -111,12 +107,9 @@ def drafted(kind: str, model: Any, **settings: Any) -> dict[str, Any]:
         used[:] = [self.mtp_model]
         return original(self, *args, n_last_matches=n_last_matches, **kwargs)
 
-    candidate_generator.MTPCandidateGenerator.get_candidates = get_candidates
-    try:
+    with mock.patch.object(candidate_generator.MTPCandidateGenerator, "get_candidates", get_candidates):
         torch.manual_seed(7)
         tokens = model.generate(PROMPT, max_new_tokens=NEW, use_mtp=True, **settings)
-    finally:
-        candidate_generator.MTPCandidateGenerator.get_candidates = original
     layers = [*used[0].layers.parameters(), *used[0].layers.buffers()]
     return {
         "tokens": tokens[0].tolist(),

@@ -2,89 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.features.quantized.distributed.test_quantized import VARIANTS, packed_folder
+from tests.support.adapters import adapt, save_both, shake
 from tests.support.comparisons import assert_same_tensors, gradient_differences, relative
 from tests.support.models import MASK, PROMPTS, load, logits_of
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.packed.weight import PackedWeight
 
 TOLERANCE = 1e-5  # fp32 sums in another order
 
 
-def adapters(model: Any) -> dict[str, Any]:
-    return {name: param for name, param in model.named_parameters() if "lora_" in name}
-
-
 def loss_of(model: Any) -> torch.Tensor:
     loss: torch.Tensor = model(PROMPTS, attention_mask=MASK, labels=PROMPTS).loss
     return loss
-
-
-def train(packed: str, plain: str, scratch: str, checkpoints: bool) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    base = load(packed, dtype=torch.float32, tp_dequantize=False)
-    targets = ["q_proj", "v_proj", "o_proj"]  # experts are parameters, which LoRA on a plan does not take
-    if "llama" in type(base).__name__.lower():
-        targets += ["up_proj", "down_proj"]
-    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets)
-    pair = []
-    for model in (base, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)):
-        torch.manual_seed(11)
-        pair.append(get_peft_model(model, copy.deepcopy(config)).train())
-        if checkpoints:
-            pair[-1].gradient_checkpointing_enable({"use_reentrant": False})
-            pair[-1].enable_input_require_grads()
-    ours, theirs = pair
-    whole = {}
-    for index, (name, param) in enumerate(adapters(theirs).items()):
-        whole[name] = torch.randn(param.shape, generator=torch.Generator().manual_seed(index)) * 0.3
-    for each in pair:
-        assert not each.load_state_dict(whole, strict=False).unexpected_keys
-    decoded, count = PackedWeight.decoded, 0
-
-    def counted(weight: PackedWeight) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return decoded(weight)
-
-    PackedWeight.decoded = counted  # type: ignore[method-assign]
-    try:
-        loss = loss_of(ours)
-        in_forward = count
-        loss.backward()
-    finally:
-        PackedWeight.decoded = decoded  # type: ignore[method-assign]
-    loss_of(theirs).backward()
-    grads = max(gradient_differences(ours, theirs).values())
-    ours.eval(), theirs.eval()
-    result = {
-        "logits": relative(logits_of(ours), logits_of(theirs)),
-        "gradients": grads,
-        "again": count - in_forward,
-        "footprint": base.get_memory_footprint(),
-    }
-    ours.save_pretrained(f"{scratch}/ours")
-    if dist.get_rank() == 0:
-        theirs.save_pretrained(f"{scratch}/theirs")
-    dist.barrier()
-    again = PeftModel.from_pretrained(load(packed, dtype=torch.float32, tp_dequantize=False), f"{scratch}/ours")
-    result["again logits"] = relative(logits_of(again), logits_of(theirs))
-    try:
-        ours.merge_adapter()
-    except tp_transformers.UnsupportedError as error:
-        result["merged"] = str(error)
-    return result
 
 
 @pytest.mark.parametrize(
@@ -100,12 +40,41 @@ def train(packed: str, plain: str, scratch: str, checkpoints: bool) -> dict[str,
         1,
     ),
 )
-def test_adapters_on_packed_weights(pool, tmp_path, name, variant, size, checkpoints) -> None:
-    packed, plain = packed_folder(tmp_path / "base", name, VARIANTS[variant])
-    for rank in pool.run(size, train, str(packed), str(plain), str(tmp_path), checkpoints):
-        assert rank["logits"] < TOLERANCE
-        assert rank["gradients"] < TOLERANCE
-        assert rank["again logits"] < TOLERANCE
-        assert rank["again"] > 0, "a backward decodes, and keeps nothing decoded"
-        assert "tp_dequantize=True" in rank["merged"]
+@on_ranks()
+def test_adapters_on_packed_weights(folders, tmp_path, checkpoints) -> None:
+    packed, plain = folders
+    base = load(packed, dtype=torch.float32, tp_dequantize=False)
+    targets = ["q_proj", "v_proj", "o_proj"]  # experts are parameters, which LoRA on a plan does not take
+    if "llama" in type(base).__name__.lower():
+        targets += ["up_proj", "down_proj"]
+    whole = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    pair = adapt((base, whole), LoraConfig(r=3, lora_alpha=5, target_modules=targets))
+    for model in pair:
+        model.train()
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+    ours, theirs = pair
+    shake(ours, theirs)
+    with mock.patch.object(PackedWeight, "decoded", autospec=True, side_effect=PackedWeight.decoded) as decoded:
+        loss = loss_of(ours)
+        in_forward = decoded.call_count
+        loss.backward()
+    assert decoded.call_count > in_forward, "a backward decodes, and keeps nothing decoded"
+    loss_of(theirs).backward()
+    assert max(gradient_differences(ours, theirs).values()) < TOLERANCE
+    ours.eval(), theirs.eval()
+    expected = logits_of(theirs)
+    assert relative(logits_of(ours), expected) < TOLERANCE
+    save_both(ours, theirs, tmp_path)
     assert_same_tensors(tmp_path / "theirs", tmp_path / "ours")
+    again = PeftModel.from_pretrained(load(packed, dtype=torch.float32, tp_dequantize=False), tmp_path / "ours")
+    assert relative(logits_of(again), expected) < TOLERANCE
+    with pytest.raises(tp_transformers.UnsupportedError, match="tp_dequantize=True"):
+        ours.merge_adapter()
+
+
+@pytest.fixture
+def folders(tmp_path, name, variant):
+    """A quantised checkpoint, and one of the same values in floating point."""
+    return packed_folder(tmp_path / "base", name, VARIANTS[variant])

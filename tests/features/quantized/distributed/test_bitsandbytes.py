@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausa
 
 import tp_transformers
 from tests.features.packed.distributed.test_packed_saves import check_saved, save
-from tests.features.quantized.distributed.test_quantized import check_errors, packed_errors
+from tests.features.quantized.distributed.test_quantized import check_packed
 from tests.support.comparisons import different_tensors, full_parameters
-from tests.support.models import headers, llama_config, load
+from tests.support.models import llama_config, load
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.slow
@@ -39,27 +39,18 @@ def quantise(folder: Path, kind: str, columns: int = 128) -> dict[str, torch.Ten
     return {name: param.detach() for name, param in model.dequantize(dtype=torch.bfloat16).named_parameters()}
 
 
-def compare_decoded(folder: str, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Run on every rank: decoded weights beside one process's, and a model whose weights stay packed."""
-    model = load(folder, dtype=torch.bfloat16)
-    packed = load(folder, dtype=torch.bfloat16, tp_dequantize=False)
-    return {
-        "differ": different_tensors(full_parameters(model), expected),
-        "errors": packed_errors(folder, model, packed),
-        "held": packed.get_memory_footprint(return_buffers=False),
-        "read": packed.tp_report.bytes_read - headers(folder),
-        "fallbacks": packed.tp_report.fallbacks,
-    }
+def check_decoded(folder: str, expected: dict[str, torch.Tensor]) -> None:
+    """Run on every rank: decoded weights beside those of the library, and a model whose weights stay packed."""
+    dense, packed = check_packed(folder)
+    assert different_tensors(full_parameters(dense), expected) == []
+    assert packed.tp_report.fallbacks == ()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_library(pool, tmp_path, kind, size) -> None:
     expected = quantise(tmp_path, kind)
-    for rank in pool.run(size, compare_decoded, str(tmp_path / "packed"), expected):
-        assert rank["differ"] == []
-        check_errors(rank["errors"])
-        assert rank["fallbacks"] == ()
+    pool.run(size, check_decoded, str(tmp_path / "packed"), expected)
     pool.run(size, save, str(tmp_path / "packed"), str(tmp_path / "saved"), str(tmp_path / "sharded"))
     check_saved(tmp_path / "packed", tmp_path / "saved")
     pool.run(4 - size, save, str(tmp_path / "sharded"), str(tmp_path / "again"))

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
 from tests.features.quantized.distributed.test_quantized import (
-    check_errors,
+    check_packed,
     held_by,
     matrices,
-    packed_errors,
     packed_folder,
 )
 from tests.support.comparisons import assert_same_files, different_tensors, full_parameters
 from tests.support.float8 import NOT_CONVERTED, quantize_folder
+from tests.support.logged import logged
 from tests.support.models import bytes_read, headers, llama_config, load
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
@@ -71,31 +72,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def load_and_save(folder: str, plain: str, dtype: torch.dtype, saved: str) -> dict[str, Any]:
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
-    logger, level = logging.getLogger("tp_transformers"), logging.getLogger("tp_transformers").level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        model = load(folder, dtype=dtype)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-    model.save_pretrained(saved)
-    whole = dict(AutoModelForCausalLM.from_pretrained(plain, dtype=dtype).named_parameters())
-    return {
-        "differ": different_tensors(full_parameters(model), whole),
-        "dtypes": {param.dtype for param in model.parameters()},
-        "read": bytes_read(model) - headers(folder),
-        "expected": sum(file_bytes(name, tensor) for name, tensor in model.state_dict(keep_vars=True).items()),
-        "quantised": hasattr(model.config, "quantization_config"),
-        "fallbacks": model.tp_report.fallbacks,
-        "notes": [(record.levelname, record.getMessage()) for record in records],
-    }
-
-
 def file_bytes(name: str, param: torch.Tensor) -> int:
     """Bytes that a rank's shard of a parameter has in the files: its values, and the scales of all it touches."""
     if not hasattr(param, "tp_shard"):  # a buffer
@@ -121,30 +97,47 @@ def file_bytes(name: str, param: torch.Tensor) -> int:
         1,
     ),
 )
-def test_ranks_read_their_values_and_the_scales_of_their_blocks(pool, folders, tmp_path, name, size, dtype) -> None:
-    quantised, plain = folders(name)
-    ranks = pool.run(size, load_and_save, str(quantised), str(plain), dtype, str(tmp_path / "saved"))
-    for rank in ranks:
-        assert rank["differ"] == []
-        assert rank["read"] == rank["expected"]
-        assert rank["quantised"] is False
-        assert rank["fallbacks"] == ()
-    # A save is an ordinary one.
+@on_ranks()
+def test_ranks_read_their_values_and_the_scales_of_their_blocks(both, tmp_path, dtype) -> None:
+    quantised, plain = both
+    with logged(level=logging.INFO) as notes:
+        model = load(quantised, dtype=dtype)
     whole = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
-    whole.save_pretrained(tmp_path / "expected")
-    assert_same_files(str(tmp_path / "expected"), str(tmp_path / "saved"))
-    # One rank says what it costs, and what the load did.
-    (warned, cost), (level, report) = (note for rank in ranks for note in rank["notes"])
-    assert (warned, level) == ("WARNING", "INFO")
-    assert cost.startswith(f"[rank 0/{size}] the checkpoint is in FP8, and dequantised")
-    assert report.startswith(f"[rank 0/{size}] rank 0 of {size}: ")
+    assert different_tensors(full_parameters(model), dict(whole.named_parameters())) == []
+    state = model.state_dict(keep_vars=True)
+    expected = sum(file_bytes(name, tensor) for name, tensor in state.items())
+    assert bytes_read(model) - headers(quantised) == expected
+    assert not hasattr(model.config, "quantization_config")
+    assert model.tp_report.fallbacks == ()
+    # A save is an ordinary one.
+    model.save_pretrained(tmp_path / "saved")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        whole.save_pretrained(tmp_path / "expected")
+    dist.barrier()
+    assert_same_files(tmp_path / "expected", tmp_path / "saved")
+    # One rank warns of what it costs, and says what the load did.
+    with logged(level=logging.WARNING) as warned:
+        load(quantised, dtype=dtype)
+    if rank:
+        assert notes == warned == []
+    else:
+        cost, report = notes
+        assert warned == [cost]
+        assert cost.startswith(f"[rank 0/{size}] the checkpoint is in FP8, and dequantised")
+        assert report.startswith(f"[rank 0/{size}] rank 0 of {size}: ")
+
+
+@pytest.fixture
+def both(folders: Any, name: str) -> tuple[Path, Path]:
+    """Both folders of a test."""
+    return folders(name)
 
 
 @pytest.mark.parametrize(("name", "size"), wide([("qwen3_moe", 3), ("llama", 2)], 1))
 @on_ranks()
 def test_packed_blocks_of_many_rows_are_decoded_without_scales(of_large_blocks) -> None:
-    model = load(of_large_blocks, dtype=torch.bfloat16, tp_dequantize=False)
-    check_errors(packed_errors(of_large_blocks, load(of_large_blocks, dtype=torch.bfloat16), model))
+    _, model = check_packed(of_large_blocks)
     assert "fp8 decoded without scales" in " ".join(model.tp_report.products)
 
 

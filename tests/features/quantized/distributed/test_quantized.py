@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -97,8 +98,11 @@ def packed_folder(folder: Path, name: str, quantize: Callable[[Path, Path], quan
     return folder / "packed", folder / "plain"
 
 
-def compare_decoded(packed: str, plain: str, variant: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Load the quantised checkpoint, and what one process of transformers makes of it, or the same values plainly."""
+def check_decoded(packed: str, plain: str, variant: str, dtype: torch.dtype) -> None:
+    """Run on every rank: weights are what one process of transformers makes of them, or those of the plain checkpoint.
+
+    A rank reads the words of its shards, and the scales of their groups.
+    """
     if variant == "mxfp4":
         undone = Mxfp4Config(dequantize=True)
         reference = AutoModelForCausalLM.from_pretrained(packed, dtype=dtype, quantization_config=undone)
@@ -106,13 +110,10 @@ def compare_decoded(packed: str, plain: str, variant: str, dtype: torch.dtype) -
         reference = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
     model = load(packed, dtype=dtype)
     expected = {name: param.to(dtype) for name, param in reference.named_parameters()}
-    state = model.state_dict(keep_vars=True)
-    return {
-        "differ": different_tensors(full_parameters(model), expected),
-        "read": bytes_read(model) - headers(packed),
-        "expected": sum(file_bytes(name, tensor, variant) for name, tensor in state.items()),
-        "fallbacks": model.tp_report.fallbacks,
-    }
+    nbytes = sum(file_bytes(name, each, variant) for name, each in model.state_dict(keep_vars=True).items())
+    assert different_tensors(full_parameters(model), expected) == []
+    assert bytes_read(model) - headers(packed) == nbytes
+    assert model.tp_report.fallbacks == ()
 
 
 def held_by(param: torch.Tensor) -> list[set[int]]:
@@ -212,52 +213,24 @@ def file_bytes(name: str, param: torch.Tensor, variant: str) -> int:
 )
 @on_ranks()
 def test_ranks_read_their_words_and_the_scales_of_their_groups(checkpoints, variant, dtype) -> None:
-    found = compare_decoded(*checkpoints, variant, dtype)
-    assert found["differ"] == []
-    assert found["read"] == found["expected"]
-    assert found["fallbacks"] == ()
+    check_decoded(*checkpoints, variant, dtype)
 
 
-def packed_errors(folder: str, dense: Any, model: Any) -> dict[str, float]:
-    """Errors of logits of a dequantised and a packed model in bfloat16, relative to a dequantised model in fp32."""
+def check_packed(folder: str | Path) -> tuple[Any, Any]:
+    """Run on every rank: a packed model is exact in fp32; in bfloat16 it rounds like the dequantised one.
+
+    Returns the dequantised and the packed model, in bfloat16.
+    """
+    dense, model = (load(folder, dtype=torch.bfloat16, **packed) for packed in ({}, {"tp_dequantize": False}))
+    model.to("cpu")
     with torch.no_grad():
         exact = logits_of(load(folder, dtype=torch.float32))
         models = {"dense": dense, "packed": model, "copy": copy.deepcopy(model)}
         models["fp32"] = load(folder, dtype=torch.float32, tp_dequantize=False)
-        return {name: relative(logits_of(each).float(), exact) for name, each in models.items()}
-
-
-def check_errors(errors: dict[str, float]) -> None:
-    """A packed model is exact in fp32; in bfloat16 it rounds like the dequantised one."""
-    assert errors["fp32"] < 1e-5  # fp32 sums in another order
-    assert 0 < errors["packed"] == errors["copy"] < 2 * errors["dense"]
-
-
-def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
-    """A packed model beside a dequantised one."""
-    dense, model = load(folder, dtype=dtype), load(folder, dtype=dtype, tp_dequantize=False)
-    model.to("cpu")
-    errors = packed_errors(folder, dense, model)
-    refused = {}
-    for what, use in {
-        "state_dict": model.state_dict,
-        "load_state_dict": lambda: model.load_state_dict({}),
-        "another dtype": lambda: model.to(torch.float64),
-    }.items():
-        try:
-            use()
-        except tp_transformers.UnsupportedError as error:
-            refused[what] = str(error)
-    return {
-        "errors": errors,
-        "held": model.tp_report.share,
-        "footprint": model.get_memory_footprint(return_buffers=False),
-        "read": bytes_read(model) - headers(folder),
-        "dense": dense.tp_report.share,
-        "operators": any(block.product for weight in packed_weights(model).values() for block in weight.blocks),
-        "parameters": model.num_parameters() == dense.num_parameters(),
-        "refused": refused,
-    }
+        errors = {name: relative(logits_of(each).float(), exact) for name, each in models.items()}
+    assert errors["fp32"] < 1e-5, errors  # fp32 sums in another order
+    assert 0 < errors["packed"] == errors["copy"] < 2 * errors["dense"], errors
+    return dense, model
 
 
 @pytest.mark.parametrize(
@@ -280,19 +253,22 @@ def stay_packed(folder: str, dtype: torch.dtype) -> dict[str, Any]:
         2,
     ),
 )
-def test_packed_weights_compute_as_dequantised_ones(pool, folders, name, variant, size) -> None:
-    packed, _ = folders(name, variant)
-    for rank in pool.run(size, stay_packed, str(packed), torch.bfloat16):
-        check_errors(rank["errors"])
-        assert rank["held"] == rank["footprint"] < rank["dense"]
-        assert rank["operators"] == (variant in OPERATORS)
-        # Stored tensors have room for complete groups, and a rank reads its slice of them. An operator has scales and
-        # zero points of its own: 5 bytes for a group of 32, which is 18 bytes, and rows in blocks of 32: a third of 64
-        # rows takes two.
-        assert rank["held"] <= ((1.5 if size == 2 else 2) if rank["operators"] else 1.1) * rank["read"]
-        assert rank["parameters"]
-        assert rank["refused"].keys() == {"state_dict", "load_state_dict", "another dtype"}
-        assert all("tp_dequantize=True" in text for text in rank["refused"].values())
+@on_ranks()
+def test_packed_weights_compute_as_dequantised_ones(checkpoints, variant, size) -> None:
+    folder, _ = checkpoints
+    dense, model = check_packed(folder)
+    held, read = model.tp_report.share, bytes_read(model) - headers(folder)
+    assert held == model.get_memory_footprint(return_buffers=False) < dense.tp_report.share
+    has_operators = any(block.product for weight in packed_weights(model).values() for block in weight.blocks)
+    assert has_operators == (variant in OPERATORS)
+    # Stored tensors have room for complete groups, and a rank reads its slice of them. An operator has scales and
+    # zero points of its own: 5 bytes for a group of 32, which is 18 bytes, and rows in blocks of 32: a third of 64
+    # rows takes two.
+    assert held <= ((1.5 if size == 2 else 2) if has_operators else 1.1) * read
+    assert model.num_parameters() == dense.num_parameters()
+    for use in (model.state_dict, lambda: model.load_state_dict({}), lambda: model.to(torch.float64)):
+        with pytest.raises(tp_transformers.UnsupportedError, match="tp_dequantize=True"):
+            use()
 
 
 def order_of_no_group(tensors: quantized.Tensors) -> None:
@@ -305,15 +281,8 @@ def no_scales(tensors: quantized.Tensors) -> None:
 
 def load_unread(folder: str, dequantize: bool) -> None:
     """A load that fails in another way if it reads a weight."""
-
-    def read(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a weight is read")
-
-    original, memory.read_together = memory.read_together, read  # type: ignore[assignment]
-    try:
+    with mock.patch.object(memory, "read_together", side_effect=AssertionError("a weight is read")):
         load(folder, tp_dequantize=dequantize)
-    finally:
-        memory.read_together = original
 
 
 @pytest.mark.parametrize(

@@ -89,89 +89,55 @@ MODELS: dict[str, tuple[str, Callable[[], Any]]] = {
         ),
     ),
 }
-_GROUPS = {"strategy": "group", "group_size": quantisers.GROUP}
 _TRANSFORMERS, _COMPRESSED, _GPTQ, _BNB = ("transformers",), ("compressed-tensors",), ("gptqmodel",), ("bitsandbytes",)
+_DENSE, _MIXED, _ALL = ("llama", "qwen3"), ("llama", "qwen3_moe"), ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+_GROUPS = {"strategy": "group", "group_size": quantisers.GROUP}
+_BYTES = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
+_FLOAT4, _NF4 = {"num_bits": 4, "type": "float"}, {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_RULES = {
+    "-:.*k_proj": {},
+    "+:.*down_proj": {"bits": 8, "group_size": 16},
+    ".*o_proj": {"bits": 2, "desc_act": True},
+}
+
+
+def _packed(form: str, **weights: Any) -> quantisers.Maker:
+    return partial(quantisers.compressed, form=form, **weights)
+
+
 FORMATS: dict[str, tuple[tuple[str, ...], quantisers.Maker, tuple[str, ...]]] = {
-    "FP8 by blocks": (_TRANSFORMERS, quantisers.float8, ("llama", "qwen3", "qwen3_moe", "deepseek_v3")),
-    "FP8 by tensors": (_TRANSFORMERS, partial(quantisers.float8, by_block=False), ("llama", "qwen3")),
+    "FP8 by blocks": (_TRANSFORMERS, quantisers.float8, _ALL),
+    "FP8 by tensors": (_TRANSFORMERS, partial(quantisers.float8, by_block=False), _DENSE),
     "MXFP4": (("transformers", "compressed-tensors"), quantisers.mxfp4, ("gpt_oss",)),
-    "pack-quantized int4": (
-        _COMPRESSED,
-        partial(quantisers.compressed, form="pack-quantized", num_bits=4, symmetric=True, **_GROUPS),
-        ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
-    ),
+    "pack-quantized int4": (_COMPRESSED, _packed("pack-quantized", num_bits=4, symmetric=True, **_GROUPS), _ALL),
     "pack-quantized int4, zero points": (
         _COMPRESSED,
-        partial(quantisers.compressed, form="pack-quantized", num_bits=4, symmetric=False, **_GROUPS),
-        ("llama", "qwen3", "qwen3_moe", "deepseek_v3"),
+        _packed("pack-quantized", num_bits=4, symmetric=False, **_GROUPS),
+        _ALL,
     ),
-    "pack-quantized int8 by rows": (
-        _COMPRESSED,
-        partial(quantisers.compressed, form="pack-quantized", num_bits=8, symmetric=True, strategy="channel"),
-        ("llama", "qwen3_moe"),
-    ),
-    "int-quantized": (
-        _COMPRESSED,
-        partial(quantisers.compressed, form="int-quantized", num_bits=8, symmetric=True, strategy="channel"),
-        ("llama", "qwen3"),
-    ),
-    "float-quantized": (
-        _COMPRESSED,
-        partial(
-            quantisers.compressed, form="float-quantized", num_bits=8, type="float", symmetric=True, strategy="channel"
-        ),
-        ("llama", "qwen3_moe"),
-    ),
+    "pack-quantized int8 by rows": (_COMPRESSED, _packed("pack-quantized", **_BYTES), _MIXED),
+    "int-quantized": (_COMPRESSED, _packed("int-quantized", **_BYTES), _DENSE),
+    "float-quantized": (_COMPRESSED, _packed("float-quantized", type="float", **_BYTES), _MIXED),
     "nvfp4-pack-quantized": (
         _COMPRESSED,
-        partial(
-            quantisers.compressed,
-            form="nvfp4-pack-quantized",
-            num_bits=4,
-            type="float",
-            strategy="tensor_group",
-            group_size=16,
-        ),
-        ("llama", "qwen3"),
+        _packed("nvfp4-pack-quantized", **_FLOAT4, strategy="tensor_group", group_size=16),
+        _DENSE,
     ),
-    "mxfp4-pack-quantized": (
-        _COMPRESSED,
-        partial(quantisers.compressed, form="mxfp4-pack-quantized", num_bits=4, type="float", **_GROUPS),
-        ("llama",),
-    ),
-    "mxfp8-quantized": (
-        _COMPRESSED,
-        partial(quantisers.compressed, form="mxfp8-quantized", num_bits=8, type="float", **_GROUPS),
-        ("llama",),
-    ),
-    "GPTQ": (_GPTQ, quantisers.gptq, ("llama", "qwen3", "qwen3_moe", "deepseek_v3")),
+    "mxfp4-pack-quantized": (_COMPRESSED, _packed("mxfp4-pack-quantized", **_FLOAT4, **_GROUPS), ("llama",)),
+    "mxfp8-quantized": (_COMPRESSED, _packed("mxfp8-quantized", num_bits=8, type="float", **_GROUPS), ("llama",)),
+    "GPTQ": (_GPTQ, quantisers.gptq, _ALL),
     "GPTQ 8 bits, act-order, v2": (
         _GPTQ,
         partial(quantisers.gptq, bits=8, desc_act=True, form="gptq_v2"),
         ("llama", "qwen3", "qwen3_moe"),
     ),
-    "GPTQ with rules for modules (`dynamic`)": (
-        _GPTQ,
-        partial(
-            quantisers.gptq,
-            dynamic={
-                "-:.*k_proj": {},
-                "+:.*down_proj": {"bits": 8, "group_size": 16},
-                ".*o_proj": {"bits": 2, "desc_act": True},
-            },
-        ),
-        ("llama", "qwen3_moe"),
-    ),
-    "AWQ": (_GPTQ, quantisers.awq, ("llama", "qwen3", "qwen3_moe", "deepseek_v3")),
-    "bitsandbytes int8": (_BNB, partial(quantisers.bitsandbytes, load_in_8bit=True), ("llama", "qwen3")),
-    "bitsandbytes nf4": (
-        _BNB,
-        partial(quantisers.bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-        ("wide llama",),
-    ),
+    "GPTQ with rules for modules (`dynamic`)": (_GPTQ, partial(quantisers.gptq, dynamic=_RULES), _MIXED),
+    "AWQ": (_GPTQ, quantisers.awq, _ALL),
+    "bitsandbytes int8": (_BNB, partial(quantisers.bitsandbytes, load_in_8bit=True), _DENSE),
+    "bitsandbytes nf4": (_BNB, partial(quantisers.bitsandbytes, **_NF4), ("wide llama",)),
     "bitsandbytes nf4, scales quantised too": (
         _BNB,
-        partial(quantisers.bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+        partial(quantisers.bitsandbytes, **_NF4, bnb_4bit_use_double_quant=True),
         ("wide llama",),
     ),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ import tp_transformers
 from tests.features.sequence.distributed.test_sequence_alone import EXCHANGING
 from tests.support.architectures import GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative, relative_errors
+from tests.support.logged import logged
 from tests.support.models import MASK, PROMPTS, load, load_both, logits_of
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
@@ -203,12 +203,8 @@ def test_hooks_of_a_copy_and_hooks_that_are_refused(folder) -> None:
 @on_ranks()
 def test_hooks_of_all_modules_are_told_of(folder) -> None:
     """Hooks on all modules at once are logged, once; those of torch's own see parts in silence."""
-    model, records = load(folder, tp_sequence_parallel=True), []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("tp_transformers")
-    logger.addHandler(handler)
-    try:
+    model = load(folder, tp_sequence_parallel=True)
+    with logged() as records:
         with ModuleTracker():
             logits_of(model)
         assert records == []
@@ -216,8 +212,6 @@ def test_hooks_of_all_modules_are_told_of(folder) -> None:
         logits_of(model)
         logits_of(model)
         handle.remove()
-    finally:
-        logger.removeHandler(handler)
     (record,) = records
     name = "test_hooks_of_all_modules_are_told_of.<locals>.<lambda>"
     assert f"a hook of all modules, {name}, sees this rank's shard" in record

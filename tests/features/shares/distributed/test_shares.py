@@ -21,10 +21,9 @@ from tests.distributed.test_compiled import check
 from tests.features.peft.distributed.test_adapters import train_all
 from tests.features.quantized.distributed.test_quantized import (
     VARIANTS,
-    check_errors,
-    compare_decoded,
+    check_decoded,
+    check_packed,
     packed_folder,
-    stay_packed,
 )
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE, Variant
 from tests.support.comparisons import assert_as_one_process, assert_same_files, equal_parameters, relative
@@ -54,6 +53,12 @@ def fixed_cases() -> list[tuple[str, Variant, Sequence[float]]]:
     """Every kind with every shares; odd heads. Every fourth is quick, with other shares for each kind."""
     cases = [(name, ARCHITECTURES[name].variants[-1], shares) for name in KINDS for shares in SHARES]
     return sorted(cases, key=lambda case: (KINDS.index(case[0]) - SHARES.index(case[2])) % len(SHARES))
+
+
+def check_quantised(packed: str, plain: str, variant: str) -> None:
+    """Run on every rank: decoded and packed weights."""
+    check_decoded(packed, plain, variant, torch.bfloat16)
+    check_packed(packed)
 
 
 @pytest.mark.parametrize(
@@ -246,11 +251,7 @@ def test_styles_with_shares_in_torchs_parallelize_module(pool) -> None:
 def test_quantised_weights_follow_shares(pool, tmp_path, name, variant, shares) -> None:
     packed, plain = map(str, packed_folder(tmp_path, name, VARIANTS[variant]))
     text = ",".join(map(str, shares))
-    for rank in pool.run(len(shares), with_shares, text, compare_decoded, packed, plain, variant, torch.bfloat16):
-        assert rank["differ"] == []
-        assert rank["read"] == rank["expected"]
-    for rank in pool.run(len(shares), with_shares, text, stay_packed, packed, torch.bfloat16):
-        check_errors(rank["errors"])
+    pool.run(len(shares), with_shares, text, check_quantised, packed, plain, variant)
 
 
 @pytest.mark.slow

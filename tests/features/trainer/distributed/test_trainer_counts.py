@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,15 +129,14 @@ def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
         steps.extend([] if num_steps is None else [num_steps])
         return measured(*args, num_steps=num_steps, **kwargs)
 
-    trainer.speed_metrics = speed
-    try:
-        settings = {
-            "per_device_train_batch_size": way.rows // (max(copies, 1) if way.divided else 1),
-            "per_device_eval_batch_size": 4 // (max(copies, 1) if way.divided else 1),
-            "max_steps": 3,
-            "save_strategy": "no",
-            **way.settings,
-        }
+    settings = {
+        "per_device_train_batch_size": way.rows // (max(copies, 1) if way.divided else 1),
+        "per_device_eval_batch_size": 4 // (max(copies, 1) if way.divided else 1),
+        "max_steps": 3,
+        "save_strategy": "no",
+        **way.settings,
+    }
+    with mock.patch.object(trainer, "speed_metrics", speed):
         run = Trainer(
             model=model_of(folder, copies, mode="replicate"),
             args=arguments_of(target, **settings),
@@ -147,8 +147,6 @@ def counted(folder: str, target: str, copies: int, name: str) -> dict[str, Any]:
         )
         run.train()
         seen = run.evaluate()
-    finally:
-        trainer.speed_metrics = measured
     history = run.state.log_history
     return {
         "losses": [entry["loss"] for entry in history if "grad_norm" in entry],
@@ -192,10 +190,7 @@ def test_workers_of_one_copy_draw_alike(folder, tmp_path) -> None:
     """An epoch of random rows, drawn in two worker processes."""
     from tp_transformers.trainer import Trainer
 
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    try:
+    with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
         arguments = arguments_of(str(tmp_path), dataloader_num_workers=2)
         run = Trainer(load(folder), arguments, train_dataset=RandomRows(), data_collator=padded)
         assert ranks_agree(*(batch["input_ids"] for batch in run.get_train_dataloader()))
-    finally:
-        multiprocessing.current_process()._config["daemon"] = True  # type: ignore[attr-defined]
