@@ -71,13 +71,19 @@ def tiny(tmp_path: Path, name: str) -> str:
     return str(tmp_path / "checkpoint")
 
 
-def test_local_attentions_have_all_heads(pool, tmp_path) -> None:
+@on_ranks()
+def test_local_attentions_have_all_heads(longt5) -> None:
+    found, expected = attentions(longt5), attentions(longt5, tp_plan=None)
+    assert {weights.ndim for weights in expected} == {4, 5}
+    assert max(relative(own, weights) for own, weights in zip(found, expected, strict=True)) < 1e-5
+
+
+@pytest.fixture
+def longt5(tmp_path: Path) -> str:
+    """An encoder that attends in blocks, and a decoder."""
     torch.manual_seed(0)
     config = transformers.LongT5Config(
         vocab_size=64, d_model=24, d_kv=8, num_heads=3, d_ff=32, num_layers=2, local_radius=3, decoder_start_token_id=0
     )
     transformers.LongT5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    expected = attentions(str(tmp_path), tp_plan=None)
-    assert {weights.ndim for weights in expected} == {4, 5}
-    for found in pool.run(2, attentions, str(tmp_path)):
-        assert max(relative(own, weights) for own, weights in zip(found, expected, strict=True)) < 1e-5
+    return str(tmp_path)

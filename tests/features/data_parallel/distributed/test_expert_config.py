@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import tp_transformers
-from tests.support.comparisons import full_gradients, read_folder, relative, relative_errors
+from tests.support.comparisons import full_gradients, relative, relative_errors
 from tests.support.models import VOCAB, load
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
-from tests.support.training import LOSS_TOLERANCE, NORM_TOLERANCE, WEIGHT_TOLERANCE, with_trainer
+from tests.support.training import assert_trained_alike, with_trainer
 
 DistributedConfig = pytest.importorskip("transformers.distributed.configuration_utils").DistributedConfig
 if not hasattr(DistributedConfig(), "ep_implementation"):
@@ -54,6 +56,16 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.fixture
+def five_experts(mixtral: Any) -> str:
+    return mixtral(5, 3)
+
+
+@pytest.fixture
+def four_experts(mixtral: Any) -> str:
+    return mixtral(4, 2)
+
+
 def batch(index: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(index))
 
@@ -65,8 +77,17 @@ def reduces_to_means() -> bool:
     return received.item() == 1
 
 
-def against_one(folder: str, fields: dict[str, Any], saved: str | None = None) -> dict[str, Any]:
-    """Run on every rank: errors of what a forward and a backward compute, and the shapes of this rank's tensors."""
+@pytest.fixture
+def size(fields: dict[str, int]) -> int:
+    """Ranks of a configuration."""
+    return math.prod(fields.get(name, 1) for name in ("tp_size", "fsdp_size", "dp_replicate_size"))
+
+
+def check_against_one(folder: str, fields: dict[str, Any], has_means: bool = True) -> Any:
+    """Run on every rank: what a forward and a backward compute is that of one process; returns the model.
+
+    has_means: False where the gradients of FSDP2 itself are not the means.
+    """
     model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields)).train()
     one = AutoModelForCausalLM.from_pretrained(folder).train()
     batches = fields.get("fsdp_size", 1) * fields.get("dp_replicate_size", 1)
@@ -75,27 +96,12 @@ def against_one(folder: str, fields: dict[str, Any], saved: str | None = None) -
     outputs.loss.backward()
     expected = [one(batch(index), labels=batch(index)) for index in range(batches)]
     torch.stack([each.loss for each in expected]).mean().backward()
+    for name in ("logits", "loss", "aux_loss"):
+        assert relative(outputs[name], expected[own][name]) < TOLERANCE, name
+    assert max(map(relative, outputs.router_logits, expected[own].router_logits)) < TOLERANCE
     grads = relative_errors(full_gradients(model), full_gradients(one))
-    if saved is not None:
-        model.save_pretrained(saved)
-    return {
-        "logits": relative(outputs.logits, expected[own].logits),
-        "loss": relative(outputs.loss, expected[own].loss),
-        "aux_loss": relative(outputs.aux_loss, expected[own].aux_loss),
-        "routers": max(map(relative, outputs.router_logits, expected[own].router_logits)),
-        "grads": max(grads.values()),
-        "shapes": {
-            name: list(tp_transformers.local_tensor(param).shape)
-            for name, param in model.named_parameters()
-            if "layers.1" in name
-        },
-        "means": reduces_to_means(),
-        "is_ours": tp_transformers.is_tensor_parallel(model),
-    }
-
-
-def errors_of(found: dict[str, Any]) -> dict[str, float]:
-    return {name: found[name] for name in ("logits", "loss", "aux_loss", "routers", "grads")}
+    assert max(grads.values()) < TOLERANCE or not has_means, grads
+    return model
 
 
 @needs("expert_parallel")
@@ -119,24 +125,25 @@ def errors_of(found: dict[str, Any]) -> dict[str, float]:
     ),
     ids=str,
 )
-def test_experts_are_complete_and_exact(pool, mixtral, tmp_path, fields) -> None:
-    size = fields.get("tp_size", 1) * fields.get("fsdp_size", 1) * fields.get("dp_replicate_size", 1)
-    folder, experts = mixtral(5, 3), fields["ep_size"]
-    results = pool.run(size, against_one, folder, fields, str(tmp_path / "saved"))
-    for rank, found in enumerate(results):
-        assert max(errors_of(found).values()) < TOLERANCE, errors_of(found)
-        # FSDP shards experts over the ranks that hold the same.
-        held, among = RANGES[experts][rank % experts], size // experts if "fsdp_size" in fields else 1
-        assert found["shapes"]["model.layers.1.mlp.experts.down_proj"][0] in (held // among, -(-held // among))
-    q_proj = [found["shapes"]["model.layers.1.self_attn.q_proj.weight"][0] for found in results[:experts]]
+@on_ranks()
+def test_experts_are_complete_and_exact(five_experts, tmp_path, fields, size) -> None:
+    model, experts, rank = check_against_one(five_experts, fields), fields["ep_size"], dist.get_rank()
+    layer = model.model.layers[1]
+    # FSDP shards experts over the ranks that hold the same.
+    held, among = RANGES[experts][rank % experts], size // experts if "fsdp_size" in fields else 1
+    assert len(tp_transformers.local_tensor(layer.mlp.experts.down_proj)) in (held // among, -(-held // among))
+    rows: list[Any] = [None] * size
+    dist.all_gather_object(rows, len(tp_transformers.local_tensor(layer.self_attn.q_proj.weight)))
+    rows = rows[:experts]
     if fields.get("tp_size", 1) == 1:
-        assert sum(q_proj) in (48, 48 + (-48 % experts) * experts)  # FSDP's shards
+        assert sum(rows) in (48, 48 + (-48 % experts) * experts)  # FSDP's shards
     elif "tp_plan" in fields:
-        assert q_proj == [48] * experts
+        assert rows == [48] * experts
     else:
-        assert sum(q_proj) * fields.get("fsdp_size", 1) == 48
-    one = AutoModelForCausalLM.from_pretrained(folder)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert sum(rows) * fields.get("fsdp_size", 1) == 48
+    model.save_pretrained(tmp_path / "saved")
+    dist.barrier()
+    one, again = (AutoModelForCausalLM.from_pretrained(folder) for folder in (five_experts, tmp_path / "saved"))
     assert all(map(torch.equal, one.parameters(), again.parameters()))
 
 
@@ -152,15 +159,13 @@ def test_experts_are_complete_and_exact(pool, mixtral, tmp_path, fields) -> None
         2,
     ),
 )
-def test_their_expert_parallelism(pool, mixtral, fields) -> None:
+@on_ranks()
+def test_their_expert_parallelism(four_experts, fields) -> None:
     """transformers shards the model; tokens are exchanged by `ExpertExchange`, or by transformers ("auto")."""
-    size = fields["fsdp_size"] * fields.get("tp_size", 1)
-    for found in pool.run(size, against_one, mixtral(4, 2), {"ep_implementation": "tp_transformers", **fields}):
-        errors = errors_of(found)
-        if not found["means"]:  # so are the gradients of FSDP2 itself, in this release of torch
-            del errors["grads"]
-        assert max(errors.values()) < TOLERANCE, errors
-        assert not found["is_ours"]
+    dist.init_process_group("gloo")
+    fields = {"ep_implementation": "tp_transformers", **fields}
+    model = check_against_one(four_experts, fields, has_means=reduces_to_means())
+    assert not tp_transformers.is_tensor_parallel(model)
 
 
 def placements(folder: str, ours: bool) -> dict[str, Any]:
@@ -180,9 +185,21 @@ def test_experts_in_even_halves_are_dtensors(pool, mixtral) -> None:
     assert ours[0]
 
 
-def loads(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Run on every rank: the loads of a training forward, by module."""
-    model = load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
+@needs("expert_parallel")
+@pytest.mark.parametrize(
+    "fields", wide([{"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2}], 2), ids=str
+)
+@on_ranks()
+def test_tokens_of_experts_and_ranks_are_counted(five_experts, fields) -> None:
+    one = AutoModelForCausalLM.from_pretrained(five_experts)
+    logits = [one(batch(index), output_router_logits=True).router_logits for index in range(fields.get("fsdp_size", 1))]
+    expected = {
+        f"model.layers.{layer}.mlp.experts": tuple(
+            torch.bincount(torch.cat(rows).topk(2).indices.flatten(), minlength=5).tolist()
+        )
+        for layer, rows in enumerate(zip(*logits, strict=True))
+    }
+    model = load(five_experts, tp_plan=None, distributed_config=DistributedConfig(**fields))
     counter = tp_transformers.training.ExpertLoad(model)
     own = dist.get_rank() if "fsdp_size" in fields else 0
     model.gradient_checkpointing_enable()
@@ -192,28 +209,11 @@ def loads(folder: str, fields: dict[str, Any]) -> dict[str, Any]:
         copy.deepcopy(model).train()(batch(own))  # not either: it is another model
     seen = counter.read()
     assert not any(sum(layer.experts) for layer in counter.read().values())
-    return {name: (layer.experts, layer.ranks, layer.imbalance) for name, layer in seen.items()}
-
-
-@needs("expert_parallel")
-@pytest.mark.parametrize(
-    "fields", wide([{"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}, {"tp_size": 2}], 2), ids=str
-)
-def test_tokens_of_experts_and_ranks_are_counted(pool, mixtral, fields) -> None:
-    folder = mixtral(5, 3)
-    one = AutoModelForCausalLM.from_pretrained(folder)
-    logits = [one(batch(index), output_router_logits=True).router_logits for index in range(fields.get("fsdp_size", 1))]
-    expected = {
-        f"model.layers.{layer}.mlp.experts": tuple(
-            torch.bincount(torch.cat(rows).topk(2).indices.flatten(), minlength=5).tolist()
-        )
-        for layer, rows in enumerate(zip(*logits, strict=True))
-    }
-    for found in pool.run(2, loads, folder, fields):
-        assert {name: experts for name, (experts, _, _) in found.items()} == expected
-        for experts, ranks, imbalance in found.values():
-            assert ranks == ((sum(experts[:3]), sum(experts[3:])) if "ep_size" in fields else ())
-            assert imbalance == max(ranks or experts) * len(ranks or experts) / sum(experts)
+    assert {name: layer.experts for name, layer in seen.items()} == expected
+    for layer in seen.values():
+        experts, ranks = layer.experts, layer.ranks
+        assert ranks == ((sum(experts[:3]), sum(experts[3:])) if "ep_size" in fields else ())
+        assert layer.imbalance == max(ranks or experts) * len(ranks or experts) / sum(experts)
 
 
 @pytest.mark.slow
@@ -221,27 +221,18 @@ def test_trainer_gives_each_rank_a_batch(pool, mixtral, tmp_path) -> None:
     folder, saved = mixtral(5, 3, auxiliary=False), [str(tmp_path / name) for name in ("one", "ranks")]
     (expected,) = pool.run(1, with_trainer, folder, saved[0], 0)
     config = DistributedConfig(fsdp_size=2, ep_size=2)
-    for found in pool.run(2, with_trainer, folder, saved[1], 2, False, False, False, True, config):
-        assert relative(found["losses"], expected["losses"]) < LOSS_TOLERANCE
-        assert relative(found["norms"], expected["norms"]) < NORM_TOLERANCE
-        assert relative(found["evaluated"], expected["evaluated"]) < LOSS_TOLERANCE
-        assert relative(found["predicted"], expected["predicted"]) < WEIGHT_TOLERANCE
-        assert found["answers"] == expected["answers"]
-    one, files = map(read_folder, saved)
-    assert max(relative_errors(files, one).values()) < WEIGHT_TOLERANCE
-
-
-def flagged(folder: str) -> list[int]:
-    """Run on every rank: rows of a query projection, and experts."""
-    config = SimpleNamespace(enable_expert_parallel=True)
-    layer = load(folder, tp_plan=None, distributed_config=config).model.layers[0]
-    held = layer.self_attn.q_proj.weight, layer.mlp.experts.down_proj
-    return [len(tp_transformers.local_tensor(param)) for param in held]
+    results = pool.run(2, with_trainer, folder, saved[1], 2, False, False, False, True, config)
+    assert_trained_alike(results, expected, *saved)
 
 
 @needs("expert_parallel")
-def test_the_flag_of_older_releases(pool, mixtral) -> None:
-    assert pool.run(2, flagged, mixtral(5, 3)) == [[48, 3], [48, 2]]
+@pytest.mark.parametrize("fields", [{"tp_size": 2}])
+@on_ranks()
+def test_the_flag_of_older_releases(five_experts) -> None:
+    config = SimpleNamespace(enable_expert_parallel=True)
+    layer = load(five_experts, tp_plan=None, distributed_config=config).model.layers[0]
+    held = layer.self_attn.q_proj.weight, layer.mlp.experts.down_proj
+    assert [len(tp_transformers.local_tensor(param)) for param in held] == [48, (3, 2)[dist.get_rank()]]
 
 
 @pytest.mark.parametrize(
@@ -258,22 +249,21 @@ def test_the_rest_is_refused_by_name(mixtral, fields, expected) -> None:
         load(mixtral(5, 3), tp_plan=None, distributed_config=DistributedConfig(**fields))
 
 
-def refused(folder: str, fields: dict[str, Any]) -> str:
-    """Run on every rank."""
-    try:
-        load(folder, tp_plan=None, distributed_config=DistributedConfig(**fields))
-    except tp_transformers.TensorParallelError as error:
-        return str(error)
-    return ""
-
-
 @needs("expert_parallel")
-def test_what_does_not_fit_the_model_is_named(pool, mixtral, cases) -> None:
-    typo = {"tp_size": 2, "ep_size": 2, "ep_plan": {"model.layers.*.mlp.expert": "grouped_gemm"}}
-    for folder, fields, expected in (
-        (mixtral(5, 3), typo, "model.layers.*.mlp.expert: matches no module"),
-        (cases(9, 3).folder, {"tp_size": 2, "ep_size": 2}, "has no experts"),
-        (cases(9, 3).folder, {"fsdp_size": 2, "ep_size": 2}, "has no experts"),
-    ):
-        for said in pool.run(2, refused, folder, fields):
-            assert expected in said
+@pytest.mark.parametrize(
+    ("fields", "has_experts", "says"),
+    [
+        (
+            {"tp_size": 2, "ep_size": 2, "ep_plan": {"model.layers.*.mlp.expert": "grouped_gemm"}},
+            True,
+            r"model.layers.\*.mlp.expert: matches no module",
+        ),
+        ({"tp_size": 2, "ep_size": 2}, False, "has no experts"),
+        ({"fsdp_size": 2, "ep_size": 2}, False, "has no experts"),
+    ],
+)
+@on_ranks()
+def test_what_does_not_fit_the_model_is_named(folder, five_experts, fields, has_experts, says) -> None:
+    config = DistributedConfig(**fields)
+    with pytest.raises(tp_transformers.TensorParallelError, match=says):
+        load(five_experts if has_experts else folder, tp_plan=None, distributed_config=config)

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoKrConfig, LoraConfig, OFTConfig, VeraConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, OFTConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tp_transformers
+from tests.features.peft.distributed.test_adapter_kinds import KINDS
 from tests.support.adapters import TOLERANCE, train
 from tests.support.comparisons import relative
 from tests.support.models import edited, load, load_both, logits_of
@@ -61,20 +62,7 @@ def test_lacking_tensors_and_mixed_models_are_refused(folder, tmp_path) -> None:
     assert [name for name, _ in model.named_parameters()] == names
 
 
-LINEARS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
-KINDS: dict[str, Any] = {
-    "LoRA": LoraConfig(r=3),
-    "DoRA": LoraConfig(r=3, use_dora=True),
-    "DoRA with dropout": LoraConfig(r=3, use_dora=True, lora_dropout=0.3),
-    "AdaLoRA": AdaLoraConfig(init_r=3, total_step=9),
-    "LoHa": LoHaConfig(r=2, init_weights=False),
-    "LoKr": LoKrConfig(r=2, init_weights=False),
-    "VeRA": VeraConfig(r=4),
-    "IA3": IA3Config(feedforward_modules=["down_proj"]),
-    "OFT": OFTConfig(oft_block_size=4),
-}
-
-QUICK = ("DoRA with dropout", "LoHa", "IA3", "OFT")
+WITH_BIASES = ("DoRA with dropout", "LoHa", "IA3", "OFT", "rsLoRA", "DoRA", "AdaLoRA", "LoKr", "VeRA")
 
 
 def draw_biases(tensors: dict[str, torch.Tensor]) -> None:
@@ -90,13 +78,11 @@ def with_biases(cases: Any, tmp_path: Path) -> str:
     return edited(made, tmp_path / "model", draw_biases)
 
 
-@pytest.mark.parametrize("kind", wide(sorted(KINDS, key=lambda kind: kind not in QUICK), len(QUICK)))
+@pytest.mark.parametrize("kind", wide(WITH_BIASES, 4))
 @on_ranks()
 def test_linears_with_biases(with_biases, tmp_path, kind) -> None:
     """A row-parallel linear adds its bias once, after the sum; its adapters have none."""
-    config = copy.deepcopy(KINDS[kind])
-    config.target_modules = LINEARS[: 3 if kind == "OFT" else None]  # its blocks have to fit the shards
-    train(with_biases, tmp_path, config)
+    train(with_biases, tmp_path, KINDS[kind])
 
 
 @on_ranks(num_hidden_layers=1)
