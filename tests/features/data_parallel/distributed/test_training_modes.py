@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ from tests.support.architectures import ARCHITECTURES, Variant
 from tests.support.comparisons import full_parameters, largest_step, relative_errors
 from tests.support.models import load
 from tests.support.needs import needs
-from tests.support.training import BATCH, MAX_NORM
+from tests.support.training import BATCH, MAX_NORM, mesh_of
 
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
 STEPS = 5 if WHOLE_MATRIX else 2
@@ -110,10 +110,7 @@ tests/distributed/test_compiled.py."""
 
 def start(folder: str, mode: Mode) -> tuple[Any, Tensor]:
     """The model in training, and this rank's batch."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    size = dist.get_world_size() // mode.copies
-    mesh: DeviceMesh = init_device_mesh("cpu", (mode.copies, size), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(mode.copies)
     model = load(folder, device_mesh=mesh, **mode.options).train()
     if mode.parallel is not None:
         options = {} if mode.policy is None else {"mp_policy": mode.policy}
@@ -182,23 +179,21 @@ def clip_one(model: Any, limit: float) -> Tensor:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`made(name, variant)`: a checkpoint, and the file of what one process trains it to, made once."""
-    cases: dict[tuple[str, Variant], tuple[str, str]] = {}
 
+    @cache
     def make(name: str, variant: Variant) -> tuple[str, str]:
-        if (name, variant) not in cases:
-            folder: Path = tmp_path_factory.mktemp("case")
-            model = ARCHITECTURES[name].make(*variant)
-            for setting in model.config.to_dict():
-                if "drop" in setting:  # which drops others than one process does
-                    setattr(model.config, setting, 0.0)
-            model.save_pretrained(folder)
-            seen = {}
-            for mode in (Mode(), Mode(autocast=True)):
-                model = AutoModelForCausalLM.from_pretrained(folder).train()
-                seen[mode.reference] = train(model, model.parameters(), BATCH, clip_one, mode)
-            torch.save(seen, folder / "reference.pt")
-            cases[name, variant] = str(folder), str(folder / "reference.pt")
-        return cases[name, variant]
+        folder: Path = tmp_path_factory.mktemp("case")
+        model = ARCHITECTURES[name].make(*variant)
+        for setting in model.config.to_dict():
+            if "drop" in setting:  # which drops others than one process does
+                setattr(model.config, setting, 0.0)
+        model.save_pretrained(folder)
+        seen = {}
+        for mode in (Mode(), Mode(autocast=True)):
+            model = AutoModelForCausalLM.from_pretrained(folder).train()
+            seen[mode.reference] = train(model, model.parameters(), BATCH, clip_one, mode)
+        torch.save(seen, folder / "reference.pt")
+        return str(folder), str(folder / "reference.pt")
 
     return make
 

@@ -52,7 +52,6 @@ def test_ranks_draw_their_own_for_their_part_of_a_sequence() -> None:
         for output in outputs[::-1]:  # where the second is computed again, nothing says that it has ended
             output.sum().backward()
         for x, output in zip(inputs, outputs, strict=True):
-            assert x.grad is not None
             assert torch.equal(x.grad, output), "the same masks again"
         assert torch.equal(torch.get_rng_state(), state)
         found.append((seen, state))

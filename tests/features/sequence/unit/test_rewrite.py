@@ -29,7 +29,6 @@ def llama(heads: int = 8, kv_heads: int = 4) -> PreTrainedModel:
 
 def rules_of(model: PreTrainedModel, plan: Plan | None = None, **options: Any) -> dict[str, str]:
     plan = plan or Plan.for_model(model)
-    assert plan is not None
     return resolve(plan.with_options(**options), model, 2).plan.as_dict("model")
 
 
