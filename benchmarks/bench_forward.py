@@ -18,7 +18,7 @@ from typing import Any
 
 from . import machine, processes
 from .forward import MODELS, SCENARIOS, WIDTHS
-from .report import compared, listed, numbers, page, shown_spread
+from .report import at_least, compared, listed, numbers, page, shown_spread
 
 
 def measure(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     add("--ranks", type=numbers, default="1,2", help="numbers of ranks (default: 1,2)")
     known = ",".join(SCENARIOS)
     add("--scenarios", type=listed(SCENARIOS), default=known, help=f"of {known} (default: all)")
-    add("--rounds", type=int, default=9, help="how often every side computes (default: 9)")
+    add("--rounds", type=at_least(1), default=9, help="how often every side computes (default: 9)")
     add("--widths", choices=WIDTHS, help="of the models (default: real; tiny where collectives are faked)")
     add("--compiled", action="store_true", help="forwards through torch.compile")
     add("--fake", action="store_true", help="collectives return at once: the cost beside arithmetic")

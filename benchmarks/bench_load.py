@@ -17,7 +17,7 @@ from typing import Any
 from . import machine
 from .checkpoints import KINDS, ensure, files
 from .ranks import in_turn
-from .report import MEASURES, listed, page, summarise
+from .report import MEASURES, at_least, listed, page, summarise
 from .sides import Setting, Side, compared
 
 
@@ -108,8 +108,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     add = parser.add_argument
     add("--models", type=listed(KINDS), default="llama,mixtral", help=f"of {','.join(KINDS)} (default: %(default)s)")
     add("--gigabytes", type=float, default=4, help="of each checkpoint (default: 4)")
-    add("--ranks", type=int, default=2, help="(default: 2)")
-    add("--pairs", type=int, default=5, help="how often both sides load (default: 5)")
+    add("--ranks", type=at_least(1), default=2, help="(default: 2)")
+    add("--pairs", type=at_least(1), default=5, help="how often both sides load (default: 5)")
     add("--cold", action="store_true", help="drop the files from the page cache before every load")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank on one GPU, the others faked")
     add("--rank", type=int, help="run only this rank, and fake the others; 0 on cuda unless given")
@@ -125,8 +125,6 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     arguments = parser.parse_args(argv)
     arguments.folder = arguments.folder.resolve()
     arguments.against = arguments.against and arguments.against.resolve()
-    if arguments.pairs < 1 or arguments.ranks < 1:
-        parser.error("--pairs and --ranks: expected 1 or more")
     if arguments.device == "cuda" and arguments.rank is None:
         arguments.rank = 0
     if arguments.rank is not None and not 0 <= arguments.rank < arguments.ranks:

@@ -129,6 +129,17 @@ def numbers(text: str) -> list[int]:
     return [int(each) for each in text.split(",")]
 
 
+def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
+    """The type of an option: a number that is not less than `least`."""
+
+    def number(text: str) -> float:
+        if (value := kind(text)) < least:
+            raise ArgumentTypeError(f"got {text}, expected {least} or more")
+        return value
+
+    return number
+
+
 def head(*columns: str) -> list[str]:
     """The first two lines of a Markdown table."""
     return [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from tp_transformers.ranks.mesh import join
 from . import trainee
 from .corpus import Corpus, read_dataset, read_text
 from .meters import Log, Stopwatch, draw_loss, operations_per_token, peak_memory, peak_operations
+from .report import at_least
 
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 """Llama 2's. With torch's epsilon of 1e-8, the first steps move every weight by its gradient's sign, even for noise."""
@@ -215,17 +215,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--save-final", action="store_true", help="write the model to OUT/final, as save_pretrained does")
     add("--resume", type=Path, help="go on with a checkpoint: the --out of a run, or a step-N in it; on any mesh")
     return parser.parse_args(argv)
-
-
-def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str], float]:
-    """The type of an option: a number that is not less than `least`."""
-
-    def number(text: str) -> float:
-        if (value := kind(text)) < least:
-            raise argparse.ArgumentTypeError(f"got {text}, expected {least} or more")
-        return value
-
-    return number
 
 
 def main() -> None:

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from benchmarks.gpu.device import device_of
 from tests.support.models import load
 
 DEVICE = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
 BACKEND = os.environ.get("BACKEND", "")
 IS_GPU = DEVICE == "cuda"
+allocated, peak, forget_peak = device_of(DEVICE).allocated, device_of(DEVICE).peak, device_of(DEVICE).forget_peak
 SHARES_A_GPU = IS_GPU and torch.cuda.device_count() < 2 and BACKEND != "nccl"
 """True if two ranks share a GPU and communicate by gloo."""
 
@@ -53,21 +55,3 @@ def one_process(folder: str, auto: Any = AutoModelForCausalLM, **arguments: Any)
     """The unsharded model, on this rank's device."""
     _take_device()
     return auto.from_pretrained(folder, **arguments).to(DEVICE)
-
-
-def allocated() -> int:
-    """Bytes of tensors on the GPU, in the blocks of 512 bytes of torch's allocator; 0 on a CPU."""
-    return torch.cuda.memory_allocated() if IS_GPU else 0
-
-
-def peak() -> int:
-    """Most bytes of tensors on the GPU since `forget_peak`; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated() if IS_GPU else 0
-
-
-def forget_peak() -> None:
-    """Begin to measure `peak`."""
-    if IS_GPU:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
