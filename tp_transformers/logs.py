@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import cache
 
 PACKAGE = __name__.partition(".")[0]
 VARIABLE = "TP_TRANSFORMERS_VERBOSITY"
@@ -24,6 +25,12 @@ def get_logger(name: str) -> logging.Logger:
     if _add_rank not in logger.filters:
         logger.addFilter(_add_rank)
     return logger
+
+
+@cache
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning that this process has not logged yet."""
+    logger.warning(text)
 
 
 def _add_rank(record: logging.LogRecord) -> bool:

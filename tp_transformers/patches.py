@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 from .errors import UnsupportedError, lacks, release
-from .logs import get_logger
+from .logs import get_logger, warn_once
 from .torch_api import CompileContext
 
 logger = get_logger(__name__)
@@ -48,7 +48,6 @@ class Patch:
         self._install, self._module, self.without = install, module, without
         self._holders = 0
         self._undo: Undo | None = None
-        self._logged: set[str] = set()
         ALL.append(self)
         self.missing = ""
         """The names that the library lacks, as text; "" if it lacks none."""
@@ -110,13 +109,10 @@ class Patch:
             return self._install()
         except _PROBLEMS as error:
             self.missing = str(getattr(error, "problem", error)).partition(" (")[0]  # without a file's path
-        if self.missing not in self._logged and os.environ.get("RANK", "0") == "0":
-            logger.warning(
-                "%s: %s; tp_transformers leaves %s unchanged, and tensor-parallel models %s",
-                *(release(self.owner), self.missing, self.name),
-                "do without the change" if self.without is nothing else "that need the change are refused",
-            )
-        self._logged.add(self.missing)
+        if os.environ.get("RANK", "0") == "0":
+            then = "do without the change" if self.without is nothing else "that need the change are refused"
+            text = f"{release(self.owner)}: {self.missing}; tp_transformers leaves {self.name} unchanged"
+            warn_once(logger, f"{text}, and tensor-parallel models {then}")
         with suppress(*_PROBLEMS):
             return (self.without or nothing)()
         return nothing()

@@ -13,16 +13,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..errors import PlanError, nearest, shown
-from ..logs import get_logger
+from ..logs import get_logger, warn_once
 from ..plans.rules import Plan
 from ..plans.yaml_file import available_plans, plan_names
 from ..ranks.group import TensorParallelGroup
 from ..seams import Planner, features
 
 logger = get_logger(__name__)
-
-_logged: set[str] = set()
-"""Model types with a logged use of their declared plan."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +91,8 @@ def plan_for(model: PreTrainedModel, tp_plan: Plan | ModelPlan | str, group: Ten
         return tp_plan
     if isinstance(tp_plan, ModelPlan):
         plan, model_type = tp_plan.make(model), model.config.model_type
-        is_told = model_type in available_plans() or model_type in _logged
-        if plan.declared and not is_told and group.rank == 0:
-            _logged.add(model_type)
-            logger.warning("%s has no plan of ours; using %s", model_type, plan.source)
+        if plan.declared and model_type not in available_plans() and group.rank == 0:
+            warn_once(logger, f"{model_type} has no plan of ours; using {plan.source}")
         return plan
     # The first rank makes it: random numbers may decide, and all ranks have to shard identically.
     made = group.from_first(lambda: planners()[tp_plan].make(model, group.size))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from functools import cache
 from typing import Any
 
-from ..logs import get_logger
+from ..logs import get_logger, warn_once
 from ..ranks.environment import launcher
 
 logger = get_logger(__name__)
@@ -17,26 +16,23 @@ CALLED: set[str] = set()
 """What this process has called: "enable", "disable", "script" (a script by `__main__`, which calls `enable`)."""
 
 
-@cache
-def _warn(text: str) -> None:
-    logger.warning(text)
-
-
 def warn_of_one_rank() -> None:
     """Warn that one process without a launcher holds the full model."""
-    _warn(
+    warn_once(
+        logger,
         "tp_plan in one process, which holds the full model: launch N ranks with `tp-transformers run -n N script.py` "
-        "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one process is meant"
+        "or `torchrun --nproc-per-node N script.py`, or pass tp_size=1 where one process is meant",
     )
 
 
 def warn_of_size_alone(tp_size: Any) -> None:
     """Warn that `tp_size` without `tp_plan` selects transformers' own tensor parallelism."""
     if tp_size not in (None, 1) and _is_first():
-        _warn(
+        warn_once(
+            logger,
             f"tp_size={tp_size} without tp_plan loads by transformers' own tensor parallelism: "
             'pass tp_plan="auto" to load by tp_transformers, or first call tp_transformers.disable() where '
-            "transformers' tensor parallelism is meant"
+            "transformers' tensor parallelism is meant",
         )
 
 
@@ -46,7 +42,7 @@ def warn_of_full_copies() -> None:
     size = "1" if launch is None else os.environ[launch.size]
     if "script" in CALLED and int(size) > 1 and _is_first():
         text = f"from_pretrained without tp_plan: each of {size} ranks loads the full model"
-        _warn(f'{text}: pass tp_plan="auto" for shards')
+        warn_once(logger, f'{text}: pass tp_plan="auto" for shards')
 
 
 def warn_of_no_hook() -> None:

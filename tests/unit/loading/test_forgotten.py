@@ -14,6 +14,7 @@ import tp_transformers
 from tests.support.models import PROMPTS
 from tp_transformers.loading import forgotten, from_pretrained
 from tp_transformers.loading.choose_plan import ModelPlan, read_plan
+from tp_transformers.logs import warn_once
 from tp_transformers.plans.yaml_file import available_plans
 
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
@@ -25,10 +26,10 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(forgotten, "CALLED", set())
-    forgotten._warn.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, forgotten.logger.name):
         yield lambda: [each.getMessage() for each in caplog.records if each.name == forgotten.logger.name]
-    forgotten._warn.cache_clear()
+    warn_once.cache_clear()
 
 
 def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:

@@ -20,6 +20,7 @@ import tp_transformers
 from tests.support.models import load
 from tests.support.needs import needs
 from tp_transformers import UnsupportedError
+from tp_transformers.logs import warn_once
 from tp_transformers.patches import Patch
 from tp_transformers.ranks.group import GROUP
 from tp_transformers.seams import added
@@ -114,7 +115,7 @@ def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, ca
     gc.collect()  # models of earlier tests hold the patch
     assert not patch.is_on
     monkeypatch.setattr(patch, "missing", "")
-    monkeypatch.setattr(patch, "_logged", set())
+    warn_once.cache_clear()
     use([nn.Parameter(torch.ones(3))])  # torch has put its hooks around steps
     monkeypatch.delattr(owner, missing)
     before = dict(vars(owner))
