@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .loading.options import Options
     from .loading.request import LoadRequest
     from .plans.binding import Binding
+    from .plans.rule import SplitHeads
     from .plans.rules import Plan
     from .ranks.direct import Transport
     from .ranks.group import TensorParallelGroup
@@ -145,6 +146,13 @@ class Feature:
         `model` is on the meta device. Collective over all ranks of all copies.
         """
         return None
+
+    def split_heads(self, bound: Binding) -> Mapping[str, SplitHeads]:
+        """Split the heads of the modules that the entries of `sections` describe: module -> its heads.
+
+        Adds the splits of children to `bound`, before rules are bound; may complete or replace the rules there.
+        """
+        return {}
 
     def check_plan(self, bound: Binding) -> Iterable[str]:
         """Faults of a plan that is bound to a model; notes for the user are added to `bound.notes`."""

@@ -22,12 +22,12 @@ from ..strategies import (
     TensorParallelLayer,
 )
 from ..strategies.signature import FEATURES
-from .attention import Attention, AttentionHeads
+from .attention import AttentionHeads
 from .binding import Binding
 from .checks import scalars_between, sum_faults, unsummed_experts
 from .heads import split_attention
 from .rule import UNRULED, Rule, SplitHeads
-from .rules import Plan, sections
+from .rules import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -109,8 +109,8 @@ class _Resolver(Binding):
         self._check_architecture()
         self._match_rules()
         split_heads: dict[str, SplitHeads] = {}
-        for kind in sections().values():
-            split_heads |= kind.split(self) if kind is not Attention else {}
+        for feature in features().values():
+            split_heads |= feature.split_heads(self)
         self.attention = split_attention(self)
         split_heads |= self.attention
         self.module_strategies = {name: self._bind(name, rule) for name, rule in self.module_rules.items()}

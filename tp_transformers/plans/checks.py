@@ -44,12 +44,7 @@ def _experts(bound: Binding) -> Iterator[str]:
         place, layouts = fold_layers(owner), bound.own_layouts(owner)
         spread = [name for name, layout in layouts.items() if layout is not None and layout.dim == 0]
         rest = [name for name in layouts if name not in spread]
-        if bound.signature(owner).exchanges_tokens and rest:
-            yield (
-                f"{place}: moe_all_to_all sends tokens to ranks that hold complete experts, but {', '.join(rest)} "
-                "would not be; make all of them local, or use moe_tp_experts"
-            )
-        elif spread and rest:
+        if spread and rest:
             yield (
                 f"{place}: each rank would hold complete experts of {', '.join(spread)}, but not of {', '.join(rest)}; "
                 "make all of them local, or none"

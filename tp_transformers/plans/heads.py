@@ -48,7 +48,7 @@ _ABSENT = ({"value"}, {"key", "value"})
 
 
 def split_attention(bound: Binding) -> dict[str, AttentionHeads]:
-    """Split the heads of every attention module with sharded projections; see `Entry.split`.
+    """Split the heads of every attention module with sharded projections; see `Feature.split_heads`.
 
     If the plan, or the plan of an inner model, has no attention modules, they are recognised by PROJECTIONS. Rules that
     a declared plan lacks are added.

@@ -88,14 +88,6 @@ class Entry(Pattern):
         """The rules that the entry implies, for modules without explicit rules."""
         raise NotImplementedError
 
-    @classmethod
-    def split(cls, bound: Any) -> Mapping[str, SplitHeads]:
-        """Split the heads of the modules of this section: module -> its heads.
-
-        Adds the splits of children to the `Binding`, before rules are bound; may complete or replace the rules there.
-        """
-        raise NotImplementedError
-
 
 class SplitHeads:
     """Splits of the heads of one module."""

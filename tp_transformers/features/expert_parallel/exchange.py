@@ -11,7 +11,7 @@ returns one weighted sum over its experts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...anatomy import holds_experts
+from ...anatomy import fold_layers, holds_experts
+from ...plans.binding import Binding
 from ...ranks import direct
 from ...ranks.collectives import Group, apply_directly, gather_from_region, scatter_to_region
 from ...slices.layout import Ranks, Split
@@ -102,6 +103,18 @@ def takes_expert_ids(module: nn.Module) -> bool:
     """True for experts that are called with tokens, expert ids and routing weights."""
     names = [*inspect.signature(type(module).forward).parameters][2:4]
     return holds_experts(module) and len(names) == 2 and "weight" in names[1]
+
+
+def divided_experts(bound: Binding) -> Iterator[str]:
+    """Faults: experts that exchange tokens, and are not complete on one rank."""
+    for name, strategy in bound.module_strategies.items():
+        layouts = bound.own_layouts(name) if isinstance(strategy, ExchangeExpertsParallel) else {}
+        divided = [param for param, layout in layouts.items() if layout is None or layout.dim != 0]
+        if divided:
+            yield (
+                f"{fold_layers(name)}: moe_all_to_all sends tokens to ranks that hold complete experts, but "
+                f"{', '.join(divided)} would not be; make all of them local, or use moe_tp_experts"
+            )
 
 
 def dispatch(

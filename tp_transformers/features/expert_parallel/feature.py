@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...seams import Feature, PlanOption
@@ -10,6 +10,7 @@ from ...seams import Feature, PlanOption
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ...plans.binding import Binding
     from ...plans.rules import Plan
     from ...strategies import TensorParallelLayer
 
@@ -37,6 +38,11 @@ class ExpertParallelism(Feature):
     public = {"strategies.IsolatedParallel": ".complete", "training.ExpertLoad": ".expert_load"}
     options = (ExpertOption(),)
     clients = (".patch.EP_IMPLEMENTATION",)
+
+    def check_plan(self, bound: Binding) -> Iterable[str]:
+        from .exchange import divided_experts
+
+        return divided_experts(bound) if bound.size > 1 else ()
 
     def strategies(self) -> Mapping[str, TensorParallelLayer]:
         from .complete import CompleteExpertsParallel, IsolatedParallel

@@ -85,10 +85,6 @@ class Mixer(Entry):
             for name in names if role in MIXER_RULES else ():
                 yield Rule(f"{self.pattern}.{name}", MIXER_RULES[role], optional=True, in_base_model=True)
 
-    @classmethod
-    def split(cls, bound: Binding) -> Mapping[str, MixerHeads]:
-        return split_mixers([entry for entry in bound.plan.entries if isinstance(entry, Mixer)], bound)
-
 
 @dataclass(frozen=True)
 class MixerHeads(SplitHeads):
@@ -149,7 +145,7 @@ def _parts(value: Any) -> Parts | None:
 
 
 def split_mixers(mixers: Sequence[Mixer], bound: Binding) -> dict[str, MixerHeads]:
-    """Shard every mixer by complete heads; see `Entry.split`.
+    """Shard every mixer by complete heads; see `Feature.split_heads`.
 
     If there are more ranks than heads, shard projections by features and gather their outputs: rules of projections
     are replaced.

@@ -184,7 +184,7 @@ def test_blocks_with_experts_that_exchange_tokens_compute_on_parts(kind) -> None
     ("kind", "changes", "rules", "says"),
     [
         ("mixtral", {"router_jitter_noise": 0.1}, {}, r"layers.\*.mlp: it draws random numbers for tokens, .* jitter"),
-        ("mixtral", {}, {"layers.*.mlp.experts.down_proj": "rowwise"}, "but down_proj would not be; make all of them"),
+        ("mixtral", {}, {"layers.*.mlp.experts.down_proj": "rowwise"}, "but not of down_proj; make all of them"),
         ("mixtral", {"num_local_experts": 1, "num_experts_per_tok": 1}, {}, "1 experts cannot be spread over 2 ranks"),
     ],
 )
