@@ -62,7 +62,7 @@ class Blocks4(Operator):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return _multiply(x, self.values, self.scales, self.decoded.stored["map"], self.block.block)
 
-    def stored(self) -> torch.Tensor:
+    def restored(self) -> torch.Tensor:
         return unpack(self.values)[: self.rows.length]
 
     def decode(self, first: int, values: torch.Tensor) -> None:
@@ -104,7 +104,7 @@ class Blocks4Cuda(StoredRows, Operator):
             x, self.values, self.block.scales(self.decoded.stored), self.decoded.stored["map"], self.block.block
         )
 
-    def stored(self) -> torch.Tensor:
+    def restored(self) -> torch.Tensor:
         return self.values
 
 

@@ -61,7 +61,7 @@ class Float8(StoredRows, Operator):
     ) -> Float8 | None:
         """Convert a matrix with scales (row blocks, column blocks); None if the operator cannot multiply it."""
 
-    def stored(self) -> torch.Tensor:
+    def restored(self) -> torch.Tensor:
         return self.decoded.stored["values"].contiguous()
 
 

@@ -25,7 +25,8 @@ from ...strategies.shards.shard import ParamShard
 from ..quantized.bundle import Origin, Place
 from ..quantized.find import Quantization
 from ..quantized.format import owners
-from .weight import HeldWeight, PackedBlock, PackedWeight, packed_weights
+from .tiled import Tiled
+from .weight import HeldWeight, PackedWeight, packed_weights
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,12 @@ class StoredShard:
     origin: Origin
     dim: int | None
     """The sharded dim; None if it is the full tensor."""
-    block: PackedBlock
+    matrix: Tiled
     key: str
 
     def values(self) -> torch.Tensor:
-        """See `PackedBlock.stored`."""
-        return self.block.stored(self.key).detach()
+        """See `Tiled.stored`."""
+        return self.matrix.stored(self.key).detach()
 
 
 class StoredShards:
@@ -110,7 +111,7 @@ class StoredShards:
         self._shards: dict[str, list[StoredShard]] = {}
         for weight in (weight for weight in weights if isinstance(weight, PackedWeight)):
             for block in weight.blocks:
-                for key, origin in block.decoded.origins.items():
+                for key, origin in block.matrix.decoded.origins.items():
                     if not origin.name:  # made by the load
                         continue
                     sharded_dims = [
@@ -119,7 +120,7 @@ class StoredShards:
                     if len(sharded_dims) > 1:
                         raise _unsaved(f"{origin.name} sharded along {len(sharded_dims)} dims", "one")
                     dim = sharded_dims[0] if sharded_dims else None
-                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, block, key))
+                    self._shards.setdefault(origin.name, []).append(StoredShard(origin, dim, block.matrix, key))
 
     def specs(self) -> dict[str, StoredSpec]:
         """Return the specs of the rank's stored tensors, by name."""

@@ -20,6 +20,9 @@ _TILE = 1 << 24
 _FEW = 8
 """Tokens whose product does not make up for a conversion of decoded values to bfloat16."""
 
+DECODED = "decoded"
+"""Title of a matrix that no operator multiplies: a few rows at a time are decoded in each forward."""
+
 _OF_THREAD = threading.local()
 
 
@@ -47,8 +50,31 @@ def product_dtype(x: torch.Tensor) -> torch.dtype:
 class Tiled(ABC):
     """`x @ w.T` for a matrix (rows, columns) in a layout (width, height), with a few decoded rows at a time."""
 
+    title: ClassVar[str] = DECODED
+    """Name in the report of a load."""
+
     decoded: Decoded
-    """The stored tensors, without those that the layout has in their place; all leading dims have length 1."""
+    """The stored tensors, without the one that the layout replaces; to multiply, all leading dims have length 1."""
+
+    @property
+    def replaced(self) -> str:
+        """Name of the stored tensor that the layout replaces; "" for none."""
+        return ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        kept = (tensor for name, tensor in self.decoded.stored.items() if name != self.replaced)
+        layout = (getattr(self, field.name) for field in fields(self))
+        return sum(tensor.nbytes for tensor in (*kept, *layout) if isinstance(tensor, torch.Tensor))
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A stored tensor; the one that the layout replaces is converted back by this call."""
+        return self.decoded.stored[name]
+
+    @abstractmethod
+    def write(self, destination: torch.Tensor) -> None:
+        """Decode to a `destination` of any strides."""
 
     @property
     def rows(self) -> Aligned:
@@ -127,6 +153,9 @@ class Tiled(ABC):
 class StoredRows(Tiled):
     """A matrix that its format decodes."""
 
+    def write(self, destination: torch.Tensor) -> None:
+        self.decoded.fill(destination)
+
     @property
     def width(self) -> int:
         return self.columns.length
@@ -159,8 +188,6 @@ FEW = 64
 class Operator(Tiled):
     """`x @ w.T` for a matrix (rows, columns): packed for a few tokens, else with a few decoded rows at a time."""
 
-    title: ClassVar[str]
-    """Name in the report of a load."""
     few: ClassVar[int] = FEW
     """Tokens up to which `multiply` is called."""
     per_item: ClassVar[int] = 1
@@ -187,29 +214,23 @@ class Operator(Tiled):
         """(tokens, width) -> (tokens, height), by the operator."""
 
     @property
-    def integers_key(self) -> str:
-        """Name of the stored tensor that the layout replaces."""
+    def replaced(self) -> str:
         return "values"
 
     @abstractmethod
-    def stored(self) -> torch.Tensor:
-        """Convert the layout back to the stored tensor `integers_key`."""
+    def restored(self) -> torch.Tensor:
+        """Convert the layout back to the stored tensor that it replaces."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        kept = (tensor for name, tensor in self.decoded.stored.items() if name != self.integers_key)
-        layout = (getattr(self, field.name) for field in fields(self))
-        return sum(tensor.nbytes for tensor in (*kept, *layout) if isinstance(tensor, torch.Tensor))
+    def stored(self, name: str) -> torch.Tensor:
+        return self.restored() if name == self.replaced else super().stored(name)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x) if len(x) <= self.few else super().product(x)
 
-    def weight(self) -> torch.Tensor:
-        """Decode to (rows, columns)."""
+    def write(self, destination: torch.Tensor) -> None:
         values = torch.empty(self.height, self.width, dtype=torch.bfloat16, device=self.values.device)
         self.fill(0, values)
-        return self.rows.take(self.columns.take(values, 1), 0)
+        destination.copy_(self.rows.take(self.columns.take(values, 1), 0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,10 +258,10 @@ class IntegerOperator(Operator):
         """The integers (rows, columns) of complete groups, as they were stored."""
 
     @property
-    def integers_key(self) -> str:
+    def replaced(self) -> str:
         return self.affine.integers_key
 
-    def stored(self) -> torch.Tensor:
+    def restored(self) -> torch.Tensor:
         integers = self.integers()
         return integers if self.affine.stored is None else self.affine.stored(integers)
 

@@ -22,10 +22,7 @@ from ..quantized.bundle import Decoded
 from .blocks4 import Blocks4, Blocks4Cuda
 from .float8 import Float8Cpu, Float8Cuda
 from .integers import Int4Cpu, Int4Cuda, Int8, Int8Gpu
-from .tiled import Operator, StoredRows
-
-DECODED = "decoded"
-"""The product of a weight that no operator multiplies: a few rows at a time are decoded in each forward."""
+from .tiled import DECODED, Operator, StoredRows, Tiled
 
 
 @dataclass(frozen=True)
@@ -57,41 +54,16 @@ class HeldWeight(ABC):
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Stored tensors that decode to a strided view of a packed weight."""
+    """A matrix, or several of them stacked, that decodes to a strided view of a packed weight."""
 
-    decoded: Decoded
+    matrix: Tiled
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    product: Operator | None = None
-    """The matrix in the layout of an operator; `decoded` then lacks the stored tensor that the layout replaces."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in memory."""
-        return self.product.nbytes if self.product else sum(tensor.nbytes for tensor in self.decoded.stored.values())
-
-    def stored(self, key: str) -> torch.Tensor:
-        """A stored tensor; values in an operator's layout are converted back by this call."""
-        if self.product is not None and key == self.product.integers_key:
-            return self.product.stored()
-        return self.decoded.stored[key]
 
     def fill(self, weight: torch.Tensor) -> None:
         """Decode into `weight`."""
-        view = weight.as_strided(self.size, self.stride, self.offset)
-        if self.product is None:
-            self.decoded.fill(view)
-        else:
-            view.copy_(self.product.weight())
-
-    def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, columns) -> (tokens, rows), with the operator, or with a few decoded rows at a time."""
-        return (self.product or self._stored_rows).linear(x)
-
-    @cached_property
-    def _stored_rows(self) -> StoredRows:
-        return StoredRows(self.decoded)
+        self.matrix.write(weight.as_strided(self.size, self.stride, self.offset))
 
     def at(self, index: int, numel: int) -> PackedBlock | None:
         """The block of the weight at `index` of dim 0, which has `numel` elements; None if they do not overlap."""
@@ -100,8 +72,9 @@ class PackedBlock:
             return replace(self, offset=self.offset - first * numel) if first == index else None
         if not first <= index < first + self.size[0]:
             return None
-        decoded = self.decoded.at(0, self.decoded.dims[0].indices[index - first])
-        return replace(self, decoded=decoded, size=(1, *self.size[1:]), offset=self.offset - first * numel)
+        stacked = self.matrix.decoded
+        matrix = StoredRows(stacked.at(0, stacked.dims[0].indices[index - first]))
+        return replace(self, matrix=matrix, size=(1, *self.size[1:]), offset=self.offset - first * numel)
 
     def transposed(self, rows: int, columns: int) -> PackedBlock:
         """The block of the transposed matrix (columns, rows)."""
@@ -122,12 +95,11 @@ class PackedWeight(HeldWeight):
 
     @property
     def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
+        return sum(block.matrix.nbytes for block in self.blocks)
 
     @property
     def product(self) -> str:
-        titles = {DECODED if block.product is None else block.product.title for block in self.blocks}
-        return " and ".join(sorted(titles))
+        return " and ".join(sorted({block.matrix.title for block in self.blocks}))
 
     def decoded(self) -> torch.Tensor:
         weight = torch.empty(self.shape, dtype=self.dtype, device=self.device)
@@ -166,7 +138,8 @@ class PackedWeight(HeldWeight):
         blocks = self.row_blocks
         if blocks is None or x.dtype != self.dtype or not x.shape[0]:
             return super().linear(x)
-        return blocks[0].linear(x) if len(blocks) == 1 else torch.cat([block.linear(x) for block in blocks], -1)
+        products = [block.matrix.linear(x) for block in blocks]
+        return products[0] if len(products) == 1 else torch.cat(products, -1)
 
 
 def pack(
@@ -189,7 +162,8 @@ def pack(
             if all(tensor.is_floating_point() and tensor.itemsize > 1 for tensor in source.stored.values()):
                 return None  # rows of a GGUF in another order
             source = replace(source, stored={name: held(tensor) for name, tensor in source.stored.items()})
-            blocks.append(PackedBlock(source, tuple(view.shape), tuple(view.stride()), int(view.storage_offset())))
+            place = tuple(view.shape), tuple(view.stride()), int(view.storage_offset())
+            blocks.append(PackedBlock(StoredRows(source), *place))
         elif view.untyped_storage()._cdata == full.untyped_storage()._cdata:
             return None
         elif isinstance(source, Stored):
@@ -255,9 +229,8 @@ def with_products(weight: PackedWeight) -> PackedWeight:
     blocks = list(weight.blocks)
     for index, block in enumerate(blocks):
         if len(block.size) == 2 and block.stride[-1] == 1:
-            product = next(filter(None, (kind.of(block.decoded) for kind in kinds)), None)
-            if product is not None:
-                blocks[index] = replace(block, decoded=product.decoded, product=product)
+            operator = next(filter(None, (kind.of(block.matrix.decoded) for kind in kinds)), None)
+            blocks[index] = block if operator is None else replace(block, matrix=operator)
     return replace(weight, blocks=blocks)
 
 

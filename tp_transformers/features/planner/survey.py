@@ -21,7 +21,8 @@ from ...plans.bind import Resolution, resolve
 from ...plans.rules import Plan
 from ...slices.lazy import LazyTensor
 from ..packed.holding import pack_weights, stays_packed
-from ..packed.weight import DECODED, pack, with_products
+from ..packed.tiled import DECODED
+from ..packed.weight import pack, with_products
 from ..quantized.find import Quantization
 from .described import described_packed
 

@@ -18,7 +18,7 @@ from tests.unit.slices.test_lazy import ranges
 from tp_transformers.features.packed import float8, integers
 from tp_transformers.features.packed.integers import Int4
 from tp_transformers.features.packed.tensor import PackedTensor
-from tp_transformers.features.packed.weight import PackedBlock, PackedWeight, pack, with_products
+from tp_transformers.features.packed.weight import DECODED, PackedBlock, PackedWeight, pack, with_products
 from tp_transformers.features.quantized.bitsandbytes import BitsAndBytes
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
@@ -130,10 +130,10 @@ def check_product(lazy: LazyTensor, stored: PackedWeight, kind: type, x: Tensor)
     """Compare the weight in the layout of the operator `kind` with the values of `lazy`."""
     exact, weight = lazy.materialize().float(), with_products(stored)
     (before,), (after,) = stored.blocks, weight.blocks
-    assert isinstance(after.product, kind)
+    assert isinstance(after.matrix, kind)
     # A scale, a value, their product and the result are rounded to bfloat16, by 2^-8 at most each; sums are in fp32.
     seen, expected = weight.linear(x).float(), linear(x.float(), exact)
-    size = linear(x.float().abs(), rounded_sizes(after.product, exact))
+    size = linear(x.float().abs(), rounded_sizes(after.matrix, exact))
     assert ((seen - expected).abs() <= 1.01 * 2**-8 * (3 * size + expected.abs())).all()
     assert relative(weight.decoded().float(), exact) < ROUNDING
     check_stored(before, after)
@@ -152,8 +152,8 @@ def rounded_sizes(product: Any, exact: Tensor) -> Tensor:
 
 def check_stored(before: PackedBlock, after: PackedBlock) -> None:
     """A save writes the bits of the file."""
-    for name, tensor in before.decoded.stored.items():
-        stored = after.stored(name)
+    for name, tensor in before.matrix.decoded.stored.items():
+        stored = after.matrix.stored(name)
         assert stored.dtype == tensor.dtype
         if tensor.dtype.is_floating_point and tensor.itemsize == 1:
             assert torch.equal(stored.view(torch.uint8), tensor.view(torch.uint8)), name
@@ -179,9 +179,9 @@ def test_products_of_any_slice(name, data) -> None:
 
 def test_other_dtypes_and_groups_have_no_operator(monkeypatch) -> None:
     lazy = weight_of("gptq")
-    assert with_products(packed(lazy, torch.float32)).blocks[0].product is None
+    assert with_products(packed(lazy, torch.float32)).product == DECODED
     monkeypatch.setattr(integers, "_block_rows", lambda: None)  # as in a torch without the operator
-    assert with_products(packed(lazy)).blocks[0].product is None
+    assert with_products(packed(lazy)).product == DECODED
     monkeypatch.undo()
     incomplete = {"weight_packed": words(16, 8), "weight_scale": scales(16, 1).bfloat16()}
     incomplete["weight_shape"] = torch.tensor([16, 30])  # the last word of a row
@@ -192,7 +192,7 @@ def test_other_dtypes_and_groups_have_no_operator(monkeypatch) -> None:
         (Float8(None), by_blocks(None, torch.float8_e5m2)),
         (Gptq.of({"bits": 4, "group_size": 16}), small),
     ):
-        assert with_products(packed(dequantized(form, stored))).blocks[0].product is None
+        assert with_products(packed(dequantized(form, stored))).product == DECODED
 
 
 def test_a_packed_tensor_computes_as_the_decoded_one() -> None:
@@ -281,6 +281,6 @@ def test_float8_with_nan_is_decoded() -> None:
     values[3, 5] = torch.nan
     lazy = dequantized(Float8(None), {"weight": values, "weight_scale_inv": scales(1)})
     weight = with_products(packed(lazy))
-    assert isinstance(weight.blocks[0].product, float8.Float8Cpu)
+    assert isinstance(weight.blocks[0].matrix, float8.Float8Cpu)
     y = weight.linear(torch.ones(2, 64).bfloat16())
     assert y.isnan().nonzero().tolist() == [[0, 3], [1, 3]]

@@ -18,7 +18,7 @@ from benchmarks.formats import NF4
 from tests.features.packed.unit.test_packed import check_product, packed, scales, sliced
 from tp_transformers.features.packed import blocks4
 from tp_transformers.features.packed.blocks4 import Blocks4, Blocks4Cuda
-from tp_transformers.features.packed.weight import _OPERATORS, with_products
+from tp_transformers.features.packed.weight import _OPERATORS, DECODED, with_products
 from tp_transformers.features.quantized.bitsandbytes import BitsAndBytes
 from tp_transformers.slices.lazy import LazyTensor, Resident
 
@@ -131,25 +131,25 @@ def test_products_of_any_slice_on_a_gpu(gpu, nested, data) -> None:
 
 def test_a_kernel_for_gpus_that_computes_something_else_is_not_used(gpu, monkeypatch) -> None:
     stand_in(monkeypatch, lambda x, pairs, shape, *_: x.new_zeros(1, shape[0]))
-    assert with_products(packed(weight())).blocks[0].product is None
+    assert with_products(packed(weight())).product == DECODED
 
 
 def test_other_values_and_blocks_are_decoded(package) -> None:
     for lazy in (weight(VALUES + 1e-3), weight(block=16)):
-        assert with_products(packed(lazy)).blocks[0].product is None
+        assert with_products(packed(lazy)).product == DECODED
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(package, monkeypatch) -> None:
     blocks4._is_exact.cache_clear()
     monkeypatch.setattr(blocks4, "_multiply", lambda x, packed, *_: x.new_zeros(len(x), len(packed)))
-    assert with_products(packed(weight())).blocks[0].product is None
+    assert with_products(packed(weight())).product == DECODED
     blocks4._is_exact.cache_clear()
 
 
 def test_without_the_package_weights_are_decoded(monkeypatch) -> None:
     monkeypatch.setattr(blocks4, "find_spec", lambda name: None)
     blocks4._maps.cache_clear()
-    assert with_products(packed(weight())).blocks[0].product is None
+    assert with_products(packed(weight())).product == DECODED
     blocks4._maps.cache_clear()
 
 

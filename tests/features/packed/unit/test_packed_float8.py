@@ -19,7 +19,7 @@ from tests.features.packed.unit.test_packed import check_stored, float8_values, 
 from tests.unit.slices.test_lazy import ranges
 from tp_transformers.features.packed import float8
 from tp_transformers.features.packed.float8 import Float8Cuda
-from tp_transformers.features.packed.weight import with_products
+from tp_transformers.features.packed.weight import DECODED, with_products
 from tp_transformers.features.quantized.compressed import Compressed
 from tp_transformers.features.quantized.float8 import Float8
 from tp_transformers.slices.lazy import LazyTensor
@@ -141,7 +141,7 @@ def test_products_of_any_slice(gpu, name, data) -> None:
     stored = packed(lazy)
     weight = with_products(stored)
     (before,), (after,) = stored.blocks, weight.blocks
-    assert isinstance(after.product, Float8Cuda)
+    assert isinstance(after.matrix, Float8Cuda)
     selected_rows = torch.cat([torch.arange(*pair) for pair in rows])
     for tokens in (1, 5, 70):
         x = torch.randn(tokens, lazy.shape[1]).bfloat16()
@@ -171,7 +171,7 @@ def test_products_of_any_slice(gpu, name, data) -> None:
     ],
 )
 def test_activations_are_quantised_only_as_the_checkpoint_says(gpu, make) -> None:
-    assert with_products(packed(make())).blocks[0].product is None
+    assert with_products(packed(make())).product == DECODED
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -191,5 +191,5 @@ def test_activations_are_quantised_only_as_the_checkpoint_says(gpu, make) -> Non
 def test_without_the_operator_weights_are_decoded(gpu, monkeypatch, name, lacks, is_decoded) -> None:
     make, group = FORMATS[name]
     monkeypatch.setattr(*lacks)
-    is_without = with_products(packed(make())).blocks[0].product is None
+    is_without = with_products(packed(make())).product == DECODED
     assert is_without == is_decoded["blocks" if group == BLOCK else "rows"]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.features.packed.unit.test_packed import check_product, mxfp4_experts, packed, sliced, weight_of
 from tp_transformers.features.packed import integers
 from tp_transformers.features.packed.integers import Int4Cuda, Int8Gpu
-from tp_transformers.features.packed.weight import _OPERATORS, pack, with_products
+from tp_transformers.features.packed.weight import _OPERATORS, DECODED, pack, with_products
 from tp_transformers.features.quantized import bundle
 from tp_transformers.features.quantized import format as formats
 
@@ -171,4 +171,4 @@ def test_without_the_operators_weights_are_decoded(gpu, monkeypatch, lacks) -> N
         "hip": (torch.version, "hip", "6.4"),
     }
     monkeypatch.setattr(*changes.get(lacks, (integers, lacks, None)))
-    assert with_products(packed(weight_of("gptq"))).blocks[0].product is None
+    assert with_products(packed(weight_of("gptq"))).product == DECODED
