@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from ..anatomy import DROPOUTS
 from ..marks import untyped
 from ..strategies import TensorParallelLayer, block_of
+from ..strategies.forward.block import Guard
 from ..strategies.signature import FEATURES
 
 _STEP = 0x9E3779B97F4A7C15
 """Difference between the seeds of neighbouring ranks: 2**64 divided by the golden ratio."""
 
 
-class OwnRandomness:
+class OwnRandomness(Guard):
     """Lets a rank draw its own numbers between the layers of one module."""
 
     def __init__(self, rank: int, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from ...ranks.collectives import (
 from ...ranks.group import TensorParallelGroup
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import Forward, forward_of
+from ...strategies.forward.block import Guard
 from ...strategies.forward.communication import ShortForward
 from ...strategies.linear import LAST, ColwiseParallel, RowwiseParallel
 from ...strategies.local import to_local
@@ -235,7 +236,7 @@ BATCH_SHARDED: Mapping[str, TensorParallelLayer] = {
 """{strategy of a module: the strategy that replaces it if the module's input is batch-sharded}."""
 
 
-class SharedRandomness:
+class SharedRandomness(Guard):
     """Guard of a block that computes on the samples of all: ranks draw the same numbers in it, outside their own."""
 
     def __init__(self, group: TensorParallelGroup) -> None:
@@ -256,7 +257,7 @@ class SharedRandomness:
             self.own = generator_of(device).get_state()
             generator_of(device).manual_seed(seeds[0])
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """Switch back to the state of this rank."""
         if self.own is not None:
             generator_of(self.group.device).set_state(self.own)

@@ -20,6 +20,19 @@ from ...torch_api import as_torch, is_any_true, tree_map_only
 from ..shards.tensors import HAS_LOCAL, ShardDTensor, ShardTensor, as_shard
 
 
+class Guard:
+    """What a block calls around a forward of its module, in training or with gradients, and in the first after that."""
+
+    def begin(self, module: nn.Module) -> None:
+        """Called before the forward of `module`."""
+
+    def enter(self) -> None:
+        """Called where activations begin to be sharded."""
+
+    def leave(self, *_: Any) -> None:
+        """Called where activations end to be sharded, and after the forward."""
+
+
 class Block:
     """Tensors that the layers of a module share during its forward.
 
@@ -30,10 +43,8 @@ class Block:
     the gradients of parameters into DTensors.
     """
 
-    def __init__(self, guards: Sequence[Any] = ()) -> None:
+    def __init__(self, guards: Sequence[Guard] = ()) -> None:
         self.guards = list(guards)
-        """Each has `begin(module)`, called before a forward in training or with gradients, and before the first after
-        that; `enter()` and `leave()`, called where sharded features begin and end. `leave` ends the forward, too."""
         self.was_training = False
         self.children: tuple[nn.Module | None, ...] = ()
         self.layers: list[Any] = []
