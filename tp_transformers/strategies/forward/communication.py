@@ -85,18 +85,13 @@ class Communication:
             cls.before = lambda self, module, inputs, mesh: as_inputs(  # type: ignore[method-assign]
                 cls._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, inputs, mesh), inputs
             )
-        elif "before" in own and "_prepare_input_fn" not in own:
-            cls._prepare_input_fn = staticmethod(  # type: ignore[method-assign,assignment]
-                lambda _, __, module, inputs, mesh: cls.before(module.tp_strategy, module, inputs, mesh)
-            )
         if "_prepare_output_fn" in own and "after" not in own:
             cls.after = lambda self, module, outputs, mesh: cls._prepare_output_fn(  # type: ignore[method-assign]
                 self.output_layouts, self.use_local_output, module, outputs, mesh
             )
-        elif "after" in own and "_prepare_output_fn" not in own:
-            cls._prepare_output_fn = staticmethod(  # type: ignore[method-assign,assignment]
-                lambda _, __, module, outputs, mesh: cls.after(module.tp_strategy, module, outputs, mesh)
-            )
+        for method, static in (("before", "_prepare_input_fn"), ("after", "_prepare_output_fn")):
+            if method in own and static not in own:
+                setattr(cls, static, vars(Communication)[static])  # which calls the method
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Allow a copy of an attached strategy with its module; a pickle raises."""
@@ -184,26 +179,26 @@ class Communication:
         """Convert the outputs of the local forward to the module's outputs, with the necessary collectives."""
         return outputs
 
-    @staticmethod
+    @classmethod
     def _prepare_input_fn(
+        cls,
         input_layouts: Placements,
         desired_input_layouts: Placements,
-        mod: nn.Module,
+        mod: Any,
         inputs: tuple[Any, ...],
         device_mesh: DeviceMesh,
-    ) -> tuple[Any, ...]:
-        """`before` as a static method, for strategies of users; it may return the first input alone.
-
-        The bound strategy is `mod.tp_strategy`.
-        """
-        return inputs
-
-    @staticmethod
-    def _prepare_output_fn(
-        output_layouts: Placements, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Any:
-        """`after` as a static method, for strategies of users. The bound strategy is `mod.tp_strategy`."""
-        return outputs
+        """`before` of the strategy of `mod`. Strategies of users override this method by a static one without `cls`,
+        which may return the first input alone.
+        """
+        return cls.before(mod.tp_strategy, mod, inputs, device_mesh)
+
+    @classmethod
+    def _prepare_output_fn(
+        cls, output_layouts: Placements, use_local_output: bool, mod: Any, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        """`after` of the strategy of `mod`. Strategies of users override this method by a static one without `cls`."""
+        return cls.after(mod.tp_strategy, mod, outputs, device_mesh)
 
 
 _ACTS = ("before", "after", "prepare_arguments", "local_attributes", "interrupted")
