@@ -66,16 +66,6 @@ class Signature:
         return self.inside is not None and self.inside[1] is PARTIAL and self.leaves is not PARTIAL
 
     @property
-    def scatters_sequence(self) -> bool:
-        """True if the following modules compute on shards of the sequence."""
-        return self.leaves is SEQUENCE and self.takes is not SEQUENCE
-
-    @property
-    def gathers_sequence(self) -> bool:
-        """True for a block that gathers the sequence, and returns this rank's shard of its output."""
-        return self.takes is SEQUENCE and self.inside is not None and self.inside[0] is REPLICATED
-
-    @property
     def gathers_features(self) -> bool:
         """True for a module between sharded linears that every rank computes in full."""
         return self.takes is LOCAL and self.inside == (REPLICATED, REPLICATED)
@@ -84,11 +74,6 @@ class Signature:
     def computes_locally(self) -> bool:
         """True for a module with its own forward on sharded features or heads."""
         return self.inside == (LOCAL, LOCAL)
-
-    @property
-    def exchanges_tokens(self) -> bool:
-        """True for experts that receive the tokens of other ranks; each rank has its own tokens."""
-        return self.inside == (LOCAL, PARTIAL)
 
 
 def state_of(placement: Placement | None) -> State:

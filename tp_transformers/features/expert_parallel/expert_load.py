@@ -18,6 +18,7 @@ from ...ranks.group import GROUP
 from ...slices.layout import Split
 from ...strategies import STRATEGY
 from ..sequence.region import in_backward
+from ..sequence.signatures import exchanges_tokens
 from .exchange import takes_expert_ids
 
 
@@ -74,7 +75,7 @@ class ExpertLoad:
             if total is None:
                 total = torch.zeros(_expert_count(module), dtype=torch.long)
             if group is not None and group.mesh is not None:
-                exchanges = strategy is not None and strategy.signature.exchanges_tokens
+                exchanges = strategy is not None and exchanges_tokens(strategy.signature)
                 if group.rank and not exchanges:  # it has the tokens of rank 0
                     total = torch.zeros_like(total)
                 total = total.to(group.device)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...anatomy import fold_layers, names_around
 from ...plans.binding import Binding
 from ...strategies.signature import SEQUENCE
+from .signatures import exchanges_tokens, scatters_sequence
 
 
 def full_inputs(bound: Binding) -> Iterator[str]:
@@ -19,7 +20,7 @@ def full_inputs(bound: Binding) -> Iterator[str]:
     on_shards = [name for name, strategy in strategies.items() if strategy.signature.takes is SEQUENCE]
     rest = [strategy for name, strategy in strategies.items() if name not in styles.intersection(on_shards)]
     if any(
-        strategy.signature.scatters_sequence or not strategy.use_local_output or not strategy.is_built_in
+        scatters_sequence(strategy.signature) or not strategy.use_local_output or not strategy.is_built_in
         for strategy in rest
     ):
         return
@@ -29,7 +30,7 @@ def full_inputs(bound: Binding) -> Iterator[str]:
                 f"{fold_layers(name)}: torch's SequenceParallel takes its input for a shard of the sequence, which no "
                 "rule shards before it; use replicate, or let what comes before it leave Shard(1)"
             )
-        if strategies[name].signature.exchanges_tokens:
+        if exchanges_tokens(strategies[name].signature):
             yield (
                 f"{fold_layers(name)}: all ranks have the same tokens, of which there is nothing to exchange; use "
                 "moe_tp_experts, or load with tp_sequence_parallel=True or tp_batch_sharded=True"

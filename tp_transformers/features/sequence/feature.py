@@ -46,8 +46,7 @@ class SequenceParallelism(Feature):
         return full_inputs(bound) if bound.size > 1 else ()
 
     def loaded(self, model: Any) -> None:
-        strategies = model.tp_resolution.module_strategies.values()
-        if model.tp_group.size > 1 and any(strategy.signature.gathers_sequence for strategy in strategies):
+        if model.tp_group.size > 1:
             from .randomness import draw_between_blocks
 
             draw_between_blocks(model)

@@ -28,6 +28,7 @@ from ...strategies.forward.attach import argument_names
 from ...strategies.signature import SEQUENCE, Signature
 from ...torch_api import take
 from .region import SEQUENCE_DIM, Widths
+from .signatures import exchanges_tokens, gathers_sequence, scatters_sequence
 
 logger = get_logger(__name__)
 
@@ -71,15 +72,15 @@ def _between_blocks(base: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
         path = f"{name}.{child}".lstrip(".")
         if _signature(module).takes is SEQUENCE:  # the norm after the layers
             yield path, module, False
-        elif any(_signature(layer).scatters_sequence for layer in module.children()):
+        elif any(scatters_sequence(_signature(layer)) for layer in module.children()):
             for index, layer in module.named_children():
                 yield from _on_shards(f"{path}.{index}", layer, in_mixture=False)
 
 
 def _on_shards(name: str, module: nn.Module, *, in_mixture: bool) -> Iterator[tuple[str, nn.Module, bool]]:
     yield name, module, in_mixture
-    if not (_signature(module).gathers_sequence or _signature(module).exchanges_tokens):
-        in_mixture = in_mixture or any(_signature(child).exchanges_tokens for child in module.children())
+    if not (gathers_sequence(_signature(module)) or exchanges_tokens(_signature(module))):
+        in_mixture = in_mixture or any(exchanges_tokens(_signature(child)) for child in module.children())
         for child, inner in module.named_children():
             yield from _on_shards(f"{name}.{child}", inner, in_mixture=in_mixture)
 
@@ -100,7 +101,7 @@ class _Sides:
     def __init__(self, module: nn.Module, name: str, widths_of: WidthsOf, mesh: DeviceMesh) -> None:
         self.name, self.widths_of, self.mesh = name, widths_of, mesh
         self.first = next(iter(argument_names(module)), "")
-        self.takes_full = _signature(module).scatters_sequence
+        self.takes_full = scatters_sequence(_signature(module))
 
     def inputs(self, values: Values) -> _Gathered:
         """Gather the positional arguments, or their gradients."""

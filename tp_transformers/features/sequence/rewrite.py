@@ -30,6 +30,7 @@ from ...plans.rules import Plan
 from ...strategies import TensorParallelLayer
 from ...strategies.signature import FEATURES
 from ..rewriting.rewriter import Rewriter
+from .signatures import exchanges_tokens
 
 _LOCAL = {
     "colwise": "local_colwise",
@@ -80,7 +81,7 @@ class StackRewriter(Rewriter):
     def all_exchanging(self) -> list[str]:
         """All experts with rules that exchange tokens between ranks."""
         rules = ((path, rule.instance) for path, rule in self.rules.items())
-        return [path for path, strategy in rules if strategy is not None and strategy.signature.exchanges_tokens]
+        return [path for path, strategy in rules if strategy is not None and exchanges_tokens(strategy.signature)]
 
     def shards_features(self, name: str) -> bool:
         """True if a rule inside the module `name` shards features."""

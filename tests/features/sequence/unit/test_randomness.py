@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tp_transformers.features.sequence.randomness import SequenceRandomness
 from tp_transformers.features.sequence.sequence import SequenceGatherParallel
+from tp_transformers.features.sequence.signatures import gathers_sequence
 
 
 def test_what_others_ask_of_a_gather() -> None:
-    assert SequenceGatherParallel().signature.gathers_sequence
+    assert gathers_sequence(SequenceGatherParallel().signature)
     assert type(SequenceGatherParallel().around_replicated).__name__ == "SequenceReplicatedParallel"
 
 
