@@ -148,13 +148,7 @@ def apply_pair(x: Tensor, compute: Callable[..., Tensor], transpose: Callable[..
 
     `compute` returns a new tensor, or a view of `x`.
     """
-    return apply_function(_Pair, x, compute, transpose, settings)
-
-
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    """The only output of `function.apply`; see `apply_directly`."""
-    output: Tensor = apply_directly(function)(*args)
-    return output
+    return apply_directly(_Pair)(x, compute, transpose, settings)  # type: ignore[no-any-return]
 
 
 def apply_directly(function: type[torch.autograd.Function]) -> Any:
@@ -174,7 +168,7 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         grad, is_kept = grads[0], ctx.pair[0] is same and not (torch.is_grad_enabled() and grads[0].requires_grad)
-        return grad if is_kept else apply_function(_Pair, grad, *ctx.pair), None, None, None
+        return grad if is_kept else apply_directly(_Pair)(grad, *ctx.pair), None, None, None
 
 
 def same(x: Tensor, *_: Any) -> Tensor:

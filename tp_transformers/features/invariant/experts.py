@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import UnsupportedError
-from ...ranks.collectives import Group, apply_function, reduce_from_region
+from ...ranks.collectives import Group, apply_directly, reduce_from_region
 from ...strategies.experts import BATCHED
 from ...strategies.forward.attach import forward_of
 from ...strategies.local import to_local
@@ -72,7 +72,7 @@ class InvariantExpertsParallel(IsolatedParallel):
             taken = torch.arange(len(of_rows), device=ids.device)
         others = None if selects else ~is_own[taken].unsqueeze(1)
         forward_of(module).notes["routing"] = (kind, ids, weights, taken, others)
-        rows = apply_function(_Rows, states, taken, others, ids, kind, mesh.get_group())
+        rows = apply_directly(_Rows)(states, taken, others, ids, kind, mesh.get_group())
         own_ids = own_ids[taken].unsqueeze(1)
         if selects:
             # A batch of a single matrix is multiplied as a matrix, whose sums have another order.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ranks.collectives import apply_function
+from ...ranks.collectives import apply_directly
 from ...slices.layout import Layout, Ranks, Split
 from ...strategies.base import TensorParallelLayer
 from ...strategies.forward.attach import forward_of
@@ -75,7 +75,8 @@ class _InvariantLinear(InBlocks, _WeightParallel):
         if x is None:
             return y
         weight, group = local_tensor(module.weight).detach(), mesh.get_group()
-        return apply_function(InputGradient, y, x, weight, split, self.input_blocks, group, self.is_transposed)
+        settings = split, self.input_blocks, group, self.is_transposed
+        return apply_directly(InputGradient)(y, x, weight, *settings)  # type: ignore[no-any-return]
 
 
 class InvariantColwiseParallel(_InvariantLinear, ColwiseParallel):

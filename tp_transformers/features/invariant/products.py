@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...ranks.collectives import Group, all_gather_uneven, apply_function, exchange_regions, gather_from_region
+from ...ranks.collectives import Group, all_gather_uneven, apply_directly, exchange_regions, gather_from_region
 from ...slices.layout import Ranks, Split
 from ...strategies.base import TensorParallelLayer
 
@@ -53,7 +53,7 @@ def gather_features(x: Tensor, split: Split, group: Group) -> Tensor:
     """All-gather the shards of the features, in the unsharded order; backward keeps this rank's shard."""
     gathered = in_order(gather_from_region(x, split.widths, group), split, LAST)
     if torch.compiler.is_dynamo_compiling() and gathered.requires_grad:
-        return apply_function(_StoreGradient, gathered)
+        return apply_directly(_StoreGradient)(gathered)  # type: ignore[no-any-return]
     return gathered
 
 
