@@ -59,13 +59,13 @@ def _remedy(error: OSError) -> str:
     return "Choose another folder, or see in the system's log what is wrong with its disk."
 
 
-def sync_file(path: Path) -> None:
-    """Sync the content of a file that another library has written."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+def sync_file(path: Path, kind: int = os.O_NOFOLLOW) -> None:
+    """Sync a file that another library has written; with `kind=os.O_DIRECTORY`, the entries of a folder."""
+    descriptor = os.open(path, os.O_RDONLY | kind)
     try:
-        os.fsync(file)
+        os.fsync(descriptor)
     finally:
-        os.close(file)
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
@@ -75,16 +75,12 @@ def sync_folder(path: Path) -> None:
     """
     with named(path, "folder"):
         try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            sync_file(path, os.O_DIRECTORY)
         except PermissionError:  # a folder may be writable but not readable
-            return
-        try:
-            os.fsync(folder)
+            pass
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without fsync of folders
                 raise
-        finally:
-            os.close(folder)
 
 
 class Writer:
