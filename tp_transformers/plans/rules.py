@@ -138,13 +138,13 @@ class Plan:
             source = f"plan {self.source}, with {source}" if self.source else source
         names = [*dict(model.named_modules()), *dict(model.named_parameters(remove_duplicate=False))]
         ruled = {name for rule in rules for name in rule.match(names, prefix)}
-        for rule in self.rules:
-            matched = list(rule.match(names, prefix)) if rule.implied else []
-            if ruled.isdisjoint(matched):
-                rules += [replace(rule, implied="")] if matched else []
-            else:
-                free = (name for name in matched if name not in ruled)
+        for rule in (rule for rule in self.rules if rule.implied):
+            matched = list(rule.match(names, prefix))
+            free = [name for name in matched if name not in ruled]
+            if len(free) < len(matched):
                 rules += [replace(rule, pattern=name, in_base_model=False, implied="") for name in free]
+            elif matched:
+                rules.append(replace(rule, implied=""))
         return replace(self, source=source, rules=tuple(rules), extends_declared=False)
 
     def _with_inner_models(self, model: PreTrainedModel, explicit: Sequence[Rule]) -> Plan:
@@ -177,20 +177,13 @@ class Plan:
         if not inner_names:
             return self
         written = {rule.full(prefix) for rule in explicit if self.declared}
-        rules = [rule for rule in rules if rule.pattern not in written]
-        added = {rule.pattern for rule in rules}
-        combined = replace(self, inner_models=tuple(inner_names))
-        remaining = (
-            rule
-            for rule in self.rules
-            if rule.full(prefix) in written or not combined.inner_model_around(rule.full(prefix))
-        )
-        return replace(
-            combined,
-            source=f"{self.source}, with ours for {', '.join(inner_names)}" if self.declared else self.source,
-            rules=(*(rule for rule in remaining if rule.pattern not in added), *rules),
-            entries=(*self.entries, *described),
-        )
+        theirs = {rule.pattern: rule for rule in rules if rule.pattern not in written}
+        combined = replace(self, inner_models=tuple(inner_names), entries=(*self.entries, *described))
+        by_name = ((rule.full(prefix), rule) for rule in self.rules)
+        around = combined.inner_model_around
+        ours = (rule for name, rule in by_name if name in written or not (name in theirs or around(name)))
+        source = f"{self.source}, with ours for {', '.join(inner_names)}" if self.declared else self.source
+        return replace(combined, source=source, rules=(*ours, *theirs.values()))
 
     def inner_model_around(self, name: str) -> str:
         """The inner model around a module, parameter or pattern of that name; "" if there is none."""
