@@ -82,12 +82,10 @@ class Patch:
         self._holders -= 1
         _released.append(self)
         while _released and CompileContext.try_get() is None:
-            _released.pop()._undo_unheld()
-
-    def _undo_unheld(self) -> None:
-        if not self._holders and self._undo is not None:
-            undo, self._undo = self._undo, None
-            undo()
+            patch = _released.pop()
+            if not patch._holders and patch._undo is not None:
+                undo, patch._undo = patch._undo, None
+                undo()
 
     def refuse(self) -> NoReturn:
         """Raise UnsupportedError with the missing names."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..anatomy import KV_COUNTS, QUERY_COUNTS, reads_counts_of_config
 from ..errors import shown
+from ..marks import untyped
 from ..slices.layout import Split, packed
 from ..strategies import LocalConfig
 from .parse import names_of
@@ -112,14 +113,10 @@ class AttentionHeads(SplitHeads):
             counts["kv_dim"] = kv * self.head_dim
         return counts
 
-    def config_attributes(self, rank: int) -> dict[str, int]:
-        """Local head counts on `rank` that the module reads from its config."""
-        counts = self.attributes(rank)
-        return {name: counts[name] for name in ("num_attention_heads", *KV_COUNTS)}
-
     def count(self, model: nn.Module, name: str, rank: int) -> None:
-        module: Any = model.get_submodule(name)
+        module, counts = untyped(model.get_submodule(name)), self.attributes(rank)
         for holder in (name, *self.holders):
-            set_own(model.get_submodule(holder), self.attributes(rank))
+            set_own(model.get_submodule(holder), counts)
         if hasattr(module, "config") and (self.is_fused or reads_counts_of_config(module)):
-            module.config = LocalConfig(module.config, **self.config_attributes(rank))
+            of_config = {attribute: counts[attribute] for attribute in ("num_attention_heads", *KV_COUNTS)}
+            module.config = LocalConfig(module.config, **of_config)

@@ -72,10 +72,6 @@ def is_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(map(is_name, value))
 
 
-def is_attribute(value: Any) -> bool:
-    return is_name(value) and value.isidentifier()
-
-
 def names_of(value: Any) -> tuple[str, ...] | None:
     """A list of names, or a single name, as a tuple; None for anything else."""
     names = (value,) if isinstance(value, str) else value
@@ -98,7 +94,7 @@ def parse_rule(pattern: str, value: Any, section: str, faults: list[str]) -> Rul
     widths = names_of(options.get("widths") or ())
     if isinstance(parts, list | tuple):
         parts = tuple(parts)
-    if not (parts is None or is_count(parts) or is_parts(parts) or is_attribute(parts)):
+    if parts is not None and not is_parts(parts):
         faults.append(f"{pattern}: parts is {shown(parts)}, neither a number nor a list of lengths or roles")
     if unit is not None and not is_count(unit):
         faults.append(f"{pattern}: unit is {shown(unit)}, not a positive number")
@@ -126,5 +122,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_parts(value: Any) -> bool:
-    """True for a tuple of numbers and names; their meaning depends on the module."""
-    return isinstance(value, tuple) and all(is_name(part) or is_number(part) for part in value)
+    """True for a number of parts, the attribute with that number, or a tuple of numbers and names."""
+    if isinstance(value, tuple):
+        return all(is_name(part) or is_number(part) for part in value)
+    return is_count(value) or (is_name(value) and value.isidentifier())
