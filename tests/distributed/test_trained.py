@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import load_both
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
+from tests.support.tiers import wide
 from tests.support.trained import RATE, albert, minilm, package, smiles_ids, spoken, whisper
 
 pytestmark = pytest.mark.distributed
@@ -50,22 +53,22 @@ def embedded(model: Any) -> torch.Tensor:
     return normalize((states * mask).sum(1) / mask.sum(1))
 
 
-def compare_embeddings() -> float:
-    """Run on every rank: the smallest cosine between a text's embedding and that of one process."""
-    model, plain = load_both(str(minilm()), AutoModel)
-    return float(cosine_similarity(embedded(model).double(), embedded(plain).double()).min())
-
-
 @needs("architectures")
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
-def test_minilm_embeds_texts_as_one_process(pool: Any, size: int) -> None:
-    assert min(pool.run(size, compare_embeddings)) > 1 - 1e-6
+@pytest.mark.parametrize("size", wide([2, 3, 5], 1))
+@on_ranks()
+def test_minilm_embeds_texts_as_one_process() -> None:
+    model, plain = load_both(str(minilm()), AutoModel)
+    assert cosine_similarity(embedded(model).double(), embedded(plain).double()).min() > 1 - 1e-6
 
 
-def compare_encoded() -> float:
-    """Run on every rank: as `compare_embeddings`, with sentence-transformers' `encode` on both sides."""
-    from sentence_transformers import SentenceTransformer  # type: ignore[import-not-found]
-    from sentence_transformers.models import Pooling, Transformer  # type: ignore[import-not-found]
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("sentence_transformers") is None, reason="needs sentence_transformers")
+@pytest.mark.parametrize("size", [2, 3, 5])
+@on_ranks()
+def test_sentence_transformers_encodes_as_one_process() -> None:
+    """As above, with sentence-transformers' `encode` on both sides."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.models import Pooling, Transformer
 
     def encode(**arguments: Any) -> torch.Tensor:
         with tp_transformers.enable():
@@ -73,14 +76,7 @@ def compare_encoded() -> float:
             model = SentenceTransformer(modules=[words, Pooling(words.get_word_embedding_dimension())], device="cpu")
             return torch.tensor(model.encode(TEXTS)).double()
 
-    return float(cosine_similarity(encode(tp_plan="auto"), encode()).min())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_sentence_transformers_encodes_as_one_process(pool: Any, size: int) -> None:
-    pytest.importorskip("sentence_transformers")
-    assert min(pool.run(size, compare_encoded)) > 1 - 1e-6
+    assert cosine_similarity(encode(tp_plan="auto"), encode()).min() > 1 - 1e-6
 
 
 def compare_maps(folder: str) -> tuple[float, bool]:

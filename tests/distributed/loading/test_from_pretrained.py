@@ -26,6 +26,7 @@ import tp_transformers
 from tests.support.comparisons import equal_parameters, full_gradients, read_folder, relative, relative_errors
 from tests.support.models import MASK, PROMPTS, VOCAB, load, logits_of
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
 pytestmark = pytest.mark.distributed
@@ -65,46 +66,29 @@ def test_parameters_are_dtensors_exactly_where_a_placement_describes_them(pool: 
     assert all(rank["config"] == (8, 2) for rank in shared), "the shared config stays as it is"
 
 
-def dtypes(folder: str) -> dict[str, Any]:
+@on_ranks(3)
+def test_casts_happen_on_the_shard(folder: str) -> None:
     model = load(folder, dtype=torch.bfloat16)
-    whole = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    return {"dtype": model.dtype, "equal": equal_parameters(model, whole)}
-
-
-def test_casts_happen_on_the_shard(pool: Any, cases: Any) -> None:
-    assert pool.run(3, dtypes, cases(9, 3).folder) == [{"dtype": torch.bfloat16, "equal": True}] * 3
+    assert model.dtype == torch.bfloat16
+    assert equal_parameters(model, LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
 
 
 # -- meshes
 
 
-def on_mesh(folder: str, reference: str, kind: str) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("size", "heads", "axes"), [(4, (9, 3), ("dp", "tp")), (4, (8, 1), ("dp", "tp")), (3, (8, 4), None)]
+)
+@on_ranks()
+def test_a_mesh_with_and_without_a_data_parallel_axis(folder: str, axes: tuple[str, str] | None) -> None:
     dist.init_process_group("gloo")
-    names = {"named": ("dp", "tp"), "1-D": None}[kind]
-    shape = (dist.get_world_size(),) if kind == "1-D" else (2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = load(folder, device_mesh=mesh, tp_size=mesh.size(mesh.ndim - 1))
-    error = logits_error(model, reference)
+    mesh = init_device_mesh("cpu", (2, 2) if axes else (3,), mesh_dim_names=axes)
+    size = mesh.size(mesh.ndim - 1)
+    model = load(folder, device_mesh=mesh, tp_size=size)
+    assert relative(logits_of(model), logits_of(LlamaForCausalLM.from_pretrained(folder))) < TOLERANCE
+    assert model.tp_size == size
+    assert model.tp_group.rank == dist.get_rank() % size
     dist.barrier()  # rank 0 takes the store along, which the other copy may still need
-    return {"error": error, "size": model.tp_size, "rank": model.tp_group.rank}
-
-
-def test_a_mesh_with_a_data_parallel_axis(pool: Any, cases: Any) -> None:
-    case = cases(9, 3)
-    results = pool.run(4, on_mesh, case.folder, case.reference, "named")
-    assert [result["rank"] for result in results] == [0, 1, 0, 1]
-    assert all(result["size"] == 2 and result["error"] < TOLERANCE for result in results)
-
-
-def test_shared_kv_heads_on_a_mesh_with_a_data_parallel_axis(pool: Any, cases: Any) -> None:
-    case = cases(8, 1)
-    results = pool.run(4, on_mesh, case.folder, case.reference, "named")
-    assert all(result["error"] < TOLERANCE for result in results)
-
-
-def test_a_mesh_of_one_axis(pool: Any, cases: Any) -> None:
-    case = cases(8, 4)
-    assert all(r["error"] < TOLERANCE for r in pool.run(3, on_mesh, case.folder, case.reference, "1-D"))
 
 
 # -- ways in
@@ -153,12 +137,16 @@ def test_every_way_in(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, i
         assert max(errors.values()) < TOLERANCE, errors
 
 
-def head_class(folder: str, auto: Any) -> dict[str, Any]:
-    models = []
+HEADS = [AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoModelForTokenClassification]
+
+
+@pytest.mark.parametrize("auto", wide(HEADS, 1))
+@on_ranks(2)
+def test_every_head_class_and_gradient_checkpointing(folder: str, auto: Any) -> None:
+    models, grads = [], []
     for plan in ("auto", None):
         torch.manual_seed(5)
         models.append(load(folder, auto, tp_plan=plan).train())
-    grads = []
     for model in models:
         for module in model.modules():
             if isinstance(module, torch.nn.Dropout):
@@ -170,29 +158,15 @@ def head_class(folder: str, auto: Any) -> dict[str, Any]:
         grads.append(full_gradients(model))
         model.eval()
     with torch.no_grad():
-        ours, theirs = (model(PROMPTS, attention_mask=MASK)[0] for model in models)
-    return {
-        "output": relative(ours, theirs),
-        "grads": max(relative_errors(*grads).values()),
-        "uncovered": models[0].tp_resolution.uncovered,
-    }
+        assert relative(*(model(PROMPTS, attention_mask=MASK)[0] for model in models)) < TOLERANCE
+    assert max(relative_errors(*grads).values()) < TOLERANCE
+    assert models[0].tp_resolution.uncovered == ()
 
 
-HEADS = [AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoModelForTokenClassification]
-
-
-@pytest.mark.parametrize("auto", wide(HEADS, 1))
-def test_every_head_class_and_gradient_checkpointing(pool: Any, cases: Any, auto: Any) -> None:
-    for result in pool.run(2, head_class, cases(9, 3).folder, auto):
-        assert result["output"] < TOLERANCE
-        assert result["grads"] < TOLERANCE
-        assert result["uncovered"] == ()
-
-
-def ways_to_generate(folder: str) -> list[str]:
-    """The ways in which tensor-parallel generation differs from one process."""
-    ours, theirs = load(folder), LlamaForCausalLM.from_pretrained(folder)
-    different = []
+@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 1), 3)], 1))
+@on_ranks()
+def test_ways_to_generate(folder: str) -> None:
+    models = load(folder), LlamaForCausalLM.from_pretrained(folder)
     for name, arguments in {
         "greedy": {},
         "beams": {"num_beams": 3},
@@ -202,27 +176,19 @@ def ways_to_generate(folder: str) -> list[str]:
         "scores": {"output_scores": True, "return_dict_in_generate": True},
     }.items():
         outputs = []
-        for model in (ours, theirs):
+        for model in models:
             torch.manual_seed(11)
             output = model.generate(
                 PROMPTS, attention_mask=MASK, **{"max_new_tokens": 6, "do_sample": False, **arguments}
             )
             outputs.append(getattr(output, "sequences", output))
-        if not torch.equal(*outputs):
-            different.append(name)
+        assert torch.equal(*outputs), name
     for implementation in ("eager", "sdpa"):
-        for model in (ours, theirs):
+        for model in models:
             model.set_attn_implementation(implementation)
         with torch.inference_mode():
-            error = relative(*(model(PROMPTS, attention_mask=MASK).logits for model in (ours, theirs)))
-        if error > TOLERANCE:
-            different.append(implementation)
-    return different
-
-
-@pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 1), 3)], 1))
-def test_ways_to_generate(pool: Any, cases: Any, heads: tuple[int, int], size: int) -> None:
-    assert pool.run(size, ways_to_generate, cases(*heads).folder) == [[]] * size
+            logits = (model(PROMPTS, attention_mask=MASK).logits for model in models)
+            assert relative(*logits) <= TOLERANCE, implementation
 
 
 def through_pipeline(folder: str) -> tuple[Any, ...]:
@@ -298,11 +264,8 @@ def test_a_model_that_is_cast_or_copied_is_still_whole(pool: Any, cases: Any, tm
         assert torch.equal(copied[name], tensor)
 
 
-@torch.inference_mode()
-def load_to_infer(folder: str) -> bool:
-    """Run on every rank: parameters that are made in inference mode are filled by threads, which begin outside it."""
-    return equal_parameters(load(folder, tp_map=False), AutoModelForCausalLM.from_pretrained(folder))
-
-
-def test_models_load_in_inference_mode(pool: Any, cases: Any) -> None:
-    assert pool.run(2, load_to_infer, cases(9, 3).folder) == [True, True]
+@on_ranks(2)
+def test_models_load_in_inference_mode(folder: str) -> None:
+    """Parameters that are made in inference mode are filled by threads, which begin outside it."""
+    with torch.inference_mode():
+        assert equal_parameters(load(folder, tp_map=False), AutoModelForCausalLM.from_pretrained(folder))

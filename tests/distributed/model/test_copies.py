@@ -20,6 +20,7 @@ import tp_transformers
 from tests.support.comparisons import assert_same_tensors, equal_parameters, relative
 from tests.support.models import load, load_both, logits_of
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.strategies import shard_of
 
@@ -51,8 +52,10 @@ def assert_apart(copied: Any, original: Any) -> None:
         assert (after and after.shape) == (before and before.shape), name
 
 
-def wrapped(folder: str, scratch: str) -> None:
-    """Copies of what is put around a model."""
+@needs("activations")
+@pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
+@on_ranks(2)
+def test_a_copy_of_a_wrapper_is_of_its_own_class(folder: str, tmp_path: Path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "embed_tokens"], init_lora_weights=False)
     ours, theirs = load_both(folder)
     torch.manual_seed(1)
@@ -77,12 +80,12 @@ def wrapped(folder: str, scratch: str) -> None:
     copied = copies["copy"]
     assert relative(logits_of(copied), expected) < TOLERANCE
     assert tp_transformers.is_tensor_parallel(copied.get_base_model())
-    copied.save_pretrained(f"{scratch}/ours")
+    copied.save_pretrained(f"{tmp_path}/ours")
     if dist.get_rank() == 0:
-        theirs.save_pretrained(f"{scratch}/theirs")
+        theirs.save_pretrained(f"{tmp_path}/theirs")
     dist.barrier()
-    assert_same_tensors(f"{scratch}/theirs", f"{scratch}/ours")
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{scratch}/ours")
+    assert_same_tensors(f"{tmp_path}/theirs", f"{tmp_path}/ours")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), f"{tmp_path}/ours")
     assert relative(logits_of(again), expected) < TOLERANCE
 
     model = load(folder)
@@ -109,16 +112,9 @@ def wrapped(folder: str, scratch: str) -> None:
     assert torch.equal(logits_of(copied), expected)
 
 
-@needs("activations")
-@pytest.mark.parametrize(("heads", "kv_heads"), wide([(9, 3), (8, 4)], 1))
-def test_a_copy_of_a_wrapper_is_of_its_own_class(
-    pool: Any, cases: Any, tmp_path: Path, heads: int, kv_heads: int
-) -> None:
-    pool.run(2, wrapped, cases(heads, kv_heads).folder, str(tmp_path))
-
-
-def parts(folder: str) -> None:
-    """Copies and pickles of what a model is made of."""
+@pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
+@on_ranks(2)
+def test_parts_of_a_model_are_copied_and_not_pickled(folder: str) -> None:
     model = load(folder)
     layer = model.model.layers[0]
     x = torch.randn(2, 5, layer.input_layernorm.weight.shape[0], generator=torch.Generator().manual_seed(0))
@@ -143,8 +139,3 @@ def parts(folder: str) -> None:
             with pytest.raises(tp_transformers.UnsupportedError, match="pickle of a tensor-parallel module") as told:
                 pickled()
             assert f"got {name}, as one rank holds it, expected its state. Call model.save_" in str(told.value)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (8, 4)])
-def test_parts_of_a_model_are_copied_and_not_pickled(pool: Any, cases: Any, heads: int, kv_heads: int) -> None:
-    pool.run(2, parts, cases(heads, kv_heads).folder)

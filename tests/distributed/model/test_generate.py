@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from tests.support.architectures import ARCHITECTURES
 from tests.support.comparisons import relative
-from tests.support.models import MASK, PROMPTS, VOCAB, load
+from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tp_transformers import MeshError
 
 pytestmark = pytest.mark.distributed
 
@@ -81,7 +84,8 @@ def test_ranks_sample_what_one_process_with_the_seed_of_rank_0_does(pool: Pool, 
     assert pool.run(size, sampled_otherwise, cases(9, 3).folder, cases(8, 2).folder) == [[]] * size
 
 
-def sample_in_replicas(folder: str) -> bool:
+@on_ranks(4)
+def test_replicas_of_a_mesh_with_a_data_parallel_axis_are_their_own(folder: str) -> None:
     """Two replicas of two ranks: each samples from its own prompt, by the seed of its own first rank.
 
     With synced_gpus, the replica that is done first keeps the other company.
@@ -93,11 +97,7 @@ def sample_in_replicas(folder: str) -> bool:
     torch.manual_seed(rank())
     tokens = model.generate(**prompt, synced_gpus=True)
     torch.manual_seed(2 * replica)
-    return torch.equal(tokens, LlamaForCausalLM.from_pretrained(folder).generate(**prompt))
-
-
-def test_replicas_of_a_mesh_with_a_data_parallel_axis_are_their_own(pool: Pool, cases: Any) -> None:
-    assert pool.run(4, sample_in_replicas, cases(9, 3).folder) == [True] * 4
+    assert torch.equal(tokens, LlamaForCausalLM.from_pretrained(folder).generate(**prompt))
 
 
 # -- one prompt, one moment to stop
@@ -149,54 +149,43 @@ def test_what_fails_on_one_rank_is_told_on_all(pool: Pool, cases: Any) -> None:
     assert here[4] == "no error"
 
 
-def stop(folder: str) -> dict[str, Any]:
-    """Tokens where ranks would stop at different steps."""
+@on_ranks(2)
+def test_ranks_stop_together(folder: str) -> None:
+    """Where they would stop at different steps."""
     model, whole, first = load(folder), LlamaForCausalLM.from_pretrained(folder), rank() == 0
-    tokens = whole.generate(**BATCH)
-    found: dict[str, Any] = {"all": tokens}
-    clock = iter(range(100))
-    now = (lambda: 0.0) if first else (lambda: float(next(clock)))
-    stopping_criteria.time = SimpleNamespace(time=now)
-    try:  # the clock of rank 1 goes by a second a step
-        found["time"] = model.generate(**BATCH, max_time=2.5)
+    tokens, start = whole.generate(**BATCH), PROMPTS.shape[1]
+    for beams in (1, 2):  # the clock of rank 1 goes by a second a step
         clock = iter(range(100))
-        found["time, beams"] = model.generate(**BATCH, num_beams=2, max_time=2.5).shape[1]
-    finally:
-        stopping_criteria.time = __import__("time")
+        now = (lambda: 0.0) if first else (lambda clock=clock: float(next(clock)))
+        with mock.patch.object(stopping_criteria, "time", SimpleNamespace(time=now)):
+            found = model.generate(**BATCH, num_beams=beams, max_time=2.5)
+        if beams == 1:  # its clock started at 0, and says 3 at the third
+            assert torch.equal(found, tokens[:, : start + 3])
+        assert found.shape[1] < start + NEW
     enough = stopping_criteria.StoppingCriteriaList(
-        [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] == PROMPTS.shape[1] + 2)]
+        [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] == start + 2)]
     )
-    found["criterion"] = model.generate(**BATCH, stopping_criteria=enough if first else None)
+    found = model.generate(**BATCH, stopping_criteria=enough if first else None)
+    assert torch.equal(found, tokens[:, : start + 2])
     strings = {**ONE, "stop_strings": letters().decode(tokens[1, -3]), "tokenizer": letters()}
-    found["strings"] = torch.equal(*(each.generate(**{**BATCH, **strings}) for each in (model, whole)))
+    assert torch.equal(*(each.generate(**{**BATCH, **strings}) for each in (model, whole)))
     streamer = Collector()
     model.generate(**{**BATCH, **ONE}, streamer=streamer if first else None)
-    found["streamed"] = torch.equal(torch.cat(streamer.tokens), tokens[1]) and streamer.ended if first else True
-    return found
+    if first:
+        assert torch.equal(torch.cat(streamer.tokens), tokens[1])
+        assert streamer.ended
 
 
-def test_ranks_stop_together(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, stop, cases(9, 3).folder, timeout=90):
-        tokens, start = found["all"], PROMPTS.shape[1]
-        assert torch.equal(found["time"], tokens[:, : start + 3])  # its clock started at 0, and says 3 at the third
-        assert found["time, beams"] < start + NEW
-        assert torch.equal(found["criterion"], tokens[:, : start + 2])
-        assert found["strings"]
-        assert found["streamed"]
-
-
-def chat(folder: str) -> bool:
+@on_ranks(2)
+def test_a_chat_through_a_pipeline(folder: str) -> None:
     messages = [[{"role": "user", "content": text}] for text in ("Hello", "Who are you?")]
     texts = []
     for model in (load(folder), LlamaForCausalLM.from_pretrained(folder)):
         torch.manual_seed(7 + rank() * hasattr(model, "tp_group"))
         pipe = pipeline("text-generation", model=model, tokenizer=letters())
         texts.append(pipe(messages, max_new_tokens=NEW, do_sample=True, batch_size=2))
-    return texts[0] == texts[1] and texts[0][0][0]["generated_text"][-1]["role"] == "assistant"
-
-
-def test_a_chat_through_a_pipeline(pool: Pool, cases: Any) -> None:
-    assert pool.run(2, chat, cases(9, 3).folder) == [True, True]
+    assert texts[0] == texts[1]
+    assert texts[0][0][0]["generated_text"][-1]["role"] == "assistant"
 
 
 # -- caches, and what is returned
@@ -285,12 +274,12 @@ LAYERS_OF_THEIR_OWN = Version(transformers.__version__) >= Version("5.23")
 """True if transformers itself gives the shape of such a cache layer by layer; before, it raises in one process too."""
 
 
-def generate_with_other_heads(folder: str) -> tuple[Any, bool]:
-    """Run on every rank: the shape of a static cache, and whether its tokens are those of one process."""
-    ours, theirs = (load(folder, tp_plan=plan) for plan in ("auto", None))
-    tokens = (model.generate(**BATCH, cache_implementation="static") for model in (ours, theirs))
-    same = torch.equal(*tokens)
-    return ours._get_static_cache_init_shape() if LAYERS_OF_THEIR_OWN else None, same
+def generate_with_other_heads(folder: str) -> None:
+    """Run on every rank: the shape of a static cache, and its tokens."""
+    ours, theirs = load_both(folder)
+    assert torch.equal(*(model.generate(**BATCH, cache_implementation="static") for model in (ours, theirs)))
+    if LAYERS_OF_THEIR_OWN:
+        assert ours._get_static_cache_init_shape() == ([2, 1], [8, 16])
 
 
 @pytest.mark.skipif(not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="one number for all layers")
@@ -301,10 +290,7 @@ def test_a_static_cache_where_layers_differ_in_kv_heads(pool: Pool, tmp_path: Pa
     others = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "eos_token_id": None}
     config = transformers.Gemma4TextConfig(**sizes, **heads, **kinds, **others, initializer_range=0.2)
     transformers.Gemma4ForCausalLM(config).save_pretrained(tmp_path)
-    assert (
-        pool.run(2, generate_with_other_heads, str(tmp_path))
-        == [(([2, 1], [8, 16]) if LAYERS_OF_THEIR_OWN else None, True)] * 2
-    )
+    pool.run(2, generate_with_other_heads, str(tmp_path))
 
 
 # -- arguments by position, for classes with a `generate` of their own
@@ -324,33 +310,18 @@ class Naming(LlamaForCausalLM):
         return super().generate(prompt, *args, **kwargs)
 
 
-def by_position(folder: str) -> list[str]:
-    """The calls with positional arguments that differ from one process, or tell another error."""
-    different = []
+@needs("debug")
+@on_ranks(2)
+def test_positions_stay_positions_where_a_class_has_its_own_generate(folder: str) -> None:
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     for kind in (Passing, Naming):
         model, whole, own = load(folder, kind), kind.from_pretrained(folder), Collector()
-        expected = whole.generate(PROMPTS, config, attention_mask=MASK)
-        if not torch.equal(model.generate(PROMPTS, config, attention_mask=MASK), expected):
-            different.append(f"{kind.__name__}'s tokens")
-        model.generate(PROMPTS[1:], config, *[None] * 5, own if dist.get_rank() else None)
-        if dist.get_rank() and not torch.equal(
-            torch.cat(own.tokens[1:]), whole.generate(PROMPTS[1:], config)[0, -NEW:]
-        ):
-            different.append(f"{kind.__name__}'s stream")
-        for arguments, named, told in (
-            ((PROMPTS + dist.get_rank(), config), {}, "MeshError: generate's"),
-            ((PROMPTS, config), {"generation_config": config}, "TypeError:"),
-        ):
-            try:
-                model.generate(*arguments, **named)
-                different.append(f"{kind.__name__}: no {told}")
-            except Exception as error:
-                if not f"{type(error).__name__}: {error}".startswith(told):
-                    different.append(f"{kind.__name__}: {error}")
-    return different
-
-
-@needs("debug")
-def test_positions_stay_positions_where_a_class_has_its_own_generate(pool: Pool, cases: Any) -> None:
-    assert pool.run(2, by_position, cases(9, 3).folder) == [[]] * 2
+        tokens = (each.generate(PROMPTS, config, attention_mask=MASK) for each in (model, whole))
+        assert torch.equal(*tokens), kind
+        model.generate(PROMPTS[1:], config, *[None] * 5, own if rank() else None)
+        expected = whole.generate(PROMPTS[1:], config)[0, -NEW:]
+        assert not rank() or torch.equal(torch.cat(own.tokens[1:]), expected), kind
+        with pytest.raises(MeshError, match=r"^generate's"):
+            model.generate(PROMPTS + rank(), config)
+        with pytest.raises(TypeError):
+            model.generate(PROMPTS, config, generation_config=config)

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from tests.support.models import MASK, PROMPTS, VOCAB, load
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tp_transformers import MeshError
 from tp_transformers.ranks import direct
@@ -104,15 +105,11 @@ def test_different_tokens_are_one_error_on_all_ranks(pool: Pool, cases: Any, way
     assert f"at position {PROMPTS.shape[1]} of sequence 0, expected the same on all ranks of a model. {name} " in first
 
 
-def all_reduces(folder: str) -> list[int]:
-    """Run on every rank: maxima over the ranks in one `generate`, without and with a user's own code."""
-    model, found = load(folder), []
-    for way in ({}, WAYS["numpy"]()):
+@on_ranks(2)
+def test_only_with_a_users_own_code_are_tokens_compared(folder: str) -> None:
+    """By maxima over the ranks."""
+    model = load(folder)
+    for way, maxima in (({}, 0), (WAYS["numpy"](), NEW)):
         with mock.patch.object(direct, "all_reduce", wraps=direct.all_reduce) as counted:
             model.generate(**BATCH, **way, do_sample=False)
-        found.append(sum(call.args[2:] == (direct.MAX,) for call in counted.call_args_list))
-    return found
-
-
-def test_only_with_a_users_own_code_are_tokens_compared(pool: Pool, cases: Any) -> None:
-    assert pool.run(2, all_reduces, cases(9, 3).folder, timeout=60) == [[0, NEW]] * 2
+        assert sum(call.args[2:] == (direct.MAX,) for call in counted.call_args_list) == maxima

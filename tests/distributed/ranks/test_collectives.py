@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.support.comparisons import relative
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.ranks import collectives, direct
 from tp_transformers.ranks.collectives import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
@@ -20,58 +20,56 @@ from tp_transformers.ranks.mesh import join
 pytestmark = pytest.mark.distributed
 
 
-def run_collectives() -> list[float]:
+@pytest.mark.parametrize("size", wide([3, 2], 1))
+@on_ranks()
+def test_collectives_and_their_backward() -> None:
     group = join()
     rank, size, process_group = group.rank, group.size, group.process_group
     widths = tuple(range(1, size + 1))
-    results = []
+    own, total = torch.full((2, 3), float(rank + 1)), torch.full((2, 3), float(sum(widths)))
 
     # f: identity forward, sum backward.
-    x = torch.full((2, 3), float(rank + 1), requires_grad=True)
+    x = own.clone().requires_grad_()
     y = copy_to_region(x, process_group)
     (y * (rank + 1)).sum().backward()
-    results += [relative(y, x.detach()), relative(x.grad, torch.full((2, 3), float(sum(widths))))]
+    assert torch.equal(y, own)
+    assert torch.equal(x.grad, total)
     # g: sum forward, identity backward; the input is left as it was.
-    x = torch.full((2, 3), float(rank + 1), requires_grad=True)
+    x = own.clone().requires_grad_()
     y = reduce_from_region(x, process_group)
     (y * 5).sum().backward()
-    results += [relative(y, torch.full((2, 3), float(sum(widths)))), relative(x.grad, torch.full((2, 3), 5.0))]
-    results.append(float((x != rank + 1).any()))
+    assert torch.equal(y, total)
+    assert torch.equal(x.grad, torch.full((2, 3), 5.0))
+    assert torch.equal(x, own)
     # In place, what needs no gradient is the sum itself.
     for records in (False, True):
-        x = torch.full((2, 3), float(rank + 1))
+        x = own.clone()
         with torch.set_grad_enabled(records):
             y = reduce_from_region(x, process_group, in_place=True)
-        results += [relative(y, torch.full((2, 3), float(sum(widths)))), float(y is not x or y.requires_grad)]
+        assert torch.equal(y, total)
+        assert y is x
+        assert not y.requires_grad
     # The base of a view is left as it was, too.
-    base = torch.full((2, 3), float(rank + 1), requires_grad=True) * 1
+    base = own.clone().requires_grad_() * 1
     y = reduce_from_region(base.view(3, 2), process_group, in_place=True)
     y.sum().backward()
-    results += [relative(y, torch.full((3, 2), float(sum(widths)))), float((base != rank + 1).any())]
+    assert torch.equal(y, total.view(3, 2))
+    assert torch.equal(base, own)
     # Gather and scatter are each other's backward, along any dim.
     for dim in (0, 1, -1):
         whole = torch.arange(2.0 * 3 * sum(widths)).reshape(2, 3, sum(widths)).movedim(-1, dim)
-        start = sum(widths[:rank])
-        part = whole.narrow(dim, start, widths[rank])
-        x = part.clone().requires_grad_()
-        y = gather_from_region(x, widths, process_group, dim=dim)
-        (y * whole).sum().backward()
-        results += [relative(y, whole), relative(x.grad, part)]
-        x = whole.clone().requires_grad_()
-        y = scatter_to_region(x, widths, process_group, dim=dim)
-        (y * part).sum().backward()
-        results += [relative(y, part), relative(x.grad, whole)]
-    return results
+        part = whole.narrow(dim, sum(widths[:rank]), widths[rank])
+        for move, before, after in ((gather_from_region, part, whole), (scatter_to_region, whole, part)):
+            x = before.clone().requires_grad_()
+            y = move(x, widths, process_group, dim=dim)
+            (y * after).sum().backward()
+            assert torch.equal(y, after)
+            assert torch.equal(x.grad, before)
 
 
-@pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_collectives_and_their_backward(pool: Any, size: int) -> None:
-    for results in pool.run(size, run_collectives):
-        assert max(results) == 0
-
-
-def by_backend() -> list[float]:
-    """Run on every rank: collectives of a group without a transport."""
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_collectives_without_a_transport() -> None:
     group = join()
     rank, size, process_group = group.rank, group.size, group.process_group
     ranks, rows = torch.arange(float(size))[:, None], torch.arange(2.0 * size)[:, None].expand(-1, 3)
@@ -80,22 +78,23 @@ def by_backend() -> list[float]:
         direct.all_reduce(total, process_group)
         direct.all_reduce(largest, process_group, direct.MAX)
         direct.broadcast(sent, process_group, size - 1)
-        return [
-            relative(total, torch.full((3,), float(size + sum(range(size))))),
-            relative(largest, torch.full((3,), float(size))),
-            relative(sent, torch.full((3,), float(size - 1))),
-            relative(direct.all_gather(ranks[rank : rank + 1], process_group), ranks),
-            relative(
+        for found, expected in (
+            (total, torch.full((3,), float(size + sum(range(size))))),
+            (largest, torch.full((3,), float(size))),
+            (sent, torch.full((3,), float(size - 1))),
+            (direct.all_gather(ranks[rank : rank + 1], process_group), ranks),
+            (
                 direct.reduce_scatter(rows * (rank + 1), process_group),
                 rows.view(size, 2, 3)[rank] * sum(range(size + 1)),
             ),
-            relative(direct.all_to_all(ranks + rank, [1] * size, [1] * size, process_group), ranks + rank),
-            float(group.gather(rank) != [*range(size)]),
-        ]
+            (direct.all_to_all(ranks + rank, [1] * size, [1] * size, process_group), ranks + rank),
+        ):
+            assert torch.equal(found, expected)
+        assert group.gather(rank) == [*range(size)]
 
 
-def compiled() -> list[float]:
-    """Run on every rank: graphs of a group without custom operators."""
+@on_ranks(2)
+def test_graphs_without_operators() -> None:
     group = join()
     process_group, ranks = group.process_group, torch.arange(float(group.size))[:, None]
 
@@ -106,33 +105,18 @@ def compiled() -> list[float]:
 
     with mock.patch.dict(direct.OPERATORS, clear=True):
         total, gathered = torch.compile(both, backend="eager", fullgraph=True)(ranks[group.rank :][:1])
-    return [relative(gathered, ranks), relative(total, (ranks + 1).sum(0, keepdim=True))]
+    assert torch.equal(gathered, ranks)
+    assert torch.equal(total, (ranks + 1).sum(0, keepdim=True))
 
 
-def test_graphs_without_operators(pool: Any) -> None:
-    for results in pool.run(2, compiled):
-        assert max(results) == 0
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_collectives_without_a_transport(pool: Any, size: int) -> None:
-    for results in pool.run(size, by_backend):
-        assert max(results) == 0
-
-
-def gather_lengths() -> bool:
-    """Run on every rank: gathered values whose lengths differ by rank."""
-    group, found = join(), []
+@on_ranks(3)
+def test_values_of_any_length_are_gathered() -> None:
+    group = join()
     for base in (0, 350, FIRST_BYTES, 5000):
         values = [bytes([rank]) * (base + 97 * rank) for rank in range(group.size)]
         expected: list[Any] = [None] * group.size
         dist.all_gather_object(expected, values[group.rank])
-        found.append(group.gather(values[group.rank]) == expected)
-    return all(found)
-
-
-def test_values_of_any_length_are_gathered(pool: Any) -> None:
-    assert pool.run(3, gather_lengths) == [True] * 3
+        assert group.gather(values[group.rank]) == expected
 
 
 def test_padding_makes_no_zeros_in_a_graph() -> None:

@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 
+from tests.support.on_ranks import on_ranks
+from tp_transformers.errors import RemoteRankError
 from tp_transformers.ranks import group as group_module
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.ranks.mesh import join
@@ -52,17 +54,14 @@ def fail(where: str, slow: int | None = None) -> list[str]:
 ALL = ["before", "a value", "between", "a job", "after", "a node", "a block", "later", "the same"]
 
 
-def fail_everywhere() -> dict[str, list[str]]:
-    return {where: fail(where) for where in ALL}
-
-
-def test_a_fault_on_one_rank_is_the_same_error_on_all(pool: Any) -> None:
+@on_ranks(3)
+def test_a_fault_on_one_rank_is_the_same_error_on_all() -> None:
     """And the next vote is as if nothing had been."""
-    for each in pool.run(3, fail_everywhere, timeout=60):
-        for where, found in each.items():
-            assert found[-1] == f"RemoteRankError: rank 2: ValueError: in {where}"
-            assert found[:-1] == ALL[: len(found) - 1]
-            assert len(found) <= ALL.index(where) + 3, "ranks went on"
+    for where in ALL:
+        *passed, error = fail(where)
+        assert error == f"RemoteRankError: rank 2: ValueError: in {where}"
+        assert passed == ALL[: len(passed)]
+        assert len(passed) <= ALL.index(where) + 2, "ranks went on"
 
 
 def test_a_rank_that_is_busy_ends_its_job_before_it_hears_of_a_fault(pool: Any) -> None:
@@ -71,38 +70,26 @@ def test_a_rank_that_is_busy_ends_its_job_before_it_hears_of_a_fault(pool: Any) 
     assert found[1][-1] == found[0][-1]
 
 
-def without_threads() -> str:
-    """Run on every rank: the last one can start no thread."""
+@on_ranks(2)
+def test_a_rank_that_can_start_no_thread_is_an_error_on_all() -> None:
     group = join()
     last = group.rank == group.size - 1
     start: Any = mock.Mock(side_effect=RuntimeError("can't start new thread")) if last else threading.Thread.start
-    with mock.patch.object(threading.Thread, "start", start):
-        try:
-            group.together(lambda: None)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+    with (
+        mock.patch.object(threading.Thread, "start", start),
+        pytest.raises(RemoteRankError, match=r"^rank 1: RuntimeError: can't start new thread$"),
+    ):
+        group.together(lambda: None)
 
 
-def test_a_rank_that_can_start_no_thread_is_an_error_on_all(pool: Any) -> None:
-    found = pool.run(2, without_threads, timeout=60)
-    assert found == ["RemoteRankError: rank 1: RuntimeError: can't start new thread"] * 2
-
-
-def interrupted() -> str:
-    """Run on every rank: the last one is interrupted in its job."""
+@on_ranks(2)
+def test_a_rank_that_is_interrupted_leaves_no_other_waiting() -> None:
     group = join()
+    last = group.rank == group.size - 1
 
     def job() -> None:
-        if group.rank == group.size - 1:
+        if last:
             raise KeyboardInterrupt
 
-    try:
+    with pytest.raises(KeyboardInterrupt if last else RemoteRankError):
         group.together(job)
-    except BaseException as error:
-        return type(error).__name__
-    return ""
-
-
-def test_a_rank_that_is_interrupted_leaves_no_other_waiting(pool: Any) -> None:
-    assert pool.run(2, interrupted, timeout=60) == ["RemoteRankError", "KeyboardInterrupt"]

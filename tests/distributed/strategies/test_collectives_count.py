@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.architectures import ARCHITECTURES, architecture_case
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
@@ -225,20 +226,20 @@ def communicated(operators: Operators) -> Counter[str]:
     return Counter({name: count for name, count in operators.seen.items() if name.startswith("c10d::")})
 
 
-def steps(folder: str) -> dict[str, Counter[str]]:
+@on_ranks(2, heads=(8, 4))
+def test_ranks_agree_in_a_step_only_where_something_can_differ(folder: str) -> None:
     """Collectives of a step of `generate` beside those of the model's forward."""
-    model, found = load(folder), {}
+    model, one = load(folder), Counter({"c10d::allreduce_": 1})
     never = [lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)]
-    ways: dict[str, Any] = {
-        "greedy": {},
-        "sampling": {"do_sample": True},
-        "beams": {"num_beams": 2},
-        "a criterion": {"stopping_criteria": never},
-        "a clock": {"max_time": 1e6},
-    }
     with torch.no_grad(), Operators() as forward:
         model(PROMPTS)
-    for name, way in ways.items():
+    for way, beside in (
+        ({}, Counter()),
+        ({"do_sample": True}, Counter()),  # from one random state, which the first step shares
+        ({"num_beams": 2}, Counter()),
+        ({"stopping_criteria": never}, one),
+        ({"max_time": 1e6}, one),
+    ):
         counts = []
         for new in (2, 3):
             with Operators() as operators:
@@ -246,17 +247,4 @@ def steps(folder: str) -> dict[str, Counter[str]]:
             counts.append(communicated(operators))
         step = counts[1] - counts[0]
         assert not communicated(forward) - step
-        found[name] = step - communicated(forward)
-    return found
-
-
-def test_ranks_agree_in_a_step_only_where_something_can_differ(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, steps, cases(8, 4).folder):
-        one = Counter({"c10d::allreduce_": 1})
-        assert found == {
-            "greedy": Counter(),
-            "sampling": Counter(),  # from one random state, which the first step shares
-            "beams": Counter(),
-            "a criterion": one,
-            "a clock": one,
-        }
+        assert step - communicated(forward) == beside, way

@@ -19,6 +19,7 @@ import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.groups import counts, join
 from tests.support.modules import randn, randomized, shard_module
+from tests.support.on_ranks import on_ranks
 from tests.support.strategy_cases import TOLERANCE
 from tests.support.tiers import wide
 from tp_transformers.ranks.collectives import gather_from_region
@@ -27,41 +28,33 @@ from tp_transformers.strategies import ColwiseParallel, SequenceParallel
 pytestmark = pytest.mark.distributed
 
 
-def run_dtensor_output() -> bool:
+@on_ranks(2)
+def test_outputs_can_stay_dtensors() -> None:
     group = join()
     torch.manual_seed(0)
     module = nn.Linear(6, 7)
     x = torch.randn(2, 6)
-    results = []
     for layouts in (None, Replicate()):
         local = shard_module(module, {"": ColwiseParallel(output_layouts=layouts, use_local_output=False)}, group)
         output = local(x)
         assert isinstance(output, DTensor)
-        results.append(torch.allclose(output.full_tensor(), module(x), atol=1e-6))
-    return all(results)
+        assert torch.allclose(output.full_tensor(), module(x), atol=1e-6)
 
 
-def test_outputs_can_stay_dtensors(pool: Any) -> None:
-    assert all(pool.run(2, run_dtensor_output))
-
-
-def described() -> list[bool]:
-    """Run on every rank: whether torch.compile is told of memory of its own for a DTensor and for its local tensor."""
-    group = join()
-    local = shard_module(nn.Linear(6, 4), {"": ColwiseParallel(output_layouts=Replicate())}, group)
-    with tracing(TracingContext(FakeTensorMode())):
-        descriptions = [MetaTensorDescriber().describe_tensor(param) for param in local.parameters()]
-    return [each.storage.id != each.attrs["_local_tensor"].storage.id for each in descriptions]
-
-
-def test_compilers_are_told_of_dtensors(pool: Any) -> None:
+@on_ranks(2)
+def test_compilers_are_told_of_dtensors() -> None:
     """Torch before 2.12 takes a DTensor in the memory of its local tensor for a view, and cannot compile it."""
-    for each in pool.run(2, described):
-        assert each == [True, True]
+    local = shard_module(nn.Linear(6, 4), {"": ColwiseParallel(output_layouts=Replicate())}, join())
+    assert len(list(local.parameters())) == 2
+    with tracing(TracingContext(FakeTensorMode())):
+        for param in local.parameters():
+            told = MetaTensorDescriber().describe_tensor(param)
+            assert told.storage.id != told.attrs["_local_tensor"].storage.id
 
 
-def run_gradients() -> dict[str, float]:
-    """Gradients of DTensor parameters, as they come, are added up, are asked for, and pass hooks."""
+@on_ranks(2)
+def test_gradients_of_parameters_are_dtensors() -> None:
+    """As they come, are added up, are asked for, and pass hooks."""
     group = join()
     torch.manual_seed(0)
     module, x = nn.Linear(6, 4).double(), randn(2, 6)
@@ -80,36 +73,31 @@ def run_gradients() -> dict[str, float]:
 
     loss().backward()
     assert isinstance(weight.grad, DTensor)
-    kept, found = weight.grad, {"first": error(weight.grad)}
+    kept = weight.grad
+    assert error(kept) < TOLERANCE
     loss().backward()
     assert weight.grad is kept
-    found["added up"] = error(weight.grad, 2)
+    assert error(kept, 2) < TOLERANCE, "added up"
     (asked,) = torch.autograd.grad(loss(), [weight])
-    found["asked"] = max(error(asked), error(asked + asked, 2), error(torch.stack([asked]).sum(0)))
+    assert max(error(asked), error(asked + asked, 2), error(torch.stack([asked]).sum(0))) < TOLERANCE
     stored = io.BytesIO()
     torch.save(asked, stored)
     stored.seek(0)
-    found["stored"] = max(error(copy.deepcopy(asked)), error(torch.load(stored)))
-    found["as before"] = error(weight.grad, 2)
-    kept = weight.grad = distribute_tensor(torch.zeros_like(expected), group.device_mesh, [Replicate()])
+    assert max(error(copy.deepcopy(asked)), error(torch.load(stored))) < TOLERANCE
+    assert error(weight.grad, 2) < TOLERANCE, "as before"
+    weight.grad = distribute_tensor(torch.zeros_like(expected), group.device_mesh, [Replicate()])
     loss().backward()
-    found["of another placement"] = relative(weight.grad.full_tensor(), expected)
+    assert relative(weight.grad.full_tensor(), expected) < TOLERANCE, "of another placement"
     weight.grad = None
     weight.register_post_accumulate_grad_hook(lambda param: seen.append(type(param.grad)))
     weight.register_hook(lambda grad: 2 * grad)
     loss().backward()
-    found["hooked"] = error(weight.grad, 2)
+    assert error(weight.grad, 2) < TOLERANCE, "hooked"
     assert issubclass(seen[0], DTensor)
     weight.grad = None
     with torch.autograd.detect_anomaly():
         loss().backward()
-    found["looked at for nan"] = error(weight.grad, 2)
-    return found
-
-
-def test_gradients_of_parameters_are_dtensors(pool: Any) -> None:
-    for found in pool.run(2, run_gradients):
-        assert max(found.values()) < TOLERANCE, found
+    assert error(weight.grad, 2) < TOLERANCE, "looked at for nan"
 
 
 def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
@@ -136,16 +124,13 @@ def run_dtensor_inputs(name: str, is_cut: bool) -> dict[str, float]:
     }
 
 
-def run_all_dtensor_inputs() -> dict[tuple[str, bool], dict[str, float]]:
-    names = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "packed_rowwise")
-    return {case: run_dtensor_inputs(*case) for case in product(names, (False, True))}
-
-
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_inputs_may_be_dtensors(pool: Any, size: int) -> None:
-    for found in pool.run(size, run_all_dtensor_inputs, timeout=60):
-        for case, differences in found.items():
-            assert max(differences.values()) < TOLERANCE, (case, differences)
+@on_ranks()
+def test_inputs_may_be_dtensors() -> None:
+    names = ("colwise", "colwise_rep", "rowwise", "rowwise_rep", "packed_rowwise")
+    for case in product(names, (False, True)):
+        differences = run_dtensor_inputs(*case)
+        assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
 def run_sequence_of_dtensors(length: int, form: str) -> dict[str, float]:
@@ -177,24 +162,17 @@ def run_sequence_of_dtensors(length: int, form: str) -> dict[str, float]:
     return differences
 
 
-def run_sequences_of_dtensors() -> dict[tuple[int, str], dict[str, float]]:
-    # 4 tokens on 3 ranks: the last one has none
-    return {case: run_sequence_of_dtensors(*case) for case in product((4, 5, 6), ("whole", "cut", "plain"))}
-
-
 @pytest.mark.parametrize("size", [2, 3])
-def test_sequences_leave_as_dtensors_of_their_length(pool: Any, size: int) -> None:
-    for found in pool.run(size, run_sequences_of_dtensors, timeout=60):
-        for case, differences in found.items():
-            assert max(differences.values()) < TOLERANCE, (case, differences)
+@on_ranks()
+def test_sequences_leave_as_dtensors_of_their_length() -> None:
+    for case in product((4, 5, 6), ("whole", "cut", "plain")):  # 4 tokens on 3 ranks: the last one has none
+        differences = run_sequence_of_dtensors(*case)
+        assert max(differences.values()) < TOLERANCE, (case, differences)
 
 
-def run_sequence_that_no_placement_describes() -> None:
+@on_ranks(3)
+def test_a_sequence_that_no_placement_describes_is_refused_on_all_ranks() -> None:
     group = join()
     local = shard_module(nn.LayerNorm(6), {"": SequenceParallel(use_local_output=False)}, group)
     with pytest.raises(ValueError, match=r"sequence sharded into \[3, 2, 2\]; use use_local_output=True"):
         local(torch.ones(1, counts(7, 3)[group.rank], 6))
-
-
-def test_a_sequence_that_no_placement_describes_is_refused_on_all_ranks(pool: Any) -> None:
-    pool.run(3, run_sequence_that_no_placement_describes, timeout=60)

@@ -8,6 +8,7 @@ import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ import tp_transformers
 from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGITS_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load, load_both
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
+from tp_transformers.features.sequence import region
 from tp_transformers.features.sequence.region import RegionBlock
 
 pytestmark = pytest.mark.distributed
@@ -43,68 +46,50 @@ def training_error(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
     return max(relative(*(loss.detach() for loss in losses)), *grads.values())
 
 
-def copy_heads(folder: str) -> dict[str, Any]:
+@on_ranks(2, heads=(8, 2))
+def test_a_copy_of_a_loss_parallel_model_has_whole_logits(folder: str) -> None:
     ours, theirs = load_both(folder, tp_loss_parallel=True)
     ours(PROMPTS, labels=PROMPTS)
     copied = copy.deepcopy(ours)
     expected = theirs(PROMPTS).logits.detach()
     with torch.no_grad():
-        first = [relative(model(PROMPTS).logits, expected) for model in (copied, ours)]
+        assert max(relative(model(PROMPTS).logits, expected) for model in (copied, ours)) < LOGITS_TOLERANCE
         again = copy.deepcopy(copied)
         part = again(PROMPTS, labels=PROMPTS)
         tokens = [model.generate(PROMPTS, max_new_tokens=4, do_sample=False) for model in (theirs, ours, copied, again)]
-    return {
-        "logits": max(first),
-        "trained": max(training_error(model, theirs, TOKENS) for model in (again, copied, ours)),
-        "width": part.logits.shape[-1],
-        "tokens": all(torch.equal(tokens[0], each) for each in tokens[1:]),
-    }
+    for model in (again, copied, ours):
+        assert training_error(model, theirs, TOKENS) < GRADIENT_TOLERANCE
+    assert part.logits.shape[-1] == (100, 99)[dist.get_rank()]
+    assert all(torch.equal(tokens[0], each) for each in tokens[1:])
 
 
-def test_a_copy_of_a_loss_parallel_model_has_whole_logits(pool: Pool, cases: Any) -> None:
-    for rank, found in enumerate(pool.run(2, copy_heads, cases(8, 2).folder)):
-        assert found["logits"] < LOGITS_TOLERANCE
-        assert found["trained"] < GRADIENT_TOLERANCE
-        assert found["width"] == (100, 99)[rank]
-        assert found["tokens"]
-
-
-def copy_sequences(folder: str) -> float:
+@on_ranks(2, heads=(8, 2))
+def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(folder: str) -> None:
     ours, theirs = load_both(folder, tp_sequence_parallel=True, tp_loss_parallel=True)
-    found = [training_error(ours, theirs, TOKENS[:, :9])]
+    assert training_error(ours, theirs, TOKENS[:, :9]) < GRADIENT_TOLERANCE
     copied = copy.deepcopy(ours)
     for model in (copied, ours, copy.deepcopy(copied)):
         for length in (10, 9, 1):  # of one token, the second rank has none
             tokens = TOKENS[:, :length]
-            found.append(relative(model(tokens).logits.detach(), theirs(tokens).logits.detach()))
-        found.append(training_error(model, theirs, TOKENS, TOKENS[:1, :7]))
-    return max(found)
+            assert relative(model(tokens).logits.detach(), theirs(tokens).logits.detach()) < GRADIENT_TOLERANCE
+        assert training_error(model, theirs, TOKENS, TOKENS[:1, :7]) < GRADIENT_TOLERANCE
 
 
-def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(pool: Pool, cases: Any) -> None:
-    assert max(pool.run(2, copy_sequences, cases(8, 2).folder)) < GRADIENT_TOLERANCE
-
-
-def copy_batches(folder: str) -> float:
+@on_ranks(2, heads=(8, 2))
+def test_a_copy_of_a_batch_sharded_model_takes_other_batches(folder: str) -> None:
     """Ranks with batches of their own, of one size and then of others."""
     ours, theirs = load_both(folder, tp_batch_sharded=True)
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
     same, other = torch.stack([TOKENS, TOKENS.roll(1, 1)])[rank], TOKENS[: 1 + rank, :7]
     ours(same, labels=same).loss.backward()
     copied = copy.deepcopy(ours)
     with torch.no_grad():
         for model in (copied, ours):
             for batch in (other, same, other):
-                found.append(relative(model(batch).logits, theirs(batch).logits))
+                assert relative(model(batch).logits, theirs(batch).logits) < LOGITS_TOLERANCE
             # By itself, a block takes batches of any size, too.
             states = torch.ones(1 + rank, 3, ours.config.hidden_size)
-            mlps = (each.model.layers[0].mlp(states) for each in (model, theirs))
-            found.append(relative(*mlps))
-    return max(found)
-
-
-def test_a_copy_of_a_batch_sharded_model_takes_other_batches(pool: Pool, cases: Any) -> None:
-    assert max(pool.run(2, copy_batches, cases(8, 2).folder)) < LOGITS_TOLERANCE
+            assert relative(*(each.model.layers[0].mlp(states) for each in (model, theirs))) < LOGITS_TOLERANCE
 
 
 # -- arguments
@@ -149,17 +134,18 @@ def test_keywords_are_bound_by_the_signature(pool: Pool, tmp_path: Path, name: s
 # -- adapters
 
 
-def watch(folder: str) -> tuple[int, int, int, int]:
-    """How many hooks every module of the process passes: before a model is loaded, with it, with a copy, after both."""
+@on_ranks(2, heads=(8, 2))
+def test_no_hook_outlives_the_models(folder: str) -> None:
+    """Hooks that every module of the process passes: for adapters, and for modules in place of sharded ones."""
     hooks = nn.modules.module._global_module_registration_hooks
-    found = [len(hooks)]
+    assert len(hooks) == 0
     ours, theirs = load_both(folder)
     tp_transformers.disable()
-    found.append(len(hooks))
+    assert len(hooks) == 2
     copied = copy.deepcopy(ours)
     del ours
     gc.collect()
-    found.append(len(hooks))
+    assert len(hooks) == 2
     adapted = []
     for model in (copied, theirs):
         torch.manual_seed(1)
@@ -168,13 +154,7 @@ def watch(folder: str) -> tuple[int, int, int, int]:
         assert relative(*(model(PROMPTS).logits for model in adapted)) < LOGITS_TOLERANCE
     del copied, adapted, model
     gc.collect()
-    return (*found, len(hooks))
-
-
-def test_no_hook_outlives_the_models(pool: Pool, cases: Any) -> None:
-    assert (
-        pool.run(2, watch, cases(8, 2).folder) == [(0, 2, 2, 0)] * 2
-    )  # adapters, and modules in place of sharded ones
+    assert len(hooks) == 0
 
 
 # -- nested, and computed again
@@ -191,8 +171,8 @@ class Checkpointed(nn.Module):
         return checkpoint(self.module, x, use_reentrant=self.use_reentrant)
 
 
-def compute_again(folder: str) -> tuple[float, bool]:
-    found = []
+@on_ranks(2, heads=(8, 2))
+def test_blocks_are_nested_and_computed_again(folder: str) -> None:
     for use_reentrant in (False, True):
         ours, theirs = load_both(folder, tp_sequence_parallel=True)
         for layer in ours.model.layers:
@@ -204,7 +184,7 @@ def compute_again(folder: str) -> tuple[float, bool]:
         grads = [{names.get(name, name): grad for name, grad in gradients(model).items()} for model in (ours, theirs)]
         for layer in ours.model.layers:
             layer.mlp = layer.mlp.module
-        found.append(max(gradient_errors(ours, *grads).values()))
+        assert max(gradient_errors(ours, *grads).values()) < GRADIENT_TOLERANCE
         # A block that is called again while it computes.
         calls: list[int] = []
 
@@ -217,28 +197,16 @@ def compute_again(folder: str) -> tuple[float, bool]:
         act = ours.model.layers[0].mlp.act_fn
         act.width = ours.config.hidden_size
         handle = act.register_forward_hook(again)
-        found.append(training_error(ours, theirs, TOKENS[:, :4]))
+        assert training_error(ours, theirs, TOKENS[:, :4]) < GRADIENT_TOLERANCE
         handle.remove()
         assert len(calls) == 2
-    return max(found), torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_blocks_are_nested_and_computed_again(pool: Pool, cases: Any) -> None:
-    for worst, is_clean in pool.run(2, compute_again, cases(8, 2).folder):
-        assert worst < GRADIENT_TOLERANCE
-        assert is_clean
-
-
-def make_norms_again(folder: str) -> dict[str, float]:
-    """Gradients where norms, which a backward computes again, had inputs, outputs or parameters of a hook or a call."""
+@on_ranks(2, heads=(8, 2))
+def test_norms_are_made_again_of_what_they_were_made_of(folder: str) -> None:
+    """Norms, which a backward computes again, have inputs, outputs or parameters of a hook or a call."""
     ours, theirs = load_both(folder, tp_sequence_parallel=True)
-    found = {}
-
-    def hold(name: str, change: Any) -> None:
-        handles = [change(model.model.layers[0]) for model in (ours, theirs)]
-        found[name] = training_error(ours, theirs, TOKENS)
-        for handle in handles:
-            handle.remove()
 
     def shift(module: nn.Module, args: Any) -> Any:
         return (args[0] + 1,)
@@ -246,62 +214,52 @@ def make_norms_again(folder: str) -> dict[str, float]:
     def in_place(module: nn.Module, args: Any) -> None:
         args[0].add_(1)
 
-    hold("input", lambda layer: layer.post_attention_layernorm.register_forward_pre_hook(shift))
-    hold("output", lambda layer: layer.mlp.register_forward_pre_hook(in_place))
+    for name, hook in (("post_attention_layernorm", shift), ("mlp", in_place)):
+        layers = (model.model.layers[0] for model in (ours, theirs))
+        handles = [layer.get_submodule(name).register_forward_pre_hook(hook) for layer in layers]
+        assert training_error(ours, theirs, TOKENS) < GRADIENT_TOLERANCE, name
+        for handle in handles:
+            handle.remove()
     for model in (ours, theirs):
         model.zero_grad()
         norms = {name: 2 * param for name, param in model.named_parameters() if "layernorm" in name}
         functional_call(model, norms, (TOKENS,), {"labels": TOKENS}).loss.backward()
-    found["parameters"] = max(gradient_errors(ours, gradients(ours), gradients(theirs)).values())
-    return found
-
-
-def test_norms_are_made_again_of_what_they_were_made_of(pool: Pool, cases: Any) -> None:
-    for found in pool.run(2, make_norms_again, cases(8, 2).folder):
-        assert max(found.values()) < GRADIENT_TOLERANCE, found
-
-
-def keep_some(folder: str, namespace: str, kept: list[str]) -> float:
-    ours, theirs = load_both(folder)
-    operators = [getattr(getattr(torch.ops, namespace), each).default for each in kept]
-    context = partial(create_selective_checkpoint_contexts, operators)
-    ours.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
-    return training_error(ours, theirs, TOKENS)
+    assert max(gradient_errors(ours, gradients(ours), gradients(theirs)).values()) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("namespace", "kept"),
     wide([("_c10d_functional", ["all_reduce", "wait_tensor"]), ("aten", ["mm"]), ("aten", ["_to_copy", "clone"])], 1),
 )
-def test_a_recomputation_may_keep_results(pool: Pool, cases: Any, namespace: str, kept: list[str]) -> None:
+@on_ranks(2, heads=(8, 2))
+def test_a_recomputation_may_keep_results(folder: str, namespace: str, kept: list[str]) -> None:
     """Selective activation checkpointing: what is kept is not to be summed over the ranks once more."""
-    assert max(pool.run(2, keep_some, cases(8, 2).folder, namespace, kept)) < GRADIENT_TOLERANCE
+    ours, theirs = load_both(folder)
+    operators = [getattr(getattr(torch.ops, namespace), each).default for each in kept]
+    context = partial(create_selective_checkpoint_contexts, operators)
+    ours.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    assert training_error(ours, theirs, TOKENS) < GRADIENT_TOLERANCE
 
 
-def tangents(folder: str) -> list[str]:
-    mlp, found = load(folder).model.layers[0].mlp.requires_grad_(False), []
-    states = torch.ones(1, 2, 64)
+@on_ranks(2, heads=(8, 2))
+def test_tangents_of_forward_mode_are_refused(folder: str) -> None:
+    mlp, states = load(folder).model.layers[0].mlp.requires_grad_(False), torch.ones(1, 2, 64)
+    told = "^torch.autograd.forward_ad in a tensor-parallel model: got tangents"
     for records in (True, False):
-        with torch.set_grad_enabled(records), forward_ad.dual_level():
-            with pytest.raises(tp_transformers.UnsupportedError) as error:
-                mlp(forward_ad.make_dual(states, states))
-            found.append(str(error.value))
+        with (
+            torch.set_grad_enabled(records),
+            forward_ad.dual_level(),
+            pytest.raises(tp_transformers.UnsupportedError, match=told),
+        ):
+            mlp(forward_ad.make_dual(states, states))
     mlp(states)
-    return found
-
-
-def test_tangents_of_forward_mode_are_refused(pool: Pool, cases: Any) -> None:
-    for said in pool.run(2, tangents, cases(8, 2).folder):
-        assert all(
-            each.startswith("torch.autograd.forward_ad in a tensor-parallel model: got tangents") for each in said
-        )
 
 
 # -- hooks of parameters
 
 
-def hook_parameters(folder: str) -> tuple[float, float, list[str]]:
-    """Gradients where some parameters have hooks, frozen ones, and names of hooks that are called."""
+@on_ranks(2, heads=(8, 2))
+def test_parameters_may_have_hooks_and_be_frozen(folder: str) -> None:
     ours, theirs = load_both(folder)
     called: list[str] = []
     for model in (ours, theirs):
@@ -310,7 +268,7 @@ def hook_parameters(folder: str) -> tuple[float, float, list[str]]:
             layer = mlp.get_submodule(name)
             layer.weight.register_hook(lambda grad: grad * 2)
             layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    doubled = training_error(ours, theirs, PROMPTS)
+    assert training_error(ours, theirs, PROMPTS) < GRADIENT_TOLERANCE
     for model in (ours, theirs):
         model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         model.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
@@ -323,13 +281,8 @@ def hook_parameters(folder: str) -> tuple[float, float, list[str]]:
         model(PROMPTS, labels=PROMPTS).loss.backward()
         grads.append(gradients(model))
         assert list(grads[-1]) == names
-    return doubled, max(gradient_errors(ours, *grads).values()), called
-
-
-def test_parameters_may_have_hooks_and_be_frozen(pool: Pool, cases: Any) -> None:
-    for doubled, frozen, called in pool.run(2, hook_parameters, cases(8, 2).folder):
-        assert max(doubled, frozen) < GRADIENT_TOLERANCE
-        assert sorted(called) == ["down_proj"] * 4 + ["gate_proj"] * 4
+    assert max(gradient_errors(ours, *grads).values()) < GRADIENT_TOLERANCE
+    assert sorted(called) == ["down_proj"] * 4 + ["gate_proj"] * 4
 
 
 # -- misfits
@@ -370,26 +323,15 @@ def test_a_misfit_on_one_rank_is_one_error_on_all(pool: Pool, cases: Any) -> Non
         assert worst < GRADIENT_TOLERANCE
 
 
-def count_votes(folder: str) -> list[int]:
-    """How often the ranks tell each other lengths, forward by forward."""
-    from tp_transformers.features.sequence import region
-
+@on_ranks(2, heads=(8, 2))
+def test_ranks_tell_lengths_once_where_parts_differ(folder: str) -> None:
     ours = load(folder, tp_sequence_parallel=True)
-    asked, original, found = [], region.all_lengths, []
-    region.all_lengths = lambda *args: asked.append(args) or original(*args)
-    try:
-        for length in (8, 10, 9, 9, 10, 7, 9, 7):
+    blocks = sum(isinstance(getattr(module, "tp_strategy", None), RegionBlock) for module in ours.modules())
+    with mock.patch.object(region, "all_lengths", wraps=region.all_lengths) as asked:
+        for length, times in ((8, 0), (10, 0), (9, blocks), (9, 0), (10, 0), (7, blocks), (9, 0), (7, 0)):
+            asked.reset_mock()
             ours(TOKENS[:, :length]).logits.sum().backward()
-            found.append(len(asked))
-            asked.clear()
-        ours = copy.deepcopy(ours)
-        ours(TOKENS[:, :9])
-        blocks = sum(isinstance(getattr(module, "tp_strategy", None), RegionBlock) for module in ours.modules())
-        return [*found, len(asked), blocks]
-    finally:
-        region.all_lengths = original
-
-
-def test_ranks_tell_lengths_once_where_parts_differ(pool: Pool, cases: Any) -> None:
-    for *found, blocks in pool.run(2, count_votes, cases(8, 2).folder):
-        assert found == [0, 0, blocks, 0, 0, blocks, 0, 0, 0]
+            assert asked.call_count == times, length
+        asked.reset_mock()
+        copy.deepcopy(ours)(TOKENS[:, :9])
+        assert asked.call_count == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.models import load
-from tests.support.pool import Pool
+from tests.support.on_ranks import on_ranks
 from tp_transformers.ranks import direct
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -34,8 +34,9 @@ def matches(graph: torch.fx.Graph) -> dict[str, int]:
     }
 
 
-def compiled(folder: str) -> dict[str, dict[str, int]]:
-    """What torch finds in the graphs of a forward, of one in training, and of its backward, traced as for a GPU."""
+@on_ranks(2, heads=(8, 4), num_hidden_layers=LAYERS)
+def test_gathers_and_scatters_of_layers_are_fused_with_products(folder: str) -> None:
+    """In the graphs of a forward, of one in training, and of its backward, traced as for a GPU."""
     from torch._dynamo.backends.common import aot_autograd  # a second, which each run of the quick tests would wait for
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -67,12 +68,7 @@ def compiled(folder: str) -> dict[str, dict[str, int]]:
         with torch.no_grad():
             forward(TOKENS, use_cache=False)
         forward(TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-    return found
-
-
-def test_gathers_and_scatters_of_layers_are_fused_with_products(pool: Pool, cases: Any) -> None:
     blocks = 2 * LAYERS
-    for found in pool.run(2, compiled, cases(8, 4, num_hidden_layers=LAYERS).folder):
-        assert found["inference"] == found["training"] == {"gathers": blocks, "scatters": blocks, "sums": 0}
-        # Column-parallel linears of a block share their input, whose gradients are added up before they are scattered.
-        assert found["backward"] == {"gathers": blocks, "scatters": 0, "sums": blocks}
+    assert found["inference"] == found["training"] == {"gathers": blocks, "scatters": blocks, "sums": 0}
+    # Column-parallel linears of a block share their input, whose gradients are added up before they are scattered.
+    assert found["backward"] == {"gathers": blocks, "scatters": 0, "sums": blocks}

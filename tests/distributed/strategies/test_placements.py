@@ -16,6 +16,7 @@ from torch.distributed.tensor import parallel as theirs
 from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import PlanError, full_tensor
@@ -110,91 +111,73 @@ def embedding(rows: int, width: int, mesh: Any) -> Case:
     return Case(nn.Embedding(rows, width), torch.randint(rows, (BATCH, LENGTH)), mesh)
 
 
-def placed(kind: Any, make: Any, sizes: tuple[int, int], local: bool, shares: Any = None) -> dict[str, list[str]]:
-    """Run on every rank: faults of each pair of placements."""
+def check_placed(kind: Any, make: Any, sizes: tuple[int, int], local: bool, shares: Any = None) -> None:
+    """Run on every rank: each pair of placements."""
     mesh = start()
-    case, (takes, leaves), found = make(*sizes, mesh), DEFAULTS[kind.__name__], {}
+    case, (takes, leaves) = make(*sizes, mesh), DEFAULTS[kind.__name__]
     for given, left in itertools.product(INPUTS, OUTPUTS):
         # Ids have no features, and no sums.
         if not case.x.is_floating_point() and given in (None, Shard(-1), Shard(2), Partial()):
             continue
         style = kind(input_layouts=given, output_layouts=left, use_local_output=local)
         style = style if shares is None else style.with_shares(shares)
-        found[f"{given} -> {left}"] = case.faults(style, given or takes, left or leaves)
-    return {pair: faults for pair, faults in found.items() if faults}
+        assert case.faults(style, given or takes, left or leaves) == [], (given, left)
 
 
 @pytest.mark.parametrize("local", wide([False, True], 1))
 @pytest.mark.parametrize("kind", wide([*STYLES, theirs.ColwiseParallel, theirs.RowwiseParallel], 2), ids=shown)
-def test_a_linear_in_every_placement(pool: Pool, kind: Any, local: bool) -> None:
+@on_ranks(2)
+def test_a_linear_in_every_placement(kind: Any, local: bool) -> None:
     """Torch's own styles, too: the references are right."""
-    for found in pool.run(2, placed, kind, linear, (10, 14), local):
-        assert found == {}
+    check_placed(kind, linear, (10, 14), local)
 
 
 @pytest.mark.parametrize(("sizes", "shares"), wide([((16, 24), (2, 1, 1)), ((10, 14), None)], 1))
 @pytest.mark.parametrize("kind", wide(STYLES, 1))
-def test_uneven_features(pool: Pool, kind: Any, sizes: tuple[int, int], shares: Any) -> None:
+@on_ranks(3)
+def test_uneven_features(kind: Any, sizes: tuple[int, int], shares: Any) -> None:
     """By shares, no placement describes a shard; plain tensors need none."""
-    for found in pool.run(3, placed, kind, linear, sizes, True, shares):
-        assert found == {}
+    check_placed(kind, linear, sizes, True, shares)
 
 
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 @pytest.mark.parametrize("kind", STYLES)
-def test_an_embedding_in_every_placement(pool: Pool, kind: Any, size: int) -> None:
-    for found in pool.run(size, placed, kind, embedding, (ROWS, 18), True):
-        assert found == {}
-
-
-def arriving(kind: Any) -> dict[str, list[str]]:
-    """Run on every rank: DTensors arrive in another placement than the style expects of plain tensors."""
-    mesh = start()
-    case, (_, leaves), found = linear(10, 14, mesh), DEFAULTS[kind.__name__], {}
-    for arrives, left in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), OUTPUTS):
-        style = kind(input_layouts=Shard(1), output_layouts=left)
-        found[f"{arrives} -> {left}"] = case.faults(style, Shard(1), left or leaves, arrives)
-    return {pair: faults for pair, faults in found.items() if faults}
+@on_ranks()
+def test_an_embedding_in_every_placement(kind: Any) -> None:
+    check_placed(kind, embedding, (ROWS, 18), True)
 
 
 @pytest.mark.parametrize("kind", STYLES)
-def test_a_dtensor_arrives_in_any_placement(pool: Pool, kind: Any) -> None:
-    for found in pool.run(2, arriving, kind):
-        assert found == {}
+@on_ranks(2)
+def test_a_dtensor_arrives_in_any_placement(kind: Any) -> None:
+    """DTensors arrive in another placement than the style expects of plain tensors."""
+    case, (_, leaves) = linear(10, 14, start()), DEFAULTS[kind.__name__]
+    for arrives, left in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), OUTPUTS):
+        style = kind(input_layouts=Shard(1), output_layouts=left)
+        assert case.faults(style, Shard(1), left or leaves, arrives) == [], (arrives, left)
 
 
-def by_attributes() -> dict[str, list[str]]:
-    """Run on every rank: layouts that are set after `__init__`, as attributes, bare or in a tuple."""
-    mesh, found = start(), {}
-    case = linear(10, 14, mesh)
+@on_ranks(2)
+def test_layouts_are_followed_wherever_they_are_set() -> None:
+    """Layouts that are set after `__init__`, as attributes, bare or in a tuple."""
+    case = linear(10, 14, start())
     for kind, bare in itertools.product(STYLES, (True, False)):
         style = kind()
         style.input_layouts = Shard(1) if bare else (Shard(1),)
         style.output_layouts = Shard(0) if bare else (Shard(0),)
         style.use_local_output = bare
-        found[f"{kind.__name__}, {'bare' if bare else 'tuple'}"] = case.faults(style, Shard(1), Shard(0))
-    return {pair: faults for pair, faults in found.items() if faults}
+        assert case.faults(style, Shard(1), Shard(0)) == [], (kind, bare)
 
 
-def test_layouts_are_followed_wherever_they_are_set(pool: Pool) -> None:
-    for found in pool.run(2, by_attributes):
-        assert found == {}
-
-
-def of_parts() -> dict[str, list[str]]:
-    """Run on every rank: features on the other side of a packed weight have torch.chunk's sizes, as of any weight."""
-    mesh, found = start(), {}
+@on_ranks(3)
+def test_the_other_features_of_a_packed_weight_are_chunked() -> None:
+    """Features on the other side of a packed weight have torch.chunk's sizes, as of any weight."""
+    mesh = start()
     for kind, sizes in ((ours.PackedColwiseParallel, (10, 14)), (ours.PackedRowwiseParallel, (14, 10))):
         for local in (True, False):
             style = kind(parts=1)
             style.input_layouts, style.output_layouts, style.use_local_output = Shard(-1), Shard(-1), local
-            found[f"{kind.__name__}, {local}"] = linear(*sizes, mesh).faults(style, Shard(-1), Shard(-1))
-    return {pair: faults for pair, faults in found.items() if faults}
-
-
-def test_the_other_features_of_a_packed_weight_are_chunked(pool: Pool) -> None:
-    for found in pool.run(3, of_parts):
-        assert found == {}
+            assert linear(*sizes, mesh).faults(style, Shard(-1), Shard(-1)) == [], (kind, local)
 
 
 REFUSED = {

@@ -18,6 +18,7 @@ from tests.support.architectures import GRADIENT_TOLERANCE
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load
 from tests.support.needs import needs
+from tests.support.on_ranks import on_ranks
 from tests.support.pool import Pool
 from tp_transformers.features.verify.small_models import model as probe
 
@@ -93,8 +94,9 @@ def test_modules_read_each_others_parameters(name: str, pool: Pool, tmp_path: Pa
 # -- optimizers
 
 
-def other_optimizers() -> list[str]:
-    """Run on every rank, with the hook of all optimizers: what has nothing to do with us steps as ever."""
+@on_ranks(1)
+def test_other_optimizers_step_as_before() -> None:
+    """With the hook of all optimizers: what has nothing to do with us steps as ever."""
     from tp_transformers.features.full_parameters.optimizers.step import STEPS_ON_SHARDS
 
     STEPS_ON_SHARDS.hold()
@@ -102,12 +104,13 @@ def other_optimizers() -> list[str]:
 
     class Own(torch.optim.AdamW):
         def step(self, closure: Any = None) -> Any:
-            seen.append("own" if closure is None else "closure")
+            seen.append(closure)
             return super().step(closure)
 
     layer = nn.Linear(3, 3)
     layer(torch.ones(2, 3)).sum().backward()
     Own(layer.parameters()).step()
+    assert seen == [None]
     lbfgs = torch.optim.LBFGS(layer.parameters())
 
     def closure() -> torch.Tensor:
@@ -116,17 +119,12 @@ def other_optimizers() -> list[str]:
         loss.backward()
         return loss
 
-    seen.append(str(lbfgs.step(closure).item() > 0))
+    assert lbfgs.step(closure).item() > 0
     adam = torch.optim.AdamW(layer.parameters(), foreach=True)
     before = layer.weight.detach().clone()
     torch.compile(adam.step, backend="eager")()
-    seen.append(str(torch.equal(before, layer.weight)))
+    assert not torch.equal(before, layer.weight)
     STEPS_ON_SHARDS.release()
-    return seen
-
-
-def test_other_optimizers_step_as_before(pool: Pool) -> None:
-    assert pool.run(1, other_optimizers) == [["own", "True", "False"]]
 
 
 # -- hooks, and DTensors
@@ -150,8 +148,9 @@ class Between(tp_transformers.strategies.TensorParallelLayer):
         return outputs.full_tensor()
 
 
-def dtensors(folder: str) -> dict[str, Any]:
-    """Run on every rank: norms that compute with DTensors, in a plan and beside it."""
+@on_ranks(3, heads=(8, 4))
+def test_what_is_whole_has_no_hooks_and_still_takes_dtensors(folder: str) -> None:
+    """Norms that compute with DTensors, in a plan and beside it."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     plan = {
         "model.layers.*.input_layernorm": Between(),
@@ -168,30 +167,22 @@ def dtensors(folder: str) -> dict[str, Any]:
     cut = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
     (norm(cut).full_tensor() * x).sum().backward()
     (expected(x) * x).sum().backward()
-    errors = [relative(norm.weight.grad, expected.weight.grad), relative(norm.bias.grad, expected.bias.grad)]
     grads = []
     for each in (other, plain):
         each(PROMPTS, labels=PROMPTS).loss.backward()
         grads.append(each.model.layers[0].input_layernorm.weight.grad)
-    return {
-        "hooks": {
-            name: len(model.get_submodule(name)._forward_pre_hooks) + len(model.get_submodule(name)._forward_hooks)
-            for name in ("model.norm", "model.layers.0.input_layernorm")
-        },
-        "kinds": {type(grad) for grad in (norm.weight.grad, grads[0])},
-        "errors": [*errors, relative(*grads)],
-    }
+    pairs = (grads, (norm.weight.grad, expected.weight.grad), (norm.bias.grad, expected.bias.grad))
+    assert max(relative(*pair) for pair in pairs) < TOLERANCE
+    assert type(norm.weight.grad) is type(grads[0]) is torch.Tensor
+    for module in (model.model.norm, model.model.layers[0].input_layernorm):
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
 
 
-def test_what_is_whole_has_no_hooks_and_still_takes_dtensors(pool: Pool, cases: Any) -> None:
-    for result in pool.run(3, dtensors, cases(8, 4).folder):
-        assert set(result["hooks"].values()) == {0}
-        assert result["kinds"] == {torch.Tensor}
-        assert max(result["errors"]) < TOLERANCE
-
-
-def older_state(folder: str) -> list[float]:
-    """Run on every rank: a state dict in which what is whole is a replicated DTensor, as it was made once."""
+@needs("full_parameters")
+@on_ranks(2, heads=(8, 4))
+def test_replicated_dtensors_are_loaded_into_plain_parameters(folder: str) -> None:
+    """A state dict in which what is whole is a replicated DTensor, as it was made once."""
     models = [load(folder) for _ in range(2)]
     mesh = models[0].tp_group.device_mesh
     state = {
@@ -200,16 +191,8 @@ def older_state(folder: str) -> list[float]:
         else value
         for name, value in models[0].state_dict().items()
     }
-    result = []
     for assign in (False, True):
         models[1].load_state_dict(state, assign=assign)
         norm = models[1].model.norm.weight
         assert type(norm) is nn.Parameter
-        result.append((norm - models[0].model.norm.weight).mean().item())
-    return result
-
-
-@needs("full_parameters")
-def test_replicated_dtensors_are_loaded_into_plain_parameters(pool: Pool, cases: Any) -> None:
-    for difference in pool.run(2, older_state, cases(8, 4).folder):
-        assert difference == pytest.approx([1, 1])
+        assert (norm - models[0].model.norm.weight).mean().item() == pytest.approx(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from transformers import LlamaForCausalLM
 from tests.support.comparisons import full_gradients, relative, relative_errors
 from tests.support.groups import join
 from tests.support.models import PROMPTS, load
+from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.features.expert_parallel.exchange import exchange_rows
 from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
@@ -57,36 +57,27 @@ def hessian_product(model: Any) -> dict[str, torch.Tensor]:
     return full_gradients(model)
 
 
-def second_order(folder: str, modes: Sequence[str]) -> dict[str, float]:
-    whole, found = LlamaForCausalLM.from_pretrained(folder, **SETTINGS), {}
-    embeddings = whole.model.embed_tokens(PROMPTS).detach()
-    expected, product, short = (
-        penalty(whole, embeddings),
-        hessian_product(whole),
-        penalty(whole, embeddings[:, :5]),
-    )
-    for mode in modes:
-        model = load(folder, **SETTINGS, **MODES[mode])
-        found[f"{mode}, penalty"] = max(relative_errors(penalty(model, embeddings), expected).values())
-        found[f"{mode}, another length"] = max(relative_errors(penalty(model, embeddings[:, :5]), short).values())
-        found[f"{mode}, Hessian"] = max(relative_errors(hessian_product(model), product).values())
-    found["a copy, penalty"] = max(relative_errors(penalty(copy.deepcopy(model), embeddings), expected).values())
-    return found
-
-
 SHAPES = [(3, (9, 3)), (2, (9, 3)), (2, (8, 4)), (3, (8, 2))]  # the last with KV heads that some ranks share
 CASES = [(*shape, modes) for modes in (("plain", "both"), ("sequence", "loss")) for shape in SHAPES]
 
 
 @pytest.mark.parametrize(("size", "heads", "modes"), wide(CASES, 1))
-def test_gradients_of_gradients(
-    pool: Any, cases: Any, size: int, heads: tuple[int, int], modes: tuple[str, str]
-) -> None:
-    for found in pool.run(size, second_order, cases(*heads).folder, modes, timeout=120):
-        assert max(found.values()) < TOLERANCE, found
+@on_ranks()
+def test_gradients_of_gradients(folder: str, modes: tuple[str, str]) -> None:
+    whole = LlamaForCausalLM.from_pretrained(folder, **SETTINGS)
+    embeddings = whole.model.embed_tokens(PROMPTS).detach()
+    expected, product = penalty(whole, embeddings), hessian_product(whole)
+    short = penalty(whole, embeddings[:, :5])
+    for mode in modes:
+        model = load(folder, **SETTINGS, **MODES[mode])
+        assert max(relative_errors(penalty(model, embeddings), expected).values()) < TOLERANCE, mode
+        assert max(relative_errors(penalty(model, embeddings[:, :5]), short).values()) < TOLERANCE, mode
+        assert max(relative_errors(hessian_product(model), product).values()) < TOLERANCE, mode
+    assert max(relative_errors(penalty(copy.deepcopy(model), embeddings), expected).values()) < TOLERANCE, "a copy"
 
 
-def ranks_with_samples_of_their_own(folder: str) -> dict[str, float]:
+@on_ranks(2)
+def test_gradients_of_gradients_of_ranks_with_samples_of_their_own(folder: str) -> None:
     """Every rank has a penalty of its own; parameters of modules that gather samples have the gradient of the mean."""
     whole = LlamaForCausalLM.from_pretrained(folder, **SETTINGS)
     embeddings = whole.model.embed_tokens(PROMPTS).detach()
@@ -102,15 +93,13 @@ def ranks_with_samples_of_their_own(folder: str) -> dict[str, float]:
             expected[name] = mean if param in inside else parts[rank][name]
     assert len(inside) > 5
     expected |= {key: parts[rank][key] for key in ("total", "x")}
-    return relative_errors(mine, expected)
+    errors = relative_errors(mine, expected)
+    assert max(errors.values()) < TOLERANCE, errors
 
 
-def test_gradients_of_gradients_of_ranks_with_samples_of_their_own(pool: Any, cases: Any) -> None:
-    for found in pool.run(2, ranks_with_samples_of_their_own, cases(9, 3).folder, timeout=120):
-        assert max(found.values()) < TOLERANCE, found
-
-
-def second_order_of_functions() -> dict[str, float]:
+@pytest.mark.parametrize("size", wide([3, 2], 1))
+@on_ranks()
+def test_second_order_of_functions() -> None:
     """What only moves numbers: the gradient of a sum of cubes is 3x², that of its squared norm 36x³. And the loss."""
     group = join()
     process_group, size, rank = group.process_group, group.size, group.rank
@@ -151,10 +140,4 @@ def second_order_of_functions() -> dict[str, float]:
         second.append((once.detach(), twice))
     for name, expected, value in zip(("loss, twice", "loss, three times"), *second, strict=True):
         found[name] = relative(value, expected.chunk(size, 1)[rank])
-    return found
-
-
-@pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_second_order_of_functions(pool: Any, size: int) -> None:
-    for found in pool.run(size, second_order_of_functions, timeout=120):
-        assert max(found.values()) < TOLERANCE, found
+    assert max(found.values()) < TOLERANCE, found

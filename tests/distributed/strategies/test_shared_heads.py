@@ -16,6 +16,7 @@ import tp_transformers
 from tests.support.comparisons import gradient_differences, gradients, relative
 from tests.support.groups import join
 from tests.support.models import MASK, PROMPTS, load
+from tests.support.on_ranks import on_ranks
 from tp_transformers.slices.layout import Layout, Ranks, heads, packed
 from tp_transformers.strategies import ParamShard, take
 
@@ -35,16 +36,21 @@ def largest_error(ours: Any, theirs: Any) -> float:
     return max(gradient_differences(ours, theirs).values())
 
 
-def train_in_every_way(folder: str) -> dict[str, float]:
-    """The largest error of each way to train, where some ranks share a head and others may not."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "heads"), [(3, (8, 2)), (4, (8, 2))])
+@on_ranks()
+def test_gradients_of_shared_heads(folder: str) -> None:
+    """In each way to train; some ranks share a head and others may not.
+
+    3 ranks: head 0 on ranks 0 and 1, head 1 on rank 2 alone, which takes part in the sums all the same.
+    """
     dist.init_process_group("gloo")
     groups = len(dist.distributed_c10d._world.pg_map)
-    found: dict[str, float] = {}
 
     def hold(what: str, ours: Any, theirs: Any, length: int = PROMPTS.shape[1]) -> None:
         for model in (ours, theirs):
             backward(model, length)
-        found[what] = largest_error(ours, theirs)
+        assert largest_error(ours, theirs) < TOLERANCE, what
         for model in (ours, theirs):
             model.zero_grad()
 
@@ -63,8 +69,8 @@ def train_in_every_way(folder: str) -> dict[str, float]:
     for model in (ours, theirs):
         backward(model)
     norms = tp_transformers.clip_grad_norm_(ours, 0.1), torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
-    found["norm"] = relative(*norms)
-    found["clipped"] = largest_error(ours, theirs)
+    assert relative(*norms) < TOLERANCE
+    assert largest_error(ours, theirs) < TOLERANCE, "clipped"
     config = LoraConfig(r=3, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     adapted = []
     for model in (load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)):
@@ -74,18 +80,10 @@ def train_in_every_way(folder: str) -> dict[str, float]:
     adapted[0].load_state_dict(weights, strict=False)
     hold("LoRA", *adapted)
     assert len(dist.distributed_c10d._world.pg_map) == groups
-    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "kv"), [(3, 2), (4, 2)])
-def test_gradients_of_shared_heads(pool: Any, cases: Any, size: int, kv: int) -> None:
-    # 3 ranks: head 0 on ranks 0 and 1, head 1 on rank 2 alone, which takes part in the sums all the same.
-    for found in pool.run(size, train_in_every_way, cases(8, kv).folder, timeout=120):
-        assert max(found.values()) < TOLERANCE, found
-
-
-def load_beside_own_groups(folder: str) -> float:
+@on_ranks(2, heads=(8, 1))
+def test_process_groups_of_the_users_own_on_some_ranks(folder: str) -> None:
     dist.init_process_group("gloo")
     dist.new_group([0])  # which only rank 0 is in
     if dist.get_rank() == 1:
@@ -94,14 +92,11 @@ def load_beside_own_groups(folder: str) -> float:
     ours, theirs = load(folder, dtype=torch.float64), LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
     for model in (ours, theirs):
         backward(model)
-    return largest_error(ours, theirs)
+    assert largest_error(ours, theirs) < TOLERANCE
 
 
-def test_process_groups_of_the_users_own_on_some_ranks(pool: Any, cases: Any) -> None:
-    assert max(pool.run(2, load_beside_own_groups, cases(8, 1).folder, timeout=120)) < TOLERANCE
-
-
-def load_on_part_of_the_world(folder: str) -> None:
+@on_ranks(4, heads=(8, 2))
+def test_a_load_on_part_of_the_world_makes_no_process_group(folder: str) -> None:
     """Ranks 0 to 2 load while rank 3 makes no process group at all, then all meet."""
     dist.init_process_group("gloo")
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
@@ -114,30 +109,16 @@ def load_on_part_of_the_world(folder: str) -> None:
     dist.barrier()
 
 
-def test_a_load_on_part_of_the_world_makes_no_process_group(pool: Any, cases: Any) -> None:
-    pool.run(4, load_on_part_of_the_world, cases(8, 2).folder, timeout=120)
+@on_ranks(3, heads=(8, 2))
+def test_a_load_after_one_that_failed_on_one_rank(folder: str) -> None:
+    """The load that fails on one rank alone leaves the next one as it was."""
+    with pytest.raises(tp_transformers.TensorParallelError):
+        load(f"{folder}-nowhere" if os.environ["RANK"] == "1" else folder, dtype=torch.float64)
+    backward(load(folder, dtype=torch.float64))
 
 
-def fail_then_load(folder: str) -> list[str]:
-    """A load that fails on one rank alone leaves the next one as it was."""
-    said = []
-    for source in (f"{folder}-nowhere" if os.environ["RANK"] == "1" else folder, folder):
-        try:
-            model = load(source, dtype=torch.float64)
-            backward(model)
-            said.append("loaded")
-        except tp_transformers.TensorParallelError as error:
-            said.append(type(error).__name__)
-    return said
-
-
-def test_a_load_after_one_that_failed_on_one_rank(pool: Any, cases: Any) -> None:
-    for said in pool.run(3, fail_then_load, cases(8, 2).folder, timeout=120):
-        assert said[0] != "loaded"
-        assert said[1] == "loaded"
-
-
-def run_shared_heads() -> list[float]:
+@on_ranks(4)
+def test_gradients_of_shared_indices_are_summed_over_their_holders() -> None:
     """A packed query-key-value weight whose KV heads are replicated: every rank ends with the whole gradient."""
     group = join()
     query, kv = heads(8, 2, Ranks(group.size))
@@ -147,29 +128,18 @@ def run_shared_heads() -> list[float]:
     local = shard.wrap(take(weight, layout, group.rank).clone(), requires_grad=True)
     # Every rank adds its rank + 1 to the gradient of all that it holds.
     (shard.view(local) * (group.rank + 1)).sum().backward()
-    return tp_transformers.full_tensor(local, local.grad).flatten().tolist()
+    # KV head 0 is on ranks 0 and 1 (1 + 2), KV head 1 on ranks 2 and 3 (3 + 4).
+    found = tp_transformers.full_tensor(local, local.grad).flatten().tolist()
+    assert found == [1, 1, 2, 2, 3, 3, 4, 4, 3, 7, 3, 7]
 
 
-def test_gradients_of_shared_indices_are_summed_over_their_holders(pool: Any) -> None:
-    # 4 ranks: KV head 0 on ranks 0 and 1 (1 + 2), KV head 1 on ranks 2 and 3 (3 + 4).
-    expected = [1.0, 1, 2, 2, 3, 3, 4, 4, 3, 7, 3, 7]
-    for result in pool.run(4, run_shared_heads):
-        assert result == expected
-
-
-def run_groups_of_different_ranks() -> list[list[float]]:
+@on_ranks(3)
+def test_heads_may_be_shared_by_some_ranks_and_then_by_others() -> None:
     """KV heads that only some ranks share, then one that all of them do, then the first again."""
     group = join()
-    results = []
-    for kv in (2, 1, 2):
+    # KV head 0 of 2 is on ranks 0 and 1 (1 + 2), KV head 1 on rank 2 (3); that of 1 on all (1 + 2 + 3).
+    for kv, expected in ((2, [3, 3]), (1, [6]), (2, [3, 3])):
         shard = ParamShard(torch.Size([kv]), Layout(0, heads(8, kv, Ranks(group.size))[1]), group)
         local = shard.wrap(torch.ones(1), requires_grad=True)
         (shard.view(local) * (group.rank + 1)).sum().backward()
-        results.append(tp_transformers.full_tensor(local, local.grad).tolist())
-    return results
-
-
-def test_heads_may_be_shared_by_some_ranks_and_then_by_others(pool: Any) -> None:
-    # 3 ranks: KV head 0 of 2 on ranks 0 and 1 (1 + 2), KV head 1 on rank 2 (3); that of 1 on all (1 + 2 + 3).
-    for results in pool.run(3, run_groups_of_different_ranks, timeout=60):
-        assert results == [[3, 3], [6], [3, 3]]
+        assert tp_transformers.full_tensor(local, local.grad).tolist() == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,7 @@ from tests.support.groups import join
 from tests.support.mixer_cases import MIXER_CASES
 from tests.support.modules import HIDDEN, Routed, mixtral_experts, shard_module
 from tests.support.needs import known_strategies, strategy_case
+from tests.support.on_ranks import on_ranks
 from tests.support.strategy_cases import CASES as OTHERS
 from tests.support.strategy_cases import TOKENS, Case, randn
 from tests.support.tiers import wide
@@ -121,21 +123,6 @@ def compare_with_module(case: Case, group: Any, by_keyword: str | None) -> dict[
     return differences
 
 
-def run_cases(name: str) -> dict[str, tuple[float, dict[str, float]]]:
-    """Every case of a strategy: its tolerance and its differences."""
-    group = join()
-    results = {}
-    for label, make in CASES[name].items():
-        torch.manual_seed(0)
-        case = make(group.size)
-        case.module.to(case.inputs[0].dtype if case.inputs[0].is_floating_point() else torch.float64)
-        keyword = "input" if isinstance(case.module, nn.Linear | nn.Embedding) else None
-        for by_keyword in (None, keyword) if keyword else (None,):
-            way = f"{label}{' by keyword' if by_keyword else ''}"
-            results[way] = case.tolerance, compare_with_module(case, group, by_keyword)
-    return results
-
-
 def test_every_strategy_is_here_by_name() -> None:
     # Those of invariant plans are held bit by bit: test_invariant.py.
     assert known_strategies(CASES) == sorted(name for name in STRATEGIES if not name.startswith("invariant_"))
@@ -143,14 +130,16 @@ def test_every_strategy_is_here_by_name() -> None:
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("name", [strategy_case(name) for name in CASES])
-def test_strategy_matches_the_plain_module(pool: Any, name: str, size: int) -> None:
-    everything = pool.run(size, run_cases, name, timeout=60)
-    for rank, results in enumerate(everything):
-        wrong = {
-            label: {key: value for key, value in differences.items() if value >= tolerance}
-            for label, (tolerance, differences) in results.items()
-        }
-        assert not any(wrong.values()), (rank, {label: keys for label, keys in wrong.items() if keys})
+@on_ranks()
+def test_strategy_matches_the_plain_module(name: str) -> None:
+    group = join()
+    for label, make in CASES[name].items():
+        torch.manual_seed(0)
+        case = make(group.size)
+        case.module.to(case.inputs[0].dtype if case.inputs[0].is_floating_point() else torch.float64)
+        for by_keyword in (None, "input") if isinstance(case.module, nn.Linear | nn.Embedding) else (None,):
+            differences = compare_with_module(case, group, by_keyword)
+            assert max(differences.values()) < case.tolerance, (label, by_keyword, differences)
 
 
 LINEARS = [name for name in CASES if isinstance(STRATEGIES.find(name), ColwiseParallel | RowwiseParallel)]
@@ -165,11 +154,6 @@ def long_way(module: Any, x: Tensor, mesh: Any) -> Tensor:
         (given,) = strategy.before(module, (x,), mesh)
         output = linear(given, weight, None if "bias" in strategy.hidden else bias)
         return strategy.after(module, output, mesh)  # type: ignore[no-any-return]
-
-
-def run_both_ways() -> dict[str, list[float]]:
-    """The largest difference between the short forward and the long way, over output and gradients, of four modules."""
-    return {name: [largest_difference(name, seed) for seed in range(4)] for name in LINEARS}
 
 
 def largest_difference(name: str, seed: int) -> float:
@@ -195,13 +179,16 @@ def largest_difference(name: str, seed: int) -> float:
     return max(float((short - long).abs().max()) if short.numel() else 0.0 for short, long in zip(*found, strict=True))
 
 
-def test_a_short_forward_equals_the_long_way(pool: Any) -> None:
+@on_ranks(2)
+def test_a_short_forward_equals_the_long_way() -> None:
     """The same operators in the same order, so the same bits."""
-    assert pool.run(2, run_both_ways) == [dict.fromkeys(LINEARS, [0.0] * 4)] * 2
+    for name, seed in product(LINEARS, range(4)):
+        assert largest_difference(name, seed) == 0, (name, seed)
 
 
-def infinite_bias(records: bool) -> tuple[list[float], list[float]]:
-    """Run on every rank: a sum of outputs whose bias one rank adds, and that in one process."""
+@pytest.mark.parametrize("records", [True, False])
+@on_ranks(2)
+def test_a_bias_that_one_rank_adds_may_be_infinite(records: bool) -> None:
     group = join()
     module = nn.Linear(2 * group.size, 2)
     nn.init.constant_(module.bias, -torch.inf)
@@ -210,34 +197,23 @@ def infinite_bias(records: bool) -> tuple[list[float], list[float]]:
     with torch.set_grad_enabled(records):
         output = local(x.chunk(group.size)[group.rank]).detach()
     dist.all_reduce(output)
-    return output.tolist(), module(x).tolist()
+    assert output.tolist() == module(x).tolist()
 
 
-@pytest.mark.parametrize("records", [True, False])
-def test_a_bias_that_one_rank_adds_may_be_infinite(pool: Any, records: bool) -> None:
-    for found, expected in pool.run(2, infinite_bias, records):
-        assert found == expected
-
-
-def run_forward_that_raises() -> str:
-    group = join()
-
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_the_module_whole() -> None:
     class Picky(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no")
 
-    local = shard_module(Picky(4, 4), {"": "rowwise"}, group)
+    local = shard_module(Picky(4, 4), {"": "rowwise"}, join())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no"):
             local(torch.ones(1, 2))
         assert local.bias is not None
         assert isinstance(local.weight, DTensor)
+        assert type(local.weight).__name__ == "ShardDTensor"
     dist.barrier()
-    return type(local.weight).__name__
-
-
-def test_a_forward_that_raises_leaves_the_module_whole(pool: Any) -> None:
-    assert pool.run(2, run_forward_that_raises) == ["ShardDTensor", "ShardDTensor"]
 
 
 def observed_states(name: str) -> tuple[list[State], list[State]]:
@@ -276,13 +252,9 @@ def state_seen(own: Tensor, full: Tensor) -> State:
     )
 
 
-def all_observed_states() -> dict[str, tuple[list[State], list[State]]]:
-    return {name: observed_states(name) for name in LINEARS}
-
-
-def test_signatures_say_what_ranks_have(pool: Any) -> None:
-    for found in pool.run(2, all_observed_states):
-        for name, (declared, seen) in found.items():
-            assert [
-                State.LOCAL if state is State.LOCAL else each for state, each in zip(declared, seen, strict=True)
-            ] == declared, name
+@on_ranks(2)
+def test_signatures_say_what_ranks_have() -> None:
+    for name in LINEARS:
+        declared, seen = observed_states(name)
+        found = [State.LOCAL if state is State.LOCAL else each for state, each in zip(declared, seen, strict=True)]
+        assert found == declared, name
