@@ -73,68 +73,44 @@ def own(partition: Any) -> TensorParallelLayer:
     return Own().bind(nn.Linear(6, 12), 4)
 
 
-@pytest.mark.parametrize(
-    ("partition", "dim", "ranges"),
-    [
-        (
-            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, 0),
-            0,
-            [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]],
-        ),
-        (
-            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, -1),
-            1,
-            [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]],
-        ),
-        (
-            lambda param, empty, rank, mesh: get_packed_weights(param, empty, mesh, rank, 0),
-            0,
-            [[(0, 2), (6, 8)], [(2, 4), (8, 10)], [(4, 5), (10, 11)], [(5, 6), (11, 12)]],
-        ),
-        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3], 0, [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]]),
-        (
-            lambda param, empty, rank, mesh: nn.Parameter(param.chunk(4)[rank].contiguous()),
-            0,
-            [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]],
-        ),
-        (
-            lambda param, empty, rank, mesh: torch.cat([part.chunk(4)[rank] for part in param.split([4, 8])]),
-            0,
-            [[(0, 1), (4, 6)], [(1, 2), (6, 8)], [(2, 3), (8, 10)], [(3, 4), (10, 12)]],
-        ),
-        # Two ranks share a half; the last rank of a short cut holds nothing.
-        (lambda param, empty, rank, mesh: param[rank // 2 * 6 :][:6], 0, [[(0, 6)], [(0, 6)], [(6, 12)], [(6, 12)]]),
-        (
-            lambda param, empty, rank, mesh: param[:, min(rank * 2, 6) : rank * 2 + 2],
-            1,
-            [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]],
-        ),
-        (
-            lambda param, empty, rank, mesh: (
-                take(
-                    param,
-                    Layout(0, Split(12, tuple(((3 * i, 3 * i + 1), (3 * i + 2, 3 * i + 3)) for i in range(4)))),
-                    rank,
-                )
-                if rank
-                else take(param, Layout(0, Split(12, (((0, 3), (4, 5), (7, 8), (10, 11)),))), 0)
-            ),
-            0,
-            [[(0, 3), (4, 5), (7, 8), (10, 11)], [(3, 4), (5, 6)], [(6, 7), (8, 9)], [(9, 10), (11, 12)]],
-        ),
-    ],
-    ids=[
-        "even",
-        "even along the last dim",
-        "packed",
-        "slices",
-        "a parameter",
-        "joined",
-        "shared",
-        "an empty shard",
-        "lists of ranges",
-    ],
-)
+OF_OTHERS = Layout(0, Split(12, tuple(((3 * i, 3 * i + 1), (3 * i + 2, 3 * i + 3)) for i in range(4))))
+OF_FIRST = Layout(0, Split(12, (((0, 3), (4, 5), (7, 8), (10, 11)),)))
+QUARTERS = [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 12)]]
+COLUMNS = [[(0, 2)], [(2, 4)], [(4, 6)], [(0, 0)]]
+CUTS: dict[str, tuple[Any, int, Any]] = {
+    "even": (lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, 0), 0, QUARTERS),
+    "even along the last dim": (
+        lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, -1),
+        1,
+        COLUMNS,
+    ),
+    "packed": (
+        lambda param, empty, rank, mesh: get_packed_weights(param, empty, mesh, rank, 0),
+        0,
+        [[(0, 2), (6, 8)], [(2, 4), (8, 10)], [(4, 5), (10, 11)], [(5, 6), (11, 12)]],
+    ),
+    "slices": (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3], 0, QUARTERS),
+    "a parameter": (lambda param, empty, rank, mesh: nn.Parameter(param.chunk(4)[rank].contiguous()), 0, QUARTERS),
+    "joined": (
+        lambda param, empty, rank, mesh: torch.cat([part.chunk(4)[rank] for part in param.split([4, 8])]),
+        0,
+        [[(0, 1), (4, 6)], [(1, 2), (6, 8)], [(2, 3), (8, 10)], [(3, 4), (10, 12)]],
+    ),
+    "shared": (
+        lambda param, empty, rank, mesh: param[rank // 2 * 6 :][:6],
+        0,
+        [[(0, 6)], [(0, 6)], [(6, 12)], [(6, 12)]],
+    ),
+    "an empty shard": (lambda param, empty, rank, mesh: param[:, min(rank * 2, 6) : rank * 2 + 2], 1, COLUMNS),
+    "lists of ranges": (
+        lambda param, empty, rank, mesh: take(param, OF_OTHERS if rank else OF_FIRST, rank),
+        0,
+        [[(0, 3), (4, 5), (7, 8), (10, 11)], [(3, 4), (5, 6)], [(6, 7), (8, 9)], [(9, 10), (11, 12)]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("partition", "dim", "ranges"), CUTS.values(), ids=CUTS)
 def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, ranges: Any) -> None:
     layer, whole = own(partition), torch.randn(12, 6)
     layout = layer.layout("weight", whole.shape, 4)
@@ -177,43 +153,39 @@ def test_a_strategy_of_your_own_may_cut_nothing() -> None:
     assert own(lambda param, empty, rank, mesh: param[0:12, ...]).layout("weight", (12, 6), 4) is None
 
 
-@pytest.mark.parametrize(
-    ("partition", "says"),
-    [
-        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 2], "leaves out indices of dim 0"),
-        (lambda param, empty, rank, mesh: param[rank * 2 : rank * 2 + 6], "ranges that overlap"),
-        (lambda param, empty, rank, mesh: param if rank else param[:6], "ranges that overlap"),
-        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3, :2], r"splits dims \[0, 1\]; .* along one"),
-        (
-            lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, rank % 2),
-            r"splits dims \[0, 1\]; .* along one dim on all ranks",
-        ),
-        (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3] * 2, "not values computed from it"),
-        (lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]), "leaves out indices of dim 0"),
-        (lambda param, empty, rank, mesh: torch.cat([param[:2], empty[4:]]), "not values computed from it"),
-        (lambda param, empty, rank, mesh: param[::2], "not values computed from it"),
-        (lambda param, empty, rank, mesh: None, "not values computed from it"),
-        (
-            lambda param, empty, rank, mesh: torch.distributed.all_reduce(param, group=mesh.get_group()),
-            "fails without data: (RuntimeError: .*process groups|AttributeError: .*get_group)",
-        ),
-        (lambda param, empty, rank, mesh: param[:, :, :1], "fails without data: IndexError: too many indices"),
-    ],
-    ids=[
-        "gaps",
-        "overlaps",
-        "whole on some ranks",
-        "two dims",
-        "another dim on another rank",
-        "computed",
-        "joined with gaps",
-        "joined with another",
-        "every second",
-        "nothing",
-        "communicates",
-        "too many indices",
-    ],
-)
+COMPUTED = "not values computed from it"
+OTHERS: dict[str, tuple[Any, str]] = {
+    "gaps": (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 2], "leaves out indices of dim 0"),
+    "overlaps": (lambda param, empty, rank, mesh: param[rank * 2 : rank * 2 + 6], "ranges that overlap"),
+    "whole on some ranks": (lambda param, empty, rank, mesh: param if rank else param[:6], "ranges that overlap"),
+    "two dims": (
+        lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3, :2],
+        r"splits dims \[0, 1\]; .* along one",
+    ),
+    "another dim on another rank": (
+        lambda param, empty, rank, mesh: get_tensor_shard(param, empty, mesh, rank, rank % 2),
+        r"splits dims \[0, 1\]; .* along one dim on all ranks",
+    ),
+    "computed": (lambda param, empty, rank, mesh: param[rank * 3 : rank * 3 + 3] * 2, COMPUTED),
+    "joined with gaps": (
+        lambda param, empty, rank, mesh: torch.cat([param[:2], param[4:]]),
+        "leaves out indices of dim 0",
+    ),
+    "joined with another": (lambda param, empty, rank, mesh: torch.cat([param[:2], empty[4:]]), COMPUTED),
+    "every second": (lambda param, empty, rank, mesh: param[::2], COMPUTED),
+    "nothing": (lambda param, empty, rank, mesh: None, COMPUTED),
+    "communicates": (
+        lambda param, empty, rank, mesh: torch.distributed.all_reduce(param, group=mesh.get_group()),
+        "fails without data: (RuntimeError: .*process groups|AttributeError: .*get_group)",
+    ),
+    "too many indices": (
+        lambda param, empty, rank, mesh: param[:, :, :1],
+        "fails without data: IndexError: too many indices",
+    ),
+}
+
+
+@pytest.mark.parametrize(("partition", "says"), OTHERS.values(), ids=OTHERS)
 def test_a_strategy_of_your_own_that_makes_no_cut_is_refused(partition: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         own(partition).layout("weight", (12, 6), 4)
