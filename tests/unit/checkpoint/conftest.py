@@ -1,4 +1,4 @@
-"""A file of several jobs of the reader."""
+"""A file of several jobs of the reader, and models to save."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.saving import Saved, made
 from tp_transformers.checkpoint.reading.header import Checkpoint
 
 
@@ -21,3 +22,9 @@ def big(tmp_path: Path) -> Iterator[tuple[Checkpoint, Path, torch.Tensor]]:
     save_file({"x": values}, path)
     with Checkpoint([path]) as checkpoint:
         yield checkpoint, path, values
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
+    """Three models of one architecture, whose weights and configs differ."""
+    return [made(tmp_path_factory.mktemp("model"), seed) for seed in (1, 2, 3)]

@@ -18,12 +18,10 @@ from tests.support.saving import (
     KINDS,
     ORDINARY,
     SHARDED,
-    Saved,
     config_is,
     in_child,
     killed,
     leftovers,
-    made,
     saves,
     weights_are,
 )
@@ -36,17 +34,11 @@ ALL = [(kind, before) for family in (ORDINARY, SHARDED) for kind in family for b
 """Kind of a save, and that of the earlier one in the folder."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
-    """Two models of one architecture, whose weights and configs differ."""
-    return made(tmp_path_factory.mktemp("old"), 1), made(tmp_path_factory.mktemp("new"), 2)
-
-
 @pytest.mark.parametrize(("kind", "before"), wide(saves(dict.fromkeys([*QUICK, *ALL])), quick=len(QUICK)))
 def test_a_killed_save_leaves_the_old_model_or_the_new_one(
     models: Any, tmp_path: Path, kind: str, before: str | None
 ) -> None:
-    old, new = models
+    old, new, _ = models
     start = tmp_path / "start"
     start.mkdir()
     if before is not None:
@@ -78,7 +70,7 @@ def test_a_killed_save_leaves_the_old_model_or_the_new_one(
 
 @pytest.mark.parametrize("kind", saves(["some files", "a file a rank"]))
 def test_one_save_at_a_time(models: Any, tmp_path: Path, kind: str) -> None:
-    old, new = models
+    old, new, _ = models
     KINDS[kind](old, tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     with SaveFolder(tmp_path):
@@ -145,7 +137,7 @@ def test_a_file_system_without_locks(models: Any, tmp_path: Path, monkeypatch: p
     another = [f"model-0000{piece}-of-00002.safetensors" for piece in (1, 2)]
     for name in another:
         (tmp_path / name).write_text("another's")
-    for saved in models:
+    for saved in models[:2]:
         KINDS["some files"](saved, tmp_path)
         assert weights_are(tmp_path, saved)
     assert (tmp_path / ".saving-another").exists()
@@ -155,7 +147,7 @@ def test_a_file_system_without_locks(models: Any, tmp_path: Path, monkeypatch: p
 
 @needs("presharded")
 def test_two_forms_of_a_checkpoint_are_not_mixed(models: Any, tmp_path: Path) -> None:
-    old, new = models
+    old, new, _ = models
     KINDS["a file a rank"](old, tmp_path)
     with pytest.raises(CheckpointError, match=r"a folder that holds model\.safetensors\.index\.sharded\.json"):
         KINDS["one file"](new, tmp_path)

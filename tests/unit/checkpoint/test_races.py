@@ -14,17 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, Saved, config_is, leftovers, loaded, made, saves, weights_are
+from tests.support.saving import KINDS, Saved, config_is, leftovers, loaded, saves, weights_are
 from tp_transformers import CheckpointError
 
 TRIALS = int(os.environ.get("RACES", "20"))
 LIMIT = 120
 """Seconds after which a fork ends, also where the test has ended before."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
-    return [made(tmp_path_factory.mktemp("model"), seed) for seed in (1, 2, 3)]
 
 
 def together(jobs: Sequence[Callable[[], object]]) -> list[str]:

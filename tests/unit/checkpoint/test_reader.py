@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.reading import columns
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.reading import jobs, memory
 from tp_transformers.checkpoint.reading.header import Checkpoint
@@ -24,6 +23,12 @@ from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.checkpoint.reading.reader import read
 from tp_transformers.checkpoint.reading.report import LoadReport
 from tp_transformers.slices.stored import Stored
+
+
+def columns(checkpoint: Checkpoint) -> Request:
+    """The right half of every row of `big`."""
+    tensor = checkpoint.tensors["x"].select(1, [(2048, 4096)])
+    return Request(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 @pytest.mark.parametrize("method", ["contiguous", "blocks", "reads"])

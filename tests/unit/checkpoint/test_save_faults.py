@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, Saved, config_is, faults, leftovers, made, saves, weights_are
+from tests.support.saving import KINDS, config_is, faults, leftovers, saves, weights_are
 from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 
@@ -22,11 +22,6 @@ OVER = [
     *(("some files", "nine files"), ("nine files", "some files"), ("shard, 2", None), ("shard, 2", "shard, 3")),
 ]
 """Kind of a save, and that of the earlier one in the folder."""
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
-    return made(tmp_path_factory.mktemp("old"), 1), made(tmp_path_factory.mktemp("new"), 2)
 
 
 def names(folder: Path) -> list[str] | None:
@@ -41,7 +36,7 @@ def is_clear(message: str, folder: Path) -> bool:
 
 @pytest.mark.parametrize(("kind", "before"), wide(saves(OVER), quick=2))
 def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: str, before: str | None) -> None:
-    old, new = models
+    old, new, _ = models
     start, at, bad = tmp_path / "start", 0, []
     if before is not None:
         KINDS[before](old, start)
@@ -125,7 +120,7 @@ def test_a_disk_that_fails_from_there_on(
     models: Any, tmp_path: Path, kind: str, before: str | None, error: int
 ) -> None:
     """Nothing can be undone then: the weights are the old or the new ones, and the next save removes what is left."""
-    old, new = models
+    old, new, _ = models
     start, at = tmp_path / "start", 0
     if before is not None:
         KINDS[before](old, start)

@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.saving import KINDS, MANIFEST_NAME, Saved, made, saves, weights_are
+from tests.support.saving import KINDS, MANIFEST_NAME, saves, weights_are
 from tp_transformers import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Saved, Saved]:
-    return made(tmp_path_factory.mktemp("old"), 1), made(tmp_path_factory.mktemp("new"), 2)
 
 
 @pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 def test_links_to_the_files_of_another_checkpoint(models: Any, tmp_path: Path, kind: str) -> None:
-    old, new = models
+    old, new, _ = models
     other, folder = tmp_path / "other", tmp_path / "folder"
     KINDS[kind](old, other)
     folder.mkdir()
