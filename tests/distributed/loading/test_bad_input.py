@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,47 +46,45 @@ def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
         assert pool.error(size, function, folder).startswith(says)
 
 
+SECOND, INDEX = "model-00002-of-00007.safetensors", "model.safetensors.index.json"
+
+
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
 def damage_missing(folder: Path) -> None:
-    (folder / "model-00002-of-00007.safetensors").unlink()
+    (folder / SECOND).unlink()
 
 
 def damage_truncated(folder: Path) -> None:
-    path = folder / "model-00002-of-00007.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-100])
 
 
 def damage_header(folder: Path) -> None:
-    path = folder / "model-00002-of-00007.safetensors"
-    data = bytearray(path.read_bytes())
-    data[8:20] = b"not json....."[:12]
-    path.write_bytes(bytes(data))
+    data = (folder / SECOND).read_bytes()
+    (folder / SECOND).write_bytes(data[:8] + b"not json...." + data[20:])
 
 
 def damage_outside(folder: Path) -> None:
-    path = folder / "model-00002-of-00007.safetensors"
-    data = path.read_bytes()
+    data = (folder / SECOND).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     name = next(name for name in header if name != "__metadata__")
     header[name]["data_offsets"] = [end + 10**9 for end in header[name]["data_offsets"]]
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    (folder / SECOND).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
 def damage_index_escapes(folder: Path) -> None:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    shutil.copy(folder / "model-00002-of-00007.safetensors", folder.parent / "stolen.safetensors")
-    for name, file in index["weight_map"].items():
-        if file.startswith("model-00002"):
-            index["weight_map"][name] = "../stolen.safetensors"
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(folder / SECOND, folder.parent / "stolen.safetensors")
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace(SECOND, "../stolen.safetensors"))
 
 
 def damage_index_lies(folder: Path) -> None:
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    name = next(iter(index["weight_map"]))
-    index["weight_map"]["model.layers.7.ghost.weight"] = index["weight_map"][name]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    change_json(folder / INDEX, lambda index: index["weight_map"].update({"model.layers.7.ghost.weight": SECOND}))
 
 
 def damage_pickled(folder: Path) -> None:
@@ -96,9 +95,7 @@ def damage_pickled(folder: Path) -> None:
 
 
 def damage_shape(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["intermediate_size"] += 1
-    (folder / "config.json").write_text(json.dumps(config))
+    change_json(folder / "config.json", lambda config: config.update(intermediate_size=101))
 
 
 @pytest.mark.parametrize(
@@ -211,8 +208,7 @@ def test_ranks_that_ask_for_different_things_all_stop(
     folder = cases(8, 4).folder
     other = edited(folder, tmp_path / "c", lambda tensors: tensors.pop("lm_head.weight"))
     changed = shutil.copytree(folder, tmp_path / "d")
-    config = json.loads((changed / "config.json").read_text())
-    (changed / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    change_json(changed / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
     assert pool.error(2, load_differently, [folder, other, str(changed)], what, timeout=60).startswith(says)
 
 
