@@ -26,11 +26,8 @@ from tests.support.architectures import (
 )
 from tests.support.comparisons import assert_same_files, compare_seen, ranks_agree, relative
 from tests.support.models import Case, by_shares, excess_read, load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.seams import features
-
-pytestmark = pytest.mark.distributed
 
 WHOLE_MATRIX = os.environ.get("MATRIX") == "1"
 SIZES = (2, 3, 4) if WHOLE_MATRIX else (2, 4)
@@ -85,9 +82,7 @@ def compare_and_save(
     ("name", "variant", "size"),
     [architecture_case(*shape, id="-".join(map(str, (shape[0], *shape[1], shape[2])))) for shape in shapes()],
 )
-def test_architecture_matches_one_process(
-    pool: Pool, made: Any, matrix_summary: Any, name: str, variant: Variant, size: int
-) -> None:
+def test_architecture_matches_one_process(pool, made, matrix_summary, name, variant, size) -> None:
     case = made(name, variant)
     with tempfile.TemporaryDirectory() as saved:
         results = pool.run(size, compare_and_save, name, case.folder, case.reference, saved)
@@ -137,7 +132,7 @@ def assert_as_outlined(
         2,
     ),
 )
-def test_more_ranks_than_heads_replicate_attention(pool: Pool, made: Any, tmp_path: Path, name: str) -> None:
+def test_more_ranks_than_heads_replicate_attention(pool, made, tmp_path, name) -> None:
     heads, kv_heads = ARCHITECTURES[name].variants[0]
     case = made(name, (2, 2 * kv_heads // heads))
     results = pool.run(3, compare_and_save, name, case.folder, case.reference, str(tmp_path / "saved"))

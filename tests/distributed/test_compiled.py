@@ -26,8 +26,6 @@ from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import MIXERS
 
-pytestmark = pytest.mark.distributed
-
 TIMEOUT = 900.0
 """Seconds for the ranks of one model: Inductor's C++ compiler may share the machine with others."""
 THREE_RANKS = (
@@ -118,25 +116,25 @@ def check(
             assert seen["grads"] < GRADIENT_TOLERANCE
 
 
-def test_decoding_is_one_graph(pool: Pool, tmp_path: Path) -> None:
+def test_decoding_is_one_graph(pool, tmp_path) -> None:
     check(pool, tmp_path, 2, "llama", (9, 3), which=("decode",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_graphs_and_numbers_are_those_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_graphs_and_numbers_are_those_of_one_process(pool, tmp_path, name) -> None:
     which = [phase for phase in PHASES if phase != "decode" or name not in NO_STATIC_CACHE]
     check(pool, tmp_path, 2, name, ARCHITECTURES[name].variants[-1], which=which)  # 9 heads
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", THREE_RANKS)
-def test_graphs_on_three_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_graphs_on_three_ranks(pool, tmp_path, name) -> None:
     check(pool, tmp_path, 3, name, (9, 3))
 
 
 @pytest.mark.slow
-def test_graphs_of_heads_that_all_ranks_share(pool: Pool, tmp_path: Path) -> None:
+def test_graphs_of_heads_that_all_ranks_share(pool, tmp_path) -> None:
     check(pool, tmp_path, 2, "llama", (8, 1), backend="aot_eager")
 
 
@@ -152,20 +150,18 @@ def test_graphs_of_heads_that_all_ranks_share(pool: Pool, tmp_path: Path) -> Non
         quick=0,
     ),
 )
-def test_graphs_of_mixers(pool: Pool, tmp_path: Path, name: str, groups: int) -> None:
+def test_graphs_of_mixers(pool, tmp_path, name, groups) -> None:
     check(pool, tmp_path, 2, name, (8, groups))
 
 
 @pytest.mark.slow
-def test_graphs_of_a_model_with_moments_of_cut_features(pool: Pool, tmp_path: Path) -> None:
+def test_graphs_of_a_model_with_moments_of_cut_features(pool, tmp_path) -> None:
     check(pool, tmp_path, 2, "gemma3n_text", (4, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "heads", "which", "options"), INDUCTOR)
-def test_inductor_computes_as_one_process(
-    pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], which: Any, options: Any
-) -> None:
+def test_inductor_computes_as_one_process(pool, tmp_path, name, heads, which, options) -> None:
     check(pool, tmp_path, 2, name, heads, backend="inductor", which=which, options=options)
 
 
@@ -184,7 +180,7 @@ def drop(folder: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_compiled_model_drops_what_an_eager_one_drops(pool: Pool, cases: Any) -> None:
+def test_a_compiled_model_drops_what_an_eager_one_drops(pool, cases) -> None:
     """Its graph breaks where a rank begins to draw numbers of its own."""
     results = pool.run(2, drop, cases(9, 3, attention_dropout=0.5).folder)
     for eager, compiled in results:
@@ -194,7 +190,7 @@ def test_a_compiled_model_drops_what_an_eager_one_drops(pool: Pool, cases: Any) 
 
 
 @on_ranks(2)
-def test_inductor_trains_plain_shards(folder: str) -> None:
+def test_inductor_trains_plain_shards(folder) -> None:
     """Its kernels are called with the parameters themselves, which compute as full tensors anywhere else."""
     model, alone = load_both(folder)
     mine, whole = (each.model.layers[0].self_attn.k_proj for each in (model, alone))
@@ -208,7 +204,7 @@ def test_inductor_trains_plain_shards(folder: str) -> None:
 
 
 @on_ranks(2, num_hidden_layers=9)
-def test_layers_that_are_compiled_one_by_one_share_a_graph(folder: str) -> None:
+def test_layers_that_are_compiled_one_by_one_share_a_graph(folder) -> None:
     """As in one process, in two training steps; more layers than torch.compile compiles a function for would raise."""
     model, alone = load_both(folder)
     torch._dynamo.reset()
@@ -227,7 +223,7 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph(folder: str) -> None:
 
 @pytest.mark.slow
 @on_ranks(2)
-def test_collectives_outside_of_graphs_are_not_compiled(folder: str) -> None:
+def test_collectives_outside_of_graphs_are_not_compiled(folder) -> None:
     """Beyond the limit, torch.compile leaves the model's forward to Python, and compiles what that calls."""
     model, alone = load_both(folder)
     torch._dynamo.reset()

@@ -23,11 +23,8 @@ from tests.support.architectures import ARCHITECTURES, inputs_of
 from tests.support.comparisons import different_tensors, full_gradients, gradients
 from tests.support.models import by_shares, load
 from tests.support.needs import uneven
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny_inputs import seed
-
-pytestmark = pytest.mark.distributed
 
 LARGEST = 2.0**53
 """The integers up to this one have a float64 each; here all numbers are multiples of 1/STEPS."""
@@ -144,6 +141,6 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "shares"), wide(CASES, 4))
-def test_integers_are_those_of_one_process_bit_by_bit(pool: Pool, tmp_path: Path, name: str, shares: list[int]) -> None:
+def test_integers_are_those_of_one_process_bit_by_bit(pool, tmp_path, name, shares) -> None:
     make(name, tmp_path)
     pool.run(len(shares), compare, name, str(tmp_path), shares)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import transformers
 
-from benchmarks.clients import CLIENTS, EXAMPLES, ROOT, Client, ClientError, Inputs, difference, outcome, run
+from benchmarks.clients import CLIENTS, EXAMPLES, ROOT, ClientError, Inputs, difference, outcome, run
 from benchmarks.tasks import write_tasks
 from tests.support import commands, processors
 from tests.support.pool import free_port
@@ -57,7 +57,7 @@ def write_sight(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("client", [pytest.param(each, id=each.name, marks=slow) for each in CLIENTS])
-def test_ranks_print_what_one_process_prints(client: Client, inputs: Inputs) -> None:
+def test_ranks_print_what_one_process_prints(client, inputs) -> None:
     missing = [name for name in client.modules if find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}")
@@ -67,9 +67,8 @@ def test_ranks_print_what_one_process_prints(client: Client, inputs: Inputs) -> 
     assert difference(one, ours) <= client.tolerance, f"one process: {one}\n2 ranks: {ours}"
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-def test_two_nodes_by_slurm(inputs: Inputs, tmp_path: Path) -> None:
+def test_two_nodes_by_slurm(inputs, tmp_path) -> None:
     """Commands of SLURM that start both nodes on this machine."""
     commands = {
         "scontrol": "echo 127.0.0.1",
@@ -97,9 +96,8 @@ def test_two_nodes_by_slurm(inputs: Inputs, tmp_path: Path) -> None:
     assert difference(outcome(hooks, inputs, 0), done.stdout.strip()) <= hooks.tolerance
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
+def test_the_notebook_prints_what_it_shows(tmp_path) -> None:
     """Its cells in order, in a fresh kernel; numbers may be others."""
     client, notebooks = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     notebook = notebooks.read(EXAMPLES / "notebook.ipynb", 4)

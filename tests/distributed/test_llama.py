@@ -20,8 +20,6 @@ from tests.support.comparisons import (
 from tests.support.models import load, observe
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 CASES = [(8, 4, 2), (9, 3, 2), (9, 3, 3), (8, 2, 3), (8, 1, 4), (7, 7, 3)]
 """Even heads, uneven ones on two and three ranks, KV heads that some ranks share, or all, and no groups.
 
@@ -55,14 +53,14 @@ def check(pool: Any, case: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), CASES)
-def test_variant_matches_one_process(pool: Any, cases: Any, heads: int, kv_heads: int, size: int) -> None:
+def test_variant_matches_one_process(pool, cases, heads, kv_heads, size) -> None:
     check(pool, cases(heads, kv_heads), size)
 
 
 @pytest.mark.parametrize("size", wide([4, 2], 1))
-def test_biases_and_tied_embeddings_match_one_process(pool: Any, cases: Any, size: int) -> None:
+def test_biases_and_tied_embeddings_match_one_process(pool, cases, size) -> None:
     check(pool, cases(8, 2, attention_bias=True, mlp_bias=True, tie_word_embeddings=True), size)
 
 
-def test_more_ranks_than_heads_replicates_attention(pool: Any, cases: Any) -> None:
+def test_more_ranks_than_heads_replicates_attention(pool, cases) -> None:
     check(pool, cases(2, 1), 4)

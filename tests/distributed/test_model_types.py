@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,14 +17,11 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import by_shares, load, save_as_loaded
 from tests.support.needs import uneven
-from tests.support.pool import Pool
 from tests.support.tiers import sampled, wide
 from tests.support.tiny import MODELS, TOWERS, Tiny, model_class
 from tests.support.tiny_inputs import seed
 from tp_transformers.plans.yaml_file import available_plans
 from tp_transformers.verify import verify
-
-pytestmark = pytest.mark.distributed
 
 
 def observe(model: Any, tiny: Tiny) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
@@ -74,9 +70,7 @@ def load_frozen(folders: dict[str, str]) -> list[bool]:
 
 
 @pytest.mark.parametrize("names", wide([["whisper", "roformer"], ["pegasus", "marian"]], 1))
-def test_positions_that_a_class_freezes_are_trained_as_in_one_process(
-    pool: Pool, tmp_path: Path, names: list[str]
-) -> None:
+def test_positions_that_a_class_freezes_are_trained_as_in_one_process(pool, tmp_path, names) -> None:
     folders = {name: str(tmp_path / name) for name in names}
     for name, folder in folders.items():
         MODELS[name].make().save_pretrained(folder)
@@ -101,7 +95,7 @@ CASES = [pytest.param(shares, id=name, marks=uneven(shares)) for name, shares in
 
 @pytest.mark.parametrize("shares", wide(CASES, 1))
 @pytest.mark.parametrize("plan", sampled(by_plan(), 30))
-def test_model_types_match_one_process(pool: Pool, tmp_path: Path, plan: str, shares: list[int]) -> None:
+def test_model_types_match_one_process(pool, tmp_path, plan, shares) -> None:
     folders = {}
     for name in by_plan()[plan]:
         save_as_loaded(MODELS[name].make(), tmp_path / name)
@@ -129,7 +123,7 @@ UNLIKE_OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "size"), wide([case for case in UNLIKE_OTHERS if MODELS[case[0]].runs], 4))
-def test_types_unlike_others(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+def test_types_unlike_others(pool, tmp_path, name, size) -> None:
     """Experts that read a child's matrices, trained rotary positions, a load that writes to a padding row.
 
     Attention without a value projection, and without a key projection.
@@ -148,7 +142,7 @@ WIDTHS: dict[str, Any] = {"qwen3_vl": {"vision_config": {"out_hidden_size": 4096
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", COMPOSED)
-def test_models_are_cut_by_the_plans_of_their_parts(model_type: str) -> None:
+def test_models_are_cut_by_the_plans_of_their_parts(model_type) -> None:
     config = transformers.CONFIG_MAPPING[model_type](**WIDTHS.get(model_type, {}))
     for verdict in verify(config, sizes=(2, 3), grads=True):
         assert verdict.ok, verdict.faults

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from tests.support.architectures import LOGITS_TOLERANCE
 from tests.support.comparisons import relative
 from tests.support.models import load, save_as_loaded
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tests.support.processors import FAMILIES
 
 pytestmark = [
@@ -40,7 +38,7 @@ def compare_with_processed(folder: str, kind: Any, inputs: dict[str, Tensor]) ->
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_what_a_processor_makes_is_answered_as_by_one_process(pool: Pool, tmp_path: Path, name: str, size: int) -> None:
+def test_what_a_processor_makes_is_answered_as_by_one_process(pool, tmp_path, name, size) -> None:
     family = FAMILIES[name]
     model = family.model()
     inputs = family.inputs(model.config)

@@ -20,7 +20,7 @@ from tests.support import commands
 from tests.support.hub_server import HubServer
 from tests.support.readme import PAGES, ROOT, Block, blocks, called
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TIMEOUT = 900
 SESSION_TIMEOUT = 900
@@ -142,14 +142,14 @@ def assert_printed(expected: Block, printed: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_blocks_have_a_language_and_scripts_are_run(page: Path) -> None:
+def test_blocks_have_a_language_and_scripts_are_run(page) -> None:
     found = blocks(page)
     assert {block.language for block in found} <= {"python", "py", "sh", "yaml", "text", ""}
     shell = "".join(block.code for block in found if block.language == "sh")
     assert all(block.file in shell for block in found if block.file)
 
 
-def test_the_python(here: Path, environment: dict[str, str]) -> None:
+def test_the_python(here, environment) -> None:
     """One start of torchrun for all pages."""
     session = [
         (
@@ -182,7 +182,7 @@ def shell_blocks() -> list[tuple[Block, Block | None]]:
 
 
 @pytest.mark.parametrize(("block", "text"), shell_blocks(), ids=lambda block: block.place if block else "")
-def test_the_shell(block: Block, text: Block | None, here: Path, environment: dict[str, str]) -> None:
+def test_the_shell(block, text, here, environment) -> None:
     printed, folder = "", folder_of(block.page, here)
     for line in block.code.replace("\\\n", "").splitlines():
         command = line.split("  #")[0].strip()

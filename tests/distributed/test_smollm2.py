@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import tp_transformers
 from tests.support.comparisons import relative
 from tests.support.models import bytes_read, load
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 PROMPTS = ["The capital of France is", "Once upon a time, in a village by the sea, there lived a", "def fibonacci(n):"]
 
@@ -47,7 +46,7 @@ def compare_texts(folder: str, reference_file: str) -> None:
 
 
 @pytest.mark.parametrize("size", LARGEST_SHARE)
-def test_any_number_of_ranks_says_what_one_process_says(pool: Any, smollm2: Path, tmp_path: Path, size: int) -> None:
+def test_any_number_of_ranks_says_what_one_process_says(pool, smollm2, tmp_path, size) -> None:
     reference = tmp_path / "reference.pt"
     torch.save(run(AutoModelForCausalLM.from_pretrained(smollm2), str(smollm2)), reference)
     pool.run(size, compare_texts, str(smollm2), str(reference))

@@ -9,11 +9,10 @@ import sysconfig
 import time
 import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 180
@@ -65,7 +64,7 @@ def one_process(folder: str) -> int:
         return int(model(torch.tensor([[5, 17, 98]])).logits[0, -1].argmax())
 
 
-def test_an_unedited_script_runs_with_the_hook_on(cases: Any, script: str) -> None:
+def test_an_unedited_script_runs_with_the_hook_on(cases, script) -> None:
     folder = cases(9, 3).folder
     done = torchrun(2, "-m", "tp_transformers", script, folder, "auto")
     assert done.returncode == 0, done.stderr
@@ -76,7 +75,7 @@ def test_an_unedited_script_runs_with_the_hook_on(cases: Any, script: str) -> No
     assert "Loading shard" not in quiet.stderr
 
 
-def test_an_error_ends_the_launch_with_one_message_a_rank(cases: Any, script: str) -> None:
+def test_an_error_ends_the_launch_with_one_message_a_rank(cases, script) -> None:
     started = time.monotonic()
     done = torchrun(2, "-m", "tp_transformers", script, cases(9, 3).folder, "no/such/plan.yaml")
     assert done.returncode != 0
@@ -97,14 +96,14 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
 """
 
 
-def test_a_killed_rank_ends_the_others(cases: Any, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others(cases, tmp_path) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
     done = torchrun(3, str(tmp_path / "killed.py"), cases(9, 3).folder)
     assert done.returncode != 0
     assert "Signal 9" in done.stderr
 
 
-def test_the_wheel_has_every_plan_and_loads(cases: Any, script: str, tmp_path: Path) -> None:
+def test_the_wheel_has_every_plan_and_loads(cases, script, tmp_path) -> None:
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path / "dist"), str(ROOT)]
     done = subprocess.run(build, check=False, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,6 @@ from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tests.support.trained import RATE, albert, minilm, package, smiles_ids, spoken, whisper
-
-pytestmark = pytest.mark.distributed
 
 TEXTS = [
     f"{subject} {action}."
@@ -90,7 +87,7 @@ def compare_maps(folder: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_albert_maps_atoms_as_one_process(pool: Any, tmp_path: Path, size: int) -> None:
+def test_albert_maps_atoms_as_one_process(pool, tmp_path, size) -> None:
     """rxnmapper reads from head 5 of layer 10 which atom of the product was which of the reactants."""
     for difference, same in pool.run(size, compare_maps, str(albert(tmp_path))):
         assert difference < 1e-5
@@ -116,7 +113,7 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.Tensor]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-def test_whisper_hears_what_was_said(pool: Any, speech: tuple[str, torch.Tensor], size: int) -> None:
+def test_whisper_hears_what_was_said(pool, speech, size) -> None:
     for heard, difference in pool.run(size, words_heard, *speech):
         assert heard == [HEARD] * 2
         assert difference < 1e-4

@@ -43,7 +43,7 @@ def outline(name: str) -> Any:
         ),
     ],
 )
-def test_the_base_model_and_what_is_tied(name: str, prefix: str, tied: dict[str, str]) -> None:
+def test_the_base_model_and_what_is_tied(name, prefix, tied) -> None:
     assert anatomy.base_prefix(outline(name)) == prefix
     assert anatomy.tied_parameters(outline(name)) == tied
     assert anatomy.tied_parameters(nn.Linear(1, 1)) == {}
@@ -108,7 +108,7 @@ def test_features_of_linears_and_embeddings() -> None:
         ("bloom", set()),
     ],
 )
-def test_experts(name: str, experts: set[str]) -> None:
+def test_experts(name, experts) -> None:
     found = answers(name, anatomy.holds_experts)
     assert {path.rpartition(".")[2] for path in found} == experts
     assert answers(name, seen.stacked_experts) == {}
@@ -160,7 +160,7 @@ def test_experts(name: str, experts: set[str]) -> None:
         ),
     ],
 )
-def test_attention_and_its_heads(name: str, heads: dict[str, tuple[int, int]], cross: set[str]) -> None:
+def test_attention_and_its_heads(name, heads, cross) -> None:
     model = outline(name)
     found = {path: module for path, module in model.named_modules() if anatomy.is_attention(module)}
     around = {path for path, module in found.items() if kv_cache.is_around_attention(module)}
@@ -180,7 +180,7 @@ OTHERS = ["self_attn", "SelfAttention", "sequence_attn", "attention", "attention
 
 
 @pytest.mark.parametrize("own", [*CROSS, *OTHERS])
-def test_names_of_cross_attention(own: str) -> None:
+def test_names_of_cross_attention(own) -> None:
     assert anatomy.is_cross_attention(f"encoder.layers.0.{own}") == (own in CROSS)
 
 
@@ -199,7 +199,7 @@ LAYER = ["transformer.h.*.ln_1", "transformer.h.*.ln_2", "transformer.ln_f"]
 
 
 @pytest.mark.parametrize(("name", "found", "are_rms"), [("llama", RMS, True), ("gpt2", LAYER, False)])
-def test_norms(name: str, found: list[str], are_rms: bool) -> None:
+def test_norms(name, found, are_rms) -> None:
     assert list(answers(name, anatomy.is_norm)) == found
     assert list(answers(name, rewrite.is_norm_of_tokens)) == found
     assert list(answers(name, seen.is_norm_of_one_tensor)) == found
@@ -235,7 +235,7 @@ def test_norms_that_not_every_question_is_about() -> None:
         ("gemma3", ["model.vision_tower.encoder.layers", "model.language_model.layers"]),
     ],
 )
-def test_stacks_and_the_layers_in_them(name: str, stacks: list[str]) -> None:
+def test_stacks_and_the_layers_in_them(name, stacks) -> None:
     model = outline(name)
     found = dict(anatomy.stacks(model))
     assert list(found) == stacks

@@ -72,7 +72,7 @@ def test_nobody_else_asks_for_the_class_of_a_strategy() -> None:
         "match x:\n    case ColwiseParallel():\n        pass",
     ],
 )
-def test_every_way_to_ask_is_seen(code: str) -> None:
+def test_every_way_to_ask_is_seen(code) -> None:
     assert "ColwiseParallel" in asked(ast.parse(code))
 
 

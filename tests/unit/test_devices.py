@@ -11,9 +11,7 @@ from tests.support import devices
 
 
 @pytest.mark.parametrize(("rank", "index"), [(0, 0), (3, 1)])
-def test_a_model_of_one_process_is_put_on_the_ranks_own_gpu(
-    monkeypatch: pytest.MonkeyPatch, rank: int, index: int
-) -> None:
+def test_a_model_of_one_process_is_put_on_the_ranks_own_gpu(monkeypatch, rank, index) -> None:
     """Also before a group starts: the tensor-parallel model that it is compared with is there."""
     done: list[object] = []
     monkeypatch.setattr(devices, "IS_GPU", True)

@@ -61,7 +61,7 @@ def test_there_are_workflows() -> None:
 
 
 @each_workflow
-def test_commands_are_targets(path: Path) -> None:
+def test_commands_are_targets(path) -> None:
     declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE)
     assert declared is not None
     targets = set(declared[1].replace("\\\n", " ").split())
@@ -77,7 +77,7 @@ def test_commands_are_targets(path: Path) -> None:
 
 
 @each_workflow
-def test_releases_are_those_that_the_project_claims(path: Path) -> None:
+def test_releases_are_those_that_the_project_claims(path) -> None:
     classified = set(re.findall(r"Python :: (3\.\d+)", PROJECT))
     workflow = read(path)
     for job in workflow["jobs"].values():
@@ -95,7 +95,7 @@ def test_releases_are_those_that_the_project_claims(path: Path) -> None:
 
 
 @each_workflow
-def test_permissions_are_few_and_actions_have_a_major_version(path: Path) -> None:
+def test_permissions_are_few_and_actions_have_a_major_version(path) -> None:
     workflow = read(path)
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():

@@ -25,18 +25,18 @@ def house() -> House:
     return House()
 
 
-def test_features_name_modules_that_exist(house: House) -> None:
+def test_features_name_modules_that_exist(house) -> None:
     assert not house.unknown
 
 
 @pytest.mark.parametrize(
     "kind", ["sections", "storages", "encodings", "holdings", "clients", "model_methods", "model_patches"]
 )
-def test_what_features_name_exists(kind: str) -> None:
+def test_what_features_name_exists(kind) -> None:
     assert added(kind)
 
 
-def test_imports_of_features_only_go_away(house: House) -> None:
+def test_imports_of_features_only_go_away(house) -> None:
     assert len(house.from_core) == FROM_CORE, house.from_core
     assert len(house.between_features) == BETWEEN_FEATURES, house.between_features
 
@@ -45,7 +45,7 @@ def test_tests_need_fewer_features_of_others() -> None:
     assert len(found := of_others()) <= NEEDED_BY_TESTS, found
 
 
-def test_lines_stay_within_their_budgets(house: House) -> None:
+def test_lines_stay_within_their_budgets(house) -> None:
     print(house.figures())
     assert house.lines() <= CORE
     assert sum(house.imports.lines.values()) <= PACKAGE

@@ -23,7 +23,7 @@ def package() -> Iterator[logging.Logger]:
     logger.handlers[:], logger.filters[:] = handlers, filters
 
 
-def test_records_know_their_rank(package: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_know_their_rank(package, monkeypatch) -> None:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -39,7 +39,7 @@ def test_records_know_their_rank(package: logging.Logger, monkeypatch: pytest.Mo
     assert [(record.rank, record.world_size) for record in records] == [(0, 1), (1, 3)]  # type: ignore[attr-defined]
 
 
-def test_the_environment_sets_the_level(package: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_level(package, monkeypatch) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)

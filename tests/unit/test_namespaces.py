@@ -48,7 +48,7 @@ def modules() -> list[ModuleType]:
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
-def test_public_names_are_sorted_and_there(module: ModuleType) -> None:
+def test_public_names_are_sorted_and_there(module) -> None:
     assert module.__all__ == sorted(module.__all__)
     assert all(hasattr(module, name) for name in module.__all__)
     assert set(module.__all__) <= set(dir(module))
@@ -57,7 +57,7 @@ def test_public_names_are_sorted_and_there(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
-def test_type_checkers_know_the_public_names(module: ModuleType) -> None:
+def test_type_checkers_know_the_public_names(module) -> None:
     imports = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.ImportFrom)]
     known = {alias.asname or alias.name for node in imports for alias in node.names}
     assert set(module.__all__) <= known
@@ -73,7 +73,7 @@ def test_few_names_are_at_the_top() -> None:
 
 
 @pytest.mark.parametrize(("namespace", "name"), MOVED)
-def test_a_name_that_has_moved_works_and_says_where_to(namespace: str, name: str) -> None:
+def test_a_name_that_has_moved_works_and_says_where_to(namespace, name) -> None:
     value = getattr(import_module(f"tp_transformers.{namespace}"), name)
     place = rf"^tp_transformers\.{name} has moved to tp_transformers\.{namespace}\.{name}$"
     with pytest.warns(DeprecationWarning, match=place) as caught:

@@ -60,20 +60,20 @@ def imports() -> Imports:
     return Imports()
 
 
-def test_imports_go_one_way(imports: Imports) -> None:
+def test_imports_go_one_way(imports) -> None:
     assert set(imports.of_package) == set(ORDER)
     unmoved = House().feature_of  # may import features already
     assert not [edge for edge in imports.upward if edge[0] not in unmoved]
     assert not imports.circles
 
 
-def test_folders_and_modules_stay_small(imports: Imports) -> None:
+def test_folders_and_modules_stay_small(imports) -> None:
     folders = Counter(path.parent for path in imports.files.values() if path.name != "__init__.py")
     assert not {str(folder): count for folder, count in folders.items() if count > MOST}
     assert not {name: lines for name, lines in imports.lines.items() if lines > LONGEST}
 
 
-def test_functions_stay_small(imports: Imports) -> None:
+def test_functions_stay_small(imports) -> None:
     lines: dict[str, int] = {}
     for module, path in imports.files.items():
         for node in ast.walk(tree_of(path)):
@@ -158,7 +158,7 @@ def test_disable_restores_the_same_objects_and_both_are_idempotent() -> None:
     assert all(patched()[name] is before[name] for name in before)
 
 
-def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch) -> None:
     def changed(model: Any, weights: Any) -> None: ...
 
     monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", staticmethod(changed))
@@ -182,7 +182,7 @@ def test_a_transformers_whose_seam_changed_is_refused_unpatched(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("argument", [[], ["no_such_script.py"], ["-m"]])
-def test_the_runner_explains_itself(argument: list[str]) -> None:
+def test_the_runner_explains_itself(argument) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tp_transformers", *argument], capture_output=True, text=True, timeout=120, check=False
     )
@@ -191,7 +191,7 @@ def test_the_runner_explains_itself(argument: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_yaml_of_the_pages_is_plans(tmp_path: Path) -> None:
+def test_the_yaml_of_the_pages_is_plans(tmp_path) -> None:
     found = [block.code for page in PAGES for block in blocks(page) if block.language == "yaml"]
     assert found
     for code in found:

@@ -6,7 +6,6 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,7 +95,7 @@ assert watched() == before
 
 
 @pytest.mark.slow
-def test_nothing_remains_after_disable_and_the_last_model(cases: Any) -> None:
+def test_nothing_remains_after_disable_and_the_last_model(cases) -> None:
     case: Case = cases(8, 4)
     subprocess.run([sys.executable, "-c", PROGRAM, str(case.folder)], check=True, timeout=240)
 
@@ -163,7 +162,7 @@ def test_a_wrapper_of_another_library_stays() -> None:
     assert owner.double(3) == 16
 
 
-def test_a_missing_name_leaves_the_library_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_name_leaves_the_library_alone(caplog) -> None:
     def changes() -> Any:
         names = ("double", "_gone", "_lost")
         return replace_all((owner, name, lambda original, x: original(x) + 1) for name in names)
@@ -226,7 +225,7 @@ def test_a_method_that_moved_to_a_base_is_replaced() -> None:
     assert Owner().double(3) == 6
 
 
-def test_a_module_is_changed_once_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_is_changed_once_it_is_imported(tmp_path, monkeypatch) -> None:
     finders = list(sys.meta_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imported_later.py").write_text("import no_such_module\n")
@@ -253,7 +252,7 @@ def test_a_module_is_changed_once_it_is_imported(tmp_path: Path, monkeypatch: py
     del sys.modules["imported_later"]
 
 
-def test_two_changes_wait_for_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_changes_wait_for_one_module(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "imported_twice.py").write_text("def double(x):\n    return 2 * x\n")
     undos = []

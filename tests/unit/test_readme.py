@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=called)
 
 
 @each_page
-def test_generated_parts_are_up_to_date(page: Path) -> None:
+def test_generated_parts_are_up_to_date(page) -> None:
     assert generated(page) == page.read_text(encoding="utf-8"), "run `python -m tests.support.readme`"
 
 
@@ -42,7 +41,7 @@ def test_every_generated_part_is_on_a_page() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=called)
-def test_every_folder_has_a_page_with_all_of_its_modules(folder: Path) -> None:
+def test_every_folder_has_a_page_with_all_of_its_modules(folder) -> None:
     page = folder / "README.md"
     assert page.exists(), "begin it with a title and a sentence about the folder, and let it have a block `modules`"
     text = page.read_text(encoding="utf-8")
@@ -54,7 +53,7 @@ def test_every_folder_has_a_page_with_all_of_its_modules(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=called)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page) -> None:
     for link in links(page):
         if link.startswith(("https://", "http://")):
             continue
@@ -68,7 +67,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @each_page
-def test_long_pages_begin_with_a_drawing_or_a_table(page: Path) -> None:
+def test_long_pages_begin_with_a_drawing_or_a_table(page) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     if page.parent != ROOT and len(lines) > ONE_SCREEN:
         first = next(line for line in lines[1:] if line and not line.startswith("<!--"))
@@ -80,7 +79,7 @@ def test_the_readme_is_short() -> None:
 
 
 @each_page
-def test_lines_are_of_one_width(page: Path) -> None:
+def test_lines_are_of_one_width(page) -> None:
     # Docstrings, and errors of transformers.
     text = re.sub(r"<!-- (public names) -->.*<!-- /\1 -->", "", prose(page), flags=re.DOTALL)
     for line in text.splitlines():

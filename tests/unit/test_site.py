@@ -31,7 +31,7 @@ def paths(nav: Any) -> Iterator[str]:
         yield from [entry] if isinstance(entry, str) else paths(entry)
 
 
-def test_each_page_is_in_the_navigation_once(build: Path) -> None:
+def test_each_page_is_in_the_navigation_once(build) -> None:
     nav = (build / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     pages = {path.relative_to(build / "pages").as_posix() for path in build.rglob("*.md")}
     plans = {f"model_plans/{path.stem}.md" for path in (ROOT / "model_plans").glob("*.yaml")}
@@ -42,7 +42,7 @@ def test_each_page_is_in_the_navigation_once(build: Path) -> None:
         assert {f"{kind}/{path.stem}.md" for path in (ROOT / kind).glob(f"[a-z]*{suffix}")} <= pages
 
 
-def test_links_lead_to_pages_and_pictures(build: Path) -> None:
+def test_links_lead_to_pages_and_pictures(build) -> None:
     found = 0
     for page in build.rglob("*.md"):
         for link in links(page):
@@ -53,7 +53,7 @@ def test_links_lead_to_pages_and_pictures(build: Path) -> None:
     assert found > 1000
 
 
-def test_links_to_pictures_stay(build: Path) -> None:
+def test_links_to_pictures_stay(build) -> None:
     def pictures(page: Path) -> list[str]:
         return [link for link in links(page) if link.endswith((".png", ".svg"))]
 
@@ -63,14 +63,14 @@ def test_links_to_pictures_stay(build: Path) -> None:
     assert all((build / "pages" / path).is_file() for path in expected)
 
 
-def test_every_model_type_is_in_a_table(build: Path) -> None:
+def test_every_model_type_is_in_a_table(build) -> None:
     text = (build / "pages" / collect.PROOFS).read_text(encoding="utf-8")
     types = json.loads((ROOT / collect.PROOFS_DATA).read_text(encoding="utf-8"))
     assert all(f"`{name}`" in text for name in types)
     assert "](PROOFS.md)" in (build / "pages" / "model_plans" / "README.md").read_text(encoding="utf-8")
 
 
-def test_pipes_in_code_of_tables_have_no_backslash(build: Path) -> None:
+def test_pipes_in_code_of_tables_have_no_backslash(build) -> None:
     text = (build / "pages" / "tp_transformers" / "strategies" / "README.md").read_text(encoding="utf-8")
     assert "<code>x → [xA &#124; xB]</code>" in text
     assert not re.search(r"`[^`\n]*\\\|", text)

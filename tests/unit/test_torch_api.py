@@ -234,7 +234,7 @@ def test_the_installed_torch_has_what_a_load_needs() -> None:
     assert set(lacking.values()) <= {torch_api._OTHER, by_themselves, "no mesh"}, lacking
 
 
-def test_a_name_that_torch_lacks_refuses_a_load_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_torch_lacks_refuses_a_load_and_nothing_else(monkeypatch) -> None:
     for name in ("torch.nn.Module._gone", "torch.gone._gone"):
         monkeypatch.setitem(PRIVATE, name, REFUSED)
     monkeypatch.setitem(PRIVATE, "torch._gone", "a consequence")

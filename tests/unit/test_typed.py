@@ -26,7 +26,7 @@ small_model = cache(lambda model_type: typed.small_model(CONFIG_MAPPING[model_ty
 
 
 @pytest.mark.parametrize("model_type", sampled(typed.known(), 140))
-def test_types_are_as_known(model_type: str) -> None:
+def test_types_are_as_known(model_type) -> None:
     assert typed.check(model_type, proofs.types()[model_type]) == typed.known()[model_type]
 
 
@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[str, str, Callable[[], Fault]]] = {
 
 
 @pytest.mark.parametrize("name", sampled(FAULTS, 3))
-def test_a_planted_fault_is_found_and_named(name: str) -> None:
+def test_a_planted_fault_is_found_and_named(name) -> None:
     model_type, module, fault = FAULTS[name]
     model, question, plan = small_model(model_type)
     with fault():

@@ -109,7 +109,7 @@ def check_collects(run: Run) -> None:
 
 
 @pytest.mark.parametrize("gone", sample())
-def test_without(gone: str, tmp_path: Path) -> None:
+def test_without(gone, tmp_path) -> None:
     absent = dependants(gone)
     run = copy_without({gone}, tmp_path)
     check_commands(run, absent, tmp_path)
@@ -118,12 +118,12 @@ def test_without(gone: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alone", sorted(ALONE.intersection(sample())))
-def test_alone(alone: str, tmp_path: Path) -> None:
+def test_alone(alone, tmp_path) -> None:
     run = copy_without(set(features()) - required(alone), tmp_path)
     check_tests(run, "-m", "not slow", f"tests/features/{alone}")
 
 
-def test_without_all(tmp_path: Path) -> None:
+def test_without_all(tmp_path) -> None:
     run = copy_without(set(features()), tmp_path)
     check_commands(run, set(features()), tmp_path)
     check_collects(run)

@@ -179,7 +179,7 @@ IN_PYTHON: dict[str, tuple[Callable[[Here], object], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", IN_PYTHON)
-def test_in_python(name: str, here: Here) -> None:
+def test_in_python(name, here) -> None:
     act, kind, says = IN_PYTHON[name]
     with tp_transformers.enable(), pytest.raises(kind) as caught:
         act(here)
@@ -224,7 +224,7 @@ ON_THE_COMMAND_LINE: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", ON_THE_COMMAND_LINE)
-def test_on_the_command_line(name: str, here: Here, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_the_command_line(name, here, capsys) -> None:
     arguments, says = ON_THE_COMMAND_LINE[name]
     names = {"folder": here.folder, "scratch": here.scratch, "file": here.plan(yaml.safe_dump({"a": 1}))}
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 @pytest.mark.parametrize("options", [("--widths", "small"), ("--fake",)], ids=["two ranks", "faked"])
-def test_a_run_writes_its_numbers(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_writes_its_numbers(options, tmp_path) -> None:
     command = [sys.executable, "-m", "benchmarks", "forward", "--rounds", "2", "--ranks", "2", "--timeout", "300"]
     command += ["--scenarios", "prefill,training step", "--results", str(tmp_path), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)

@@ -28,9 +28,7 @@ def bench(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     [("llama", (), 2), ("mixtral", ("--rank", "1", "--ranks", "4"), 1)],
     ids=["two ranks", "one of four"],
 )
-def test_a_run_writes_its_numbers_and_leaves_nothing_else(
-    model: str, options: tuple[str, ...], ranks: int, tmp_path: Path
-) -> None:
+def test_a_run_writes_its_numbers_and_leaves_nothing_else(model, options, ranks, tmp_path) -> None:
     done = bench(tmp_path, "--models", model, *options)
     assert done.returncode == 0, done.stderr
     folder = ensure(model, 0.01, tmp_path / "checkpoints")
@@ -66,7 +64,7 @@ def test_a_run_writes_its_numbers_and_leaves_nothing_else(
     assert f"| {model}, 0.01 GB | load | {native:.3g} s | {ours:.3g} s |" in text
 
 
-def test_a_load_that_is_not_the_checkpoint_is_refused_before_it_is_timed(tmp_path: Path) -> None:
+def test_a_load_that_is_not_the_checkpoint_is_refused_before_it_is_timed(tmp_path) -> None:
     folder = ensure("llama", 0.01, tmp_path / "checkpoints")
     changed = tmp_path / "changed"
     shutil.copytree(folder, changed)

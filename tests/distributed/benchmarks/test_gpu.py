@@ -31,7 +31,7 @@ def rehearse(path: Path, *options: str, code: int = 0) -> tuple[str, dict[str, A
     return done.stdout, json.loads((path / "results" / "gpu.json").read_text())["steps"]
 
 
-def test_every_step_passes_and_leaves_its_tables(tmp_path: Path) -> None:
+def test_every_step_passes_and_leaves_its_tables(tmp_path) -> None:
     output, steps = rehearse(tmp_path, "--minutes", "12")
     assert steps.keys() == STEPS.keys()
     for name, step in steps.items():
@@ -52,7 +52,7 @@ def test_every_step_passes_and_leaves_its_tables(tmp_path: Path) -> None:
         assert (tmp_path / "results" / name).stat().st_size > 0
 
 
-def test_a_call_goes_on_where_one_ended_and_names_what_has_not_run(tmp_path: Path) -> None:
+def test_a_call_goes_on_where_one_ended_and_names_what_has_not_run(tmp_path) -> None:
     output, steps = rehearse(tmp_path, "--only", "machine", "--minutes", "0.001", code=1)
     assert steps["machine"]["status"] == "out of time"
     assert "machine: out of time" in output
@@ -75,7 +75,7 @@ def left(path: Path) -> list[str]:
     return found
 
 
-def test_a_run_that_is_killed_leaves_its_tables_and_no_process(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_leaves_its_tables_and_no_process(tmp_path) -> None:
     page = tmp_path / "results" / "gpu.md"
     process = subprocess.Popen(command(tmp_path, "--only", "machine,decode"), cwd=ROOT, stdout=subprocess.DEVNULL)
     try:

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.fuzz import fuzz_cases, kept
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import CheckpointError
 
@@ -78,7 +77,7 @@ def load_mutated(folder: str, texts: list[bytes]) -> list[str | None]:
 
 
 @pytest.mark.parametrize("seed", wide(range(6), 1))
-def test_every_index_loads_or_is_one_error(pool: Pool, cases: Any, tmp_path: Path, seed: int) -> None:
+def test_every_index_loads_or_is_one_error(pool, cases, tmp_path, seed) -> None:
     folder = Path(shutil.copytree(cases(8, 4).folder, tmp_path / "model"))
     good = (folder / INDEX).read_text()
     fuzzed = list(fuzz_cases(seed, COUNT, lambda rng: mutated(good, rng)))

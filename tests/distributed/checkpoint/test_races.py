@@ -17,8 +17,6 @@ from tests.support.saving import KINDS, Saved, config_is, leftovers, made, saves
 from tp_transformers import CheckpointError
 from tp_transformers.checkpoint.saving.folder import SaveFolder
 
-pytestmark = pytest.mark.distributed
-
 TRIALS = 6
 
 
@@ -27,7 +25,7 @@ def save(kind: str, source: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", saves(["some files", "a file a rank"]))
-def test_a_save_beside_another_is_one_error_on_all_ranks(pool: Pool, tmp_path: Path, kind: str) -> None:
+def test_a_save_beside_another_is_one_error_on_all_ranks(pool, tmp_path, kind) -> None:
     old, new, folder = made(tmp_path / "old", 1), made(tmp_path / "new", 2), tmp_path / "folder"
     KINDS[kind](old, folder)
     with SaveFolder(folder):
@@ -65,7 +63,7 @@ def save_beside(kind: str, source: Path, folder: Path, meeting: Path, job: int, 
 @pytest.mark.parametrize(
     ("first", "second"), saves([("a file a rank",) * 2, ("some files",) * 2, ("a file a rank", "some files")])
 )
-def test_two_jobs_save_at_the_same_time(pools: tuple[Pool, Pool], tmp_path: Path, first: str, second: str) -> None:
+def test_two_jobs_save_at_the_same_time(pools, tmp_path, first, second) -> None:
     """Ranks of a job agree; the folder is the model of a job that was told so, or the earlier one if none was."""
     kinds = first, second
     draw, models = random.Random(f"{kinds}"), [made(tmp_path / f"model-{seed}", seed) for seed in (1, 2, 3)]

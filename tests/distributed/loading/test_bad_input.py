@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tests.support.models import PROMPTS, VOCAB, edited, load
 from tests.support.needs import needs
 
-pytestmark = pytest.mark.distributed
-
 
 def bad_mesh(folder: str) -> None:
     dist.init_process_group("gloo")
@@ -36,7 +34,7 @@ def no_rules(folder: str) -> None:
 
 
 @needs("infer")
-def test_bad_meshes_and_sizes(pool: Any, cases: Any) -> None:
+def test_bad_meshes_and_sizes(pool, cases) -> None:
     folder = cases(8, 4).folder
     for size, function, says in (
         (4, bad_mesh, "MeshError: device_mesh: got 2 axes named ('dp', 'pp')"),
@@ -111,7 +109,7 @@ def damage_shape(folder: Path) -> None:
         (damage_shape, "got (100, 64), expected (101, 64)"),
     ],
 )
-def test_damaged_checkpoints(pool: Any, cases: Any, tmp_path: Path, damage: Any, says: str) -> None:
+def test_damaged_checkpoints(pool, cases, tmp_path, damage, says) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(cases(8, 4).folder, folder)
     damage(folder)
@@ -124,7 +122,7 @@ def logits_of_prompts(folder: str) -> torch.Tensor:
     return load(folder, dtype=torch.float64)(PROMPTS).logits.detach()
 
 
-def test_the_way_that_the_error_of_a_pickle_names(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_the_way_that_the_error_of_a_pickle_names(pool, cases, tmp_path) -> None:
     folder, new_folder = tmp_path / "checkpoint", tmp_path / "new"
     shutil.copytree(cases(9, 3).folder, folder)
     damage_pickled(folder)
@@ -142,7 +140,7 @@ def load_with_wrong_rules(folder: str, rules: dict[str, str]) -> None:
 
 
 @needs("refusals")
-def test_rules_that_do_not_fit_together_are_told_before_the_read(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_rules_that_do_not_fit_together_are_told_before_the_read(pool, cases, tmp_path) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(cases(8, 4).folder, folder)
     for file in folder.glob("*.safetensors"):  # whoever reads a weight fails
@@ -153,7 +151,7 @@ def test_rules_that_do_not_fit_together_are_told_before_the_read(pool: Any, case
     assert "model.layers.*.mlp.gate_proj: it leaves its features sharded, but model.layers.*.mlp.down_proj" in error
 
 
-def test_what_does_not_fit_in_the_forward_is_told_there(pool: Any, cases: Any) -> None:
+def test_what_does_not_fit_in_the_forward_is_told_there(pool, cases) -> None:
     # That an attention's output feeds the next block is not seen in a plan.
     error = pool.error(2, feed_a_shard, cases(8, 4).folder, timeout=60)
     assert error.startswith("PlanError: model.layers.0.mlp.down_proj: got an input of 50 features, expected 100")
@@ -168,7 +166,7 @@ def look_up_nobodys_id(folder: str) -> None:
     load(folder)(torch.tensor([[3, VOCAB]]))
 
 
-def test_ids_outside_the_vocabulary_fail_as_in_one_process(pool: Any, cases: Any) -> None:
+def test_ids_outside_the_vocabulary_fail_as_in_one_process(pool, cases) -> None:
     error = pool.error(2, look_up_nobodys_id, cases(8, 4).folder, timeout=60)
     assert error.startswith("IndexError: index out of range")
 
@@ -202,9 +200,7 @@ def load_differently(folders: list[str], what: str) -> None:
         ),
     ],
 )
-def test_ranks_that_ask_for_different_things_all_stop(
-    pool: Any, cases: Any, tmp_path: Path, what: str, says: str
-) -> None:
+def test_ranks_that_ask_for_different_things_all_stop(pool, cases, tmp_path, what, says) -> None:
     folder = cases(8, 4).folder
     other = edited(folder, tmp_path / "c", lambda tensors: tensors.pop("lm_head.weight"))
     changed = shutil.copytree(folder, tmp_path / "d")
@@ -216,7 +212,7 @@ def load_own(folders: list[str]) -> None:
     load(folders[int(os.environ["RANK"])])
 
 
-def test_a_fault_on_one_rank_stops_all_with_its_error(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_a_fault_on_one_rank_stops_all_with_its_error(pool, cases, tmp_path) -> None:
     good = cases(8, 4).folder
     bad = tmp_path / "checkpoint"
     shutil.copytree(good, bad)
@@ -230,12 +226,12 @@ def load_with_own_plan(folder: str) -> None:
     load(folder, tp_plan={"model.nope": "colwise"} if os.environ["RANK"] == "1" else "auto")
 
 
-def test_a_plan_that_does_not_fit_on_one_rank_stops_all(pool: Any, cases: Any) -> None:
+def test_a_plan_that_does_not_fit_on_one_rank_stops_all(pool, cases) -> None:
     error = pool.error(4, load_with_own_plan, cases(8, 1).folder, timeout=60)
     assert error.startswith("PlanError: rank 1: tp_plan does not fit")
 
 
-def test_a_fault_in_transformers_on_one_rank_stops_all(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_a_fault_in_transformers_on_one_rank_stops_all(pool, cases, tmp_path) -> None:
     good = cases(8, 4).folder
     error = pool.error(3, load_own, [good, str(tmp_path), good], timeout=60)
     assert error.startswith("RemoteRankError: rank 1: ")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from tests.support.comparisons import assert_same_tensors, equal_parameters, read_folder, relative
 from tests.support.models import PROMPTS, bytes_read, llama_config, load, save_as_loaded
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -28,7 +23,7 @@ def convert_and_save(folder: str, target: str) -> None:
     model.save_pretrained(target, max_shard_size="100KB")
 
 
-def test_converted_checkpoints_load_and_save(pool: Any, tmp_path: Path) -> None:
+def test_converted_checkpoints_load_and_save(pool, tmp_path) -> None:
     torch.manual_seed(0)
     config = llama_config(8, 2, kind=MixtralConfig, num_local_experts=3, num_experts_per_tok=2)
     save_as_loaded(MixtralForCausalLM(config), tmp_path, max_shard_size="100KB")
@@ -51,7 +46,7 @@ def save_transposed(folder: str, target: str) -> float:
     return bytes_read(model)
 
 
-def test_converters_that_measure_parameters_see_them_whole(pool: Any, tmp_path: Path) -> None:
+def test_converters_that_measure_parameters_see_them_whole(pool, tmp_path) -> None:
     # Experts of 24 features in blocks of 8 are cut 16 and 8: plain tensors, whose local shape is not the whole one.
     torch.manual_seed(0)
     config = Qwen3VLMoeConfig(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from tests.support.models import llama_config, load, observe
 from tests.support.needs import needs
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -53,7 +50,7 @@ DECLARED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("size", wide([3, 2, 4], 1))
 @pytest.mark.parametrize("name", wide(sorted(DECLARED, reverse=True), 2))
-def test_the_plan_that_transformers_declares_at_any_size(pool: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_the_plan_that_transformers_declares_at_any_size(pool, tmp_path, name, size) -> None:
     config, model = getattr(transformers, f"{name}Config", None), getattr(transformers, f"{name}ForCausalLM", None)
     if config is None:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
@@ -71,7 +68,7 @@ def load_only_a_head(folder: str, **options: Any) -> int:
 
 
 @needs("refusals")
-def test_a_declared_plan_that_leaves_every_layer_whole_is_accepted_only_if_allowed(pool: Any, cases: Any) -> None:
+def test_a_declared_plan_that_leaves_every_layer_whole_is_accepted_only_if_allowed(pool, cases) -> None:
     folder = cases(8, 4).folder
     with pytest.raises(WorkerError) as caught:
         pool.run(2, load_only_a_head, folder)

@@ -41,8 +41,6 @@ from tp_transformers.plans import Plan
 from tp_transformers.ranks import group as group_module
 from tp_transformers.slices.lazy import Resident
 
-pytestmark = pytest.mark.distributed
-
 
 def descriptors() -> set[str]:
     found = set()
@@ -148,9 +146,7 @@ _ELSEWHERE = {"short_read": short_read_elsewhere}
         ("replaced", "got another file, or other contents"),
     ],
 )
-def test_a_fault_in_the_middle_stops_all_ranks(
-    pool: Any, cases: Any, tmp_path: Path, fault: str, says: str, rank: int
-) -> None:
+def test_a_fault_in_the_middle_stops_all_ranks(pool, cases, tmp_path, fault, says, rank) -> None:
     folder = shutil.copytree(cases(9, 3).folder, tmp_path / "model")
     with pytest.raises(WorkerError) as caught:
         pool.run(2, load_with, fault, rank, str(folder), timeout=60)
@@ -173,7 +169,7 @@ def fail_and_count_hooks(folder: str) -> None:
     assert len(hooks) == before
 
 
-def test_a_load_that_fails_leaves_no_model(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_a_load_that_fails_leaves_no_model(pool, cases, tmp_path) -> None:
     """An error that something keeps would keep the frames of the load, and what they have loaded."""
     pool.run(2, fail_and_count_hooks, str(shutil.copytree(cases(9, 3).folder, tmp_path / "model")))
 
@@ -187,7 +183,7 @@ def die(folder: str) -> None:
     load(folder)
 
 
-def test_the_others_say_that_a_rank_has_ended(pool: Any, cases: Any) -> None:
+def test_the_others_say_that_a_rank_has_ended(pool, cases) -> None:
     with pytest.raises(WorkerError) as caught:
         pool.run(2, die, cases(9, 3).folder, timeout=60)
     assert caught.value.errors[0].startswith("RemoteRankError: rank 1 gave no sign of life")
@@ -208,9 +204,7 @@ def initialise(folder: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", wide([0, 1], 1))
-def test_an_initialisation_that_fails_on_one_rank_stops_the_others(
-    pool: Any, cases: Any, tmp_path: Path, rank: int
-) -> None:
+def test_an_initialisation_that_fails_on_one_rank_stops_the_others(pool, cases, tmp_path, rank) -> None:
     """The others would wait for its part in the broadcast of what is initialised."""
     AutoModel.from_pretrained(cases(9, 3).folder).save_pretrained(tmp_path)
     with pytest.raises(WorkerError) as caught:
@@ -260,7 +254,7 @@ def fail_in_each_step(folder: str, rank: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_between_votes_stops_all(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_a_rank_that_fails_between_votes_stops_all(pool, cases, tmp_path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -319,7 +313,7 @@ def in_a_hurry(folder: str, to: str, rank: int) -> tuple[set[str], set[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", wide([0, 1], 1))
-def test_ranks_wait_longer_than_a_collective_may(pool: Any, cases: Any, tmp_path: Path, rank: int) -> None:
+def test_ranks_wait_longer_than_a_collective_may(pool, cases, tmp_path, rank) -> None:
     seen = pool.run(2, in_a_hurry, cases(9, 3).folder, str(tmp_path), rank, timeout=120)
     assert seen[1 - rank] == (set(), set())
     of_all = {"open_checkpoint", "fetch", "_run", "check_unchanged", "write_all", "write", "finish"}

@@ -29,8 +29,6 @@ from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-4  # fp32 sums in another order
 
 
@@ -51,7 +49,7 @@ def share(folder: str) -> dict[str, Any]:
     }
 
 
-def test_parameters_are_dtensors_exactly_where_a_placement_describes_them(pool: Any, cases: Any) -> None:
+def test_parameters_are_dtensors_exactly_where_a_placement_describes_them(pool, cases) -> None:
     even = pool.run(2, share, cases(8, 4).folder)[0]
     assert even["placements"].keys() == {name for name in even["kinds"] if "norm" not in name}
     assert even["placements"]["model.layers.0.self_attn.q_proj.weight"] == "(Shard(dim=0),)"
@@ -67,7 +65,7 @@ def test_parameters_are_dtensors_exactly_where_a_placement_describes_them(pool: 
 
 
 @on_ranks(3)
-def test_casts_happen_on_the_shard(folder: str) -> None:
+def test_casts_happen_on_the_shard(folder) -> None:
     model = load(folder, dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert equal_parameters(model, LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16))
@@ -80,7 +78,7 @@ def test_casts_happen_on_the_shard(folder: str) -> None:
     ("size", "heads", "axes"), [(4, (9, 3), ("dp", "tp")), (4, (8, 1), ("dp", "tp")), (3, (8, 4), None)]
 )
 @on_ranks()
-def test_a_mesh_with_and_without_a_data_parallel_axis(folder: str, axes: tuple[str, str] | None) -> None:
+def test_a_mesh_with_and_without_a_data_parallel_axis(folder, axes) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2) if axes else (3,), mesh_dim_names=axes)
     size = mesh.size(mesh.ndim - 1)
@@ -130,7 +128,7 @@ def ways_in(folder: str, reference: str, plan_file: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
-def test_every_way_in(pool: Any, cases: Any, tmp_path: Path, heads: tuple[int, int]) -> None:
+def test_every_way_in(pool, cases, tmp_path, heads) -> None:
     case = cases(*heads)
     (tmp_path / "mine.yaml").write_text("extends: llama\nheads: {lm_head: null}\n")
     for errors in pool.run(2, ways_in, case.folder, case.reference, str(tmp_path / "mine.yaml")):
@@ -142,7 +140,7 @@ HEADS = [AutoModelForQuestionAnswering, AutoModelForSequenceClassification, Auto
 
 @pytest.mark.parametrize("auto", wide(HEADS, 1))
 @on_ranks(2)
-def test_every_head_class_and_gradient_checkpointing(folder: str, auto: Any) -> None:
+def test_every_head_class_and_gradient_checkpointing(folder, auto) -> None:
     models, grads = [], []
     for plan in ("auto", None):
         torch.manual_seed(5)
@@ -165,7 +163,7 @@ def test_every_head_class_and_gradient_checkpointing(folder: str, auto: Any) -> 
 
 @pytest.mark.parametrize(("heads", "size"), wide([((9, 3), 2), ((8, 1), 3)], 1))
 @on_ranks()
-def test_ways_to_generate(folder: str) -> None:
+def test_ways_to_generate(folder) -> None:
     models = load(folder), LlamaForCausalLM.from_pretrained(folder)
     for name, arguments in {
         "greedy": {},
@@ -226,7 +224,7 @@ def through_pipeline(folder: str) -> tuple[Any, ...]:
 
 
 @needs("clients")
-def test_pipelines(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_pipelines(pool, cases, tmp_path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -254,7 +252,7 @@ def casts_and_copies(folder: str, cast: str, copied: str) -> bool:
 
 
 @pytest.mark.parametrize("heads", [(8, 4), (9, 3)])
-def test_a_model_that_is_cast_or_copied_is_still_whole(pool: Any, cases: Any, tmp_path: Path, heads: Any) -> None:
+def test_a_model_that_is_cast_or_copied_is_still_whole(pool, cases, tmp_path, heads) -> None:
     case = cases(*heads)
     assert pool.run(2, casts_and_copies, case.folder, str(tmp_path / "cast"), str(tmp_path / "copied")) == [True] * 2
     whole, cast, copied = (read_folder(path) for path in (case.folder, tmp_path / "cast", tmp_path / "copied"))
@@ -265,7 +263,7 @@ def test_a_model_that_is_cast_or_copied_is_still_whole(pool: Any, cases: Any, tm
 
 
 @on_ranks(2)
-def test_models_load_in_inference_mode(folder: str) -> None:
+def test_models_load_in_inference_mode(folder) -> None:
     """Parameters that are made in inference mode are filled by threads, which begin outside it."""
     with torch.inference_mode():
         assert equal_parameters(load(folder, tp_map=False), AutoModelForCausalLM.from_pretrained(folder))

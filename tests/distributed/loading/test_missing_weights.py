@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,13 +13,11 @@ from tests.support.comparisons import equal_parameters, relative
 from tests.support.models import PROMPTS, VOCAB, bytes_read, edited, headers, load
 from tests.support.on_ranks import on_ranks
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-4  # fp32 sums in another order
 
 
 @on_ranks(2, heads=(8, 4))
-def test_missing_weights_are_initialised_as_one_process_would(folder: str) -> None:
+def test_missing_weights_are_initialised_as_one_process_would(folder) -> None:
     # Ranks seed differently on purpose: rank 0's draw is what counts.
     torch.manual_seed(5 + int(os.environ["RANK"]))
     model, info = load(folder, AutoModelForSequenceClassification, output_loading_info=True, num_labels=5)
@@ -45,7 +41,7 @@ def missing_sharded(folder: str, names: list[str]) -> None:
         assert relative(model(PROMPTS).logits, plain(PROMPTS).logits) < TOLERANCE
 
 
-def test_missing_sharded_weights_too(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_missing_sharded_weights_too(pool, cases, tmp_path) -> None:
     names = ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.weight"]
     folder = edited(cases(9, 3).folder, tmp_path / "c", lambda tensors: [tensors.pop(name) for name in names])
     pool.run(3, missing_sharded, folder, names)
@@ -68,7 +64,7 @@ def tied(folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["source only", "target only", "both equal", "both different", "neither"])
-def test_tied_embeddings(pool: Any, cases: Any, tmp_path: Path, kind: str) -> None:
+def test_tied_embeddings(pool, cases, tmp_path, kind) -> None:
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -96,6 +92,6 @@ def shrink_head(tensors: dict[str, torch.Tensor]) -> None:
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:10].clone()
 
 
-def test_mismatched_sizes_can_be_ignored(pool: Any, cases: Any, tmp_path: Path) -> None:
+def test_mismatched_sizes_can_be_ignored(pool, cases, tmp_path) -> None:
     folder = edited(cases(8, 4).folder, tmp_path / "c", shrink_head)
     pool.run(2, mismatched, folder)

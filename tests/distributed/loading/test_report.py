@@ -16,8 +16,6 @@ from tests.support.models import bytes_read, headers, held, load, logits_of
 from tests.support.needs import needs
 from tests.support.tiers import wide
 
-pytestmark = pytest.mark.distributed
-
 
 def report(folder: str, how: bool | None, evict: bool) -> dict[str, Any]:
     if evict:
@@ -49,7 +47,7 @@ def error_of(rank: dict[str, Any], reference: str) -> float:
 
 @needs("page_cache")
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_the_report_adds_up(pool: Any, cases: Any, size: int) -> None:
+def test_the_report_adds_up(pool, cases, size) -> None:
     case = cases(9, 3)
     ranks = pool.run(size, report, case.folder, False, False)
     for index, rank in enumerate(ranks):
@@ -92,7 +90,7 @@ def map_and_train(folder: str, sharded: str, reference: str) -> None:
 
 @needs("presharded")
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_parameters_may_live_in_the_files(pool: Any, cases: Any, tmp_path: Path, size: int) -> None:
+def test_parameters_may_live_in_the_files(pool, cases, tmp_path, size) -> None:
     case = cases(9, 3)
     folder = shutil.copytree(case.folder, tmp_path / "model")
     pool.run(size, map_and_train, str(folder), str(tmp_path / "sharded"), case.reference)

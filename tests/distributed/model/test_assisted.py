@@ -18,10 +18,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationMixin
 from transformers.generation import stopping_criteria
 
 from tests.support.models import llama_config, load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 IN_STATIC = Version(transformers.__version__) >= Version("5.24")
 """True if transformers itself drafts with a static cache, and compiles the forward that checks the drafts."""
@@ -122,7 +119,7 @@ CACHES = [(3, "dynamic"), (2, "static"), (2, "compiled"), (2, "dynamic"), (3, "s
 
 
 @pytest.mark.parametrize(("size", "cache"), wide(CACHES if IN_STATIC else [(3, "dynamic"), (2, "dynamic")], 2))
-def test_drafts_are_those_of_one_process(pool: Pool, tmp_path: Path, size: int, cache: str) -> None:
+def test_drafts_are_those_of_one_process(pool, tmp_path, size, cache) -> None:
     folder, draft = tmp_path / "model", tmp_path / "draft"
     write(folder, draft, 9, 3)
     model, small = (AutoModelForCausalLM.from_pretrained(each, **EXACT) for each in (folder, draft))
@@ -147,7 +144,7 @@ def drafts_by_other_clocks(folder: str, draft: str) -> tuple[list[int], list[tup
     return tokens, drafts
 
 
-def test_clocks_do_not_shorten_the_drafts_of_single_ranks(pool: Pool, tmp_path: Path) -> None:
+def test_clocks_do_not_shorten_the_drafts_of_single_ranks(pool, tmp_path) -> None:
     folder, draft = tmp_path / "model", tmp_path / "draft"
     write(folder, draft, 9, 3)
     model, small = (AutoModelForCausalLM.from_pretrained(each, **EXACT) for each in (folder, draft))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
 from tests.support.tiers import wide
 from tp_transformers.strategies import shard_of
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -55,7 +52,7 @@ def assert_apart(copied: Any, original: Any) -> None:
 @needs("activations")
 @pytest.mark.parametrize("heads", wide([((9, 3),), ((8, 4),)], 1))
 @on_ranks(2)
-def test_a_copy_of_a_wrapper_is_of_its_own_class(folder: str, tmp_path: Path) -> None:
+def test_a_copy_of_a_wrapper_is_of_its_own_class(folder, tmp_path) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj", "down_proj", "embed_tokens"], init_lora_weights=False)
     ours, theirs = load_both(folder)
     torch.manual_seed(1)
@@ -114,7 +111,7 @@ def test_a_copy_of_a_wrapper_is_of_its_own_class(folder: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("heads", [(9, 3), (8, 4)])
 @on_ranks(2)
-def test_parts_of_a_model_are_copied_and_not_pickled(folder: str) -> None:
+def test_parts_of_a_model_are_copied_and_not_pickled(folder) -> None:
     model = load(folder)
     layer = model.model.layers[0]
     x = torch.randn(2, 5, layer.input_layernorm.weight.shape[0], generator=torch.Generator().manual_seed(0))

@@ -15,8 +15,6 @@ from tests.support.on_ranks import on_ranks
 from tp_transformers import UnsupportedError
 from tp_transformers.debug import head_counts
 
-pytestmark = pytest.mark.distributed
-
 
 def early(model: Any, heads: int | list[int]) -> StaticCache:
     cache = StaticCache(config=model.config, max_cache_len=32)
@@ -27,7 +25,7 @@ def early(model: Any, heads: int | list[int]) -> StaticCache:
 @needs("refusals")
 @pytest.mark.parametrize("heads", [(9, 3), pytest.param((8, 2), marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_an_early_cache_has_the_heads_of_its_rank(folder: str) -> None:
+def test_an_early_cache_has_the_heads_of_its_rank(folder) -> None:
     """With this rank's heads, tokens are those of one process; the heads of the config are refused."""
     model, whole = load_both(folder)
     settings = {"max_new_tokens": 5, "do_sample": False, "disable_compile": True}
@@ -44,6 +42,6 @@ def test_an_early_cache_has_the_heads_of_its_rank(folder: str) -> None:
 
 @pytest.mark.parametrize(("size", "expected"), [(2, [(6, 2), (3, 1)]), (1, [(9, 3)])])
 @on_ranks()
-def test_heads_of_ranks_are_those_of_the_model(folder: str, expected: list[tuple[int, int]]) -> None:
+def test_heads_of_ranks_are_those_of_the_model(folder, expected) -> None:
     model = load(folder)
     assert head_counts(model)["model.layers.1.self_attn"] == expected[model.tp_group.rank]

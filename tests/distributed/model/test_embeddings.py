@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,7 @@ from tests.support.comparisons import full_parameters, gradient_differences, rel
 from tests.support.models import PROMPTS, VOCAB, llama_config, load_both
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -93,7 +89,7 @@ def worst(model: Any, whole: Any, ids: torch.Tensor = PROMPTS) -> float:
 
 @pytest.mark.parametrize("options", wide([{}, {"tp_loss_parallel": True}], 1))
 @on_ranks(2)
-def test_a_module_around_an_embedding_or_a_head(folder: str, options: dict[str, bool]) -> None:
+def test_a_module_around_an_embedding_or_a_head(folder, options) -> None:
     for kind, way in product((Soft, Hashed, Tempered, Mixed), ("set", "assign")):
         model, whole = load_both(folder, **options)
         assert relative(*(each(PROMPTS, labels=PROMPTS).loss for each in (model, whole))) < TOLERANCE  # before, too
@@ -129,7 +125,7 @@ def few_rows(folder: str, scratch: str, few: Any, options: dict[str, bool]) -> N
     ("few", "options"),
     wide([(few, options) for options in ({}, {"tp_invariant": True}) for few in (FEW, FEW_TOO)], 1),
 )
-def test_fewer_rows_than_ranks(pool: Pool, cases: Any, tmp_path: Path, few: Any, options: dict[str, bool]) -> None:
+def test_fewer_rows_than_ranks(pool, cases, tmp_path, few, options) -> None:
     for tied, rows in few:
         names = {"bos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": tied}
         config = llama_config(9, 3, vocab_size=rows, **names)

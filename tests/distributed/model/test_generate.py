@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,11 +23,8 @@ from tests.support.comparisons import relative
 from tests.support.models import MASK, PROMPTS, VOCAB, load, load_both
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import MeshError
-
-pytestmark = pytest.mark.distributed
 
 NEW = 6
 TOLERANCE = 1e-4  # fp32 sums in another order
@@ -80,12 +76,12 @@ def sampled_otherwise(folder: str, draft: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
-def test_ranks_sample_what_one_process_with_the_seed_of_rank_0_does(pool: Pool, cases: Any, size: int) -> None:
+def test_ranks_sample_what_one_process_with_the_seed_of_rank_0_does(pool, cases, size) -> None:
     assert pool.run(size, sampled_otherwise, cases(9, 3).folder, cases(8, 2).folder) == [[]] * size
 
 
 @on_ranks(4)
-def test_replicas_of_a_mesh_with_a_data_parallel_axis_are_their_own(folder: str) -> None:
+def test_replicas_of_a_mesh_with_a_data_parallel_axis_are_their_own(folder) -> None:
     """Two replicas of two ranks: each samples from its own prompt, by the seed of its own first rank.
 
     With synced_gpus, the replica that is done first keeps the other company.
@@ -140,7 +136,7 @@ def fail(folder: str) -> list[str]:
     ]
 
 
-def test_what_fails_on_one_rank_is_told_on_all(pool: Pool, cases: Any) -> None:
+def test_what_fails_on_one_rank_is_told_on_all(pool, cases) -> None:
     here, there = pool.run(2, fail, cases(9, 3).folder, timeout=90)
     assert here == there
     assert here[0] == "RemoteRankError: rank 1: ZeroDivisionError: integer division or modulo by zero"
@@ -150,7 +146,7 @@ def test_what_fails_on_one_rank_is_told_on_all(pool: Pool, cases: Any) -> None:
 
 
 @on_ranks(2)
-def test_ranks_stop_together(folder: str) -> None:
+def test_ranks_stop_together(folder) -> None:
     """Where they would stop at different steps."""
     model, whole, first = load(folder), LlamaForCausalLM.from_pretrained(folder), rank() == 0
     tokens, start = whole.generate(**BATCH), PROMPTS.shape[1]
@@ -177,7 +173,7 @@ def test_ranks_stop_together(folder: str) -> None:
 
 
 @on_ranks(2)
-def test_a_chat_through_a_pipeline(folder: str) -> None:
+def test_a_chat_through_a_pipeline(folder) -> None:
     messages = [[{"role": "user", "content": text}] for text in ("Hello", "Who are you?")]
     texts = []
     for model in (load(folder), LlamaForCausalLM.from_pretrained(folder)):
@@ -260,9 +256,7 @@ DECODER = set(FIELDS[:5])
         2,
     ),
 )
-def test_every_cache_and_all_that_is_returned(
-    pool: Pool, tmp_path: Path, name: str, heads: tuple[int, int], size: int, fields: set[str]
-) -> None:
+def test_every_cache_and_all_that_is_returned(pool, tmp_path, name, heads, size, fields) -> None:
     ARCHITECTURES[name].make(*heads).save_pretrained(tmp_path)
     assert pool.run(size, generated_otherwise, name, str(tmp_path)) == [{"fields": fields}] * size
 
@@ -283,7 +277,7 @@ def generate_with_other_heads(folder: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(transformers.PreTrainedConfig, "per_layer_config"), reason="one number for all layers")
-def test_a_static_cache_where_layers_differ_in_kv_heads(pool: Pool, tmp_path: Path) -> None:
+def test_a_static_cache_where_layers_differ_in_kv_heads(pool, tmp_path) -> None:
     sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2, "global_head_dim": 16}
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "attention_k_eq_v": True, "pad_token_id": 0}
@@ -312,7 +306,7 @@ class Naming(LlamaForCausalLM):
 
 @needs("debug")
 @on_ranks(2)
-def test_positions_stay_positions_where_a_class_has_its_own_generate(folder: str) -> None:
+def test_positions_stay_positions_where_a_class_has_its_own_generate(folder) -> None:
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
     for kind in (Passing, Naming):
         model, whole, own = load(folder, kind), kind.from_pretrained(folder), Collector()

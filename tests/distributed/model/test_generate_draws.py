@@ -14,11 +14,8 @@ from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList,
 
 from tests.support.models import MASK, PROMPTS, VOCAB, load
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tp_transformers import MeshError
 from tp_transformers.ranks import direct
-
-pytestmark = pytest.mark.distributed
 
 NEW = 6
 BATCH = {"inputs": PROMPTS, "attention_mask": MASK, "max_new_tokens": NEW}
@@ -73,7 +70,7 @@ def shared(folder: str) -> list[Any]:
     return drawn(model)
 
 
-def test_ranks_share_the_generators_of_numpy_and_random(pool: Pool, cases: Any) -> None:
+def test_ranks_share_the_generators_of_numpy_and_random(pool, cases) -> None:
     folder = cases(9, 3).folder
     model = LlamaForCausalLM.from_pretrained(folder)
     seed(0)
@@ -97,7 +94,7 @@ def own_generator(folder: str, way: str) -> str:
 
 
 @pytest.mark.parametrize(("way", "name"), [("processor", "Draws"), ("prefix", "prefix_allowed_tokens_fn")])
-def test_different_tokens_are_one_error_on_all_ranks(pool: Pool, cases: Any, way: str, name: str) -> None:
+def test_different_tokens_are_one_error_on_all_ranks(pool, cases, way, name) -> None:
     first, second = pool.run(2, own_generator, cases(9, 3).folder, way, timeout=60)
     assert first == second
     assert first.startswith("generate's tokens: got ")
@@ -106,7 +103,7 @@ def test_different_tokens_are_one_error_on_all_ranks(pool: Pool, cases: Any, way
 
 
 @on_ranks(2)
-def test_only_with_a_users_own_code_are_tokens_compared(folder: str) -> None:
+def test_only_with_a_users_own_code_are_tokens_compared(folder) -> None:
     """By maxima over the ranks."""
     model = load(folder)
     for way, maxima in (({}, 0), (WAYS["numpy"](), NEW)):

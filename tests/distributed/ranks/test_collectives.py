@@ -17,8 +17,6 @@ from tp_transformers.ranks.collectives import copy_to_region, gather_from_region
 from tp_transformers.ranks.group import FIRST_BYTES
 from tp_transformers.ranks.mesh import join
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 @on_ranks()

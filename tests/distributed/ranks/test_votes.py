@@ -15,8 +15,6 @@ from tp_transformers.ranks import group as group_module
 from tp_transformers.ranks.group import TensorParallelGroup
 from tp_transformers.ranks.mesh import join
 
-pytestmark = pytest.mark.distributed
-
 
 def fail(where: str, slow: int | None = None) -> list[str]:
     """Run on every rank: all kinds of votes in a row, of which the last rank does not get past `where`."""
@@ -64,7 +62,7 @@ def test_a_fault_on_one_rank_is_the_same_error_on_all() -> None:
         assert len(passed) <= ALL.index(where) + 2, "ranks went on"
 
 
-def test_a_rank_that_is_busy_ends_its_job_before_it_hears_of_a_fault(pool: Any) -> None:
+def test_a_rank_that_is_busy_ends_its_job_before_it_hears_of_a_fault(pool) -> None:
     found = pool.run(2, fail, "between", 0, timeout=60)
     assert found[0][-2:] == ["a job", "RemoteRankError: rank 1: ValueError: in between"]
     assert found[1][-1] == found[0][-1]

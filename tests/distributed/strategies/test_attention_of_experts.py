@@ -16,12 +16,9 @@ from tests.support.comparisons import assert_same_files, relative
 from tests.support.groups import counts
 from tests.support.models import MASK, PROMPTS, Case, load, save_as_loaded, save_reference
 from tests.support.needs import needs
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import Mixing
-
-pytestmark = pytest.mark.distributed
 
 HEADS = (8, 3)
 """KV heads; of each, a token has a query for every expert that it is sent to."""
@@ -72,7 +69,7 @@ def make(path: Path, heads: Sequence[int]) -> dict[int, Case]:
 
 @needs("verify")
 @pytest.mark.parametrize(("size", "heads"), wide([(3, (8,)), (3, (3, 4)), (2, (8, 3)), (4, (8, 3, 4))], 1))
-def test_linears_of_experts_make_queries(pool: Pool, tmp_path: Path, size: int, heads: tuple[int, ...]) -> None:
+def test_linears_of_experts_make_queries(pool, tmp_path, size, heads) -> None:
     cases = make(tmp_path, heads)
     results = pool.run(size, compare_eagerly, cases, observe, str(tmp_path / "saved"))
     for count, case in cases.items():
@@ -89,7 +86,7 @@ def test_linears_of_experts_make_queries(pool: Pool, tmp_path: Path, size: int, 
 
 
 @pytest.mark.slow
-def test_linears_of_experts_on_parts_of_the_sequence(pool: Pool, tmp_path: Path) -> None:
+def test_linears_of_experts_on_parts_of_the_sequence(pool, tmp_path) -> None:
     compare = partial(compare_eagerly, tp_sequence_parallel=True)
     for result in pool.run(3, compare, make(tmp_path, HEADS), observe, str(tmp_path / "saved")):
         for heads, seen in result.items():
@@ -110,7 +107,7 @@ def compare_attentions(folder: str) -> list[float]:
 
 @needs("activations")
 @pytest.mark.parametrize("name", wide(["codegen", "diffllama"], 1))
-def test_attentions_of_heads_in_blocks_are_in_the_order_of_one_process(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_attentions_of_heads_in_blocks_are_in_the_order_of_one_process(pool, tmp_path, name) -> None:
     save_as_loaded(MODELS[name].make(), tmp_path)
     for found in pool.run(2, compare_attentions, str(tmp_path / "checkpoint")):
         assert max(found) < 1e-4

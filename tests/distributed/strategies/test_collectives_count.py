@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +16,10 @@ from tests.support.architectures import ARCHITECTURES, architecture_case
 from tests.support.models import PROMPTS, load, load_both
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.tiny import MODELS
 from tests.support.tiny_mixers import MIXERS
 from tp_transformers.ranks import direct
-
-pytestmark = pytest.mark.distributed
 
 LAYERS = 2
 COLLECTIVES = (
@@ -101,7 +97,7 @@ def counted(model: Any) -> tuple[Counter[str], Counter[str], list[int]]:
     ("name", "per_layer"),
     wide([("llama", 2), architecture_case("olmo2", 4), ("qwen2_moe", 3), ("mixtral", 2), ("phi3", 2), ("glm", 2)], 3),
 )
-def test_collectives_of_one_forward(pool: Pool, tmp_path: Path, name: str, per_layer: int) -> None:
+def test_collectives_of_one_forward(pool, tmp_path, name, per_layer) -> None:
     model = ARCHITECTURES[name].make(8, 2)
     model.save_pretrained(tmp_path)
     for everywhere, inside, reduced in pool.run(2, count, name, str(tmp_path)):
@@ -119,7 +115,7 @@ def count_sequence_parallel(name: str, folder: str) -> tuple[Counter[str], Count
 
 @needs("sequence", "loss_parallel")
 @pytest.mark.parametrize(("name", "experts"), [("llama", 0), ("mixtral", 1)])
-def test_collectives_of_one_forward_whose_sequence_is_cut(pool: Pool, tmp_path: Path, name: str, experts: int) -> None:
+def test_collectives_of_one_forward_whose_sequence_is_cut(pool, tmp_path, name, experts) -> None:
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
     for everywhere, inside in pool.run(2, count_sequence_parallel, name, str(tmp_path)):
         # What all-reduces were is halved: one at the start of a block, one at its end; experts sum theirs themselves.
@@ -149,7 +145,7 @@ def backward(name: str, folder: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", wide(["phi3", "llama"], 1))
-def test_layers_of_a_block_sum_the_gradient_of_their_input_together(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_layers_of_a_block_sum_the_gradient_of_their_input_together(pool, tmp_path, name) -> None:
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
     for seen in pool.run(2, backward, name, str(tmp_path)):
         assert seen == {"all_reduce": 2 * LAYERS + 1}  # one is that of the logits
@@ -209,7 +205,7 @@ those of the embedding and of the logits."""
 
 @needs("mixers", "architectures")
 @pytest.mark.parametrize("key", wide(DECODED, 3))
-def test_the_host_waits_for_nothing_in_a_decode_step(pool: Pool, tmp_path: Path, key: str) -> None:
+def test_the_host_waits_for_nothing_in_a_decode_step(pool, tmp_path, key) -> None:
     name, *heads = key.split(", ")
     table: Any = ARCHITECTURES if name in ARCHITECTURES else MIXERS
     model = table[name].make(*map(int, heads)) if name in table else MODELS[name].make()
@@ -227,7 +223,7 @@ def communicated(operators: Operators) -> Counter[str]:
 
 
 @on_ranks(2, heads=(8, 4))
-def test_ranks_agree_in_a_step_only_where_something_can_differ(folder: str) -> None:
+def test_ranks_agree_in_a_step_only_where_something_can_differ(folder) -> None:
     """Collectives of a step of `generate` beside those of the model's forward."""
     model, one = load(folder), Counter({"c10d::allreduce_": 1})
     never = [lambda ids, scores, **_: torch.zeros(len(ids), dtype=torch.bool)]

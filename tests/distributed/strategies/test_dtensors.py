@@ -25,8 +25,6 @@ from tests.support.tiers import wide
 from tp_transformers.ranks.collectives import gather_from_region
 from tp_transformers.strategies import ColwiseParallel, SequenceParallel
 
-pytestmark = pytest.mark.distributed
-
 
 @on_ranks(2)
 def test_outputs_can_stay_dtensors() -> None:

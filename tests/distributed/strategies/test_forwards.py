@@ -6,7 +6,6 @@ import copy
 import gc
 import inspect
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,12 +23,9 @@ from tests.support.architectures import ARCHITECTURES, GRADIENT_TOLERANCE, LOGIT
 from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load, load_both
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.features.sequence import region
 from tp_transformers.features.sequence.region import RegionBlock
-
-pytestmark = pytest.mark.distributed
 
 TOKENS = torch.randint(3, VOCAB, (2, 10), generator=torch.Generator().manual_seed(1))
 
@@ -47,7 +43,7 @@ def training_error(ours: Any, theirs: Any, *batches: torch.Tensor) -> float:
 
 
 @on_ranks(2, heads=(8, 2))
-def test_a_copy_of_a_loss_parallel_model_has_whole_logits(folder: str) -> None:
+def test_a_copy_of_a_loss_parallel_model_has_whole_logits(folder) -> None:
     ours, theirs = load_both(folder, tp_loss_parallel=True)
     ours(PROMPTS, labels=PROMPTS)
     copied = copy.deepcopy(ours)
@@ -64,7 +60,7 @@ def test_a_copy_of_a_loss_parallel_model_has_whole_logits(folder: str) -> None:
 
 
 @on_ranks(2, heads=(8, 2))
-def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(folder: str) -> None:
+def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(folder) -> None:
     ours, theirs = load_both(folder, tp_sequence_parallel=True, tp_loss_parallel=True)
     assert training_error(ours, theirs, TOKENS[:, :9]) < GRADIENT_TOLERANCE
     copied = copy.deepcopy(ours)
@@ -76,7 +72,7 @@ def test_a_copy_of_a_sequence_parallel_model_takes_other_lengths(folder: str) ->
 
 
 @on_ranks(2, heads=(8, 2))
-def test_a_copy_of_a_batch_sharded_model_takes_other_batches(folder: str) -> None:
+def test_a_copy_of_a_batch_sharded_model_takes_other_batches(folder) -> None:
     """Ranks with batches of their own, of one size and then of others."""
     ours, theirs = load_both(folder, tp_batch_sharded=True)
     rank = dist.get_rank()
@@ -126,7 +122,7 @@ def by_keyword(folder: str, options: dict[str, Any]) -> float:
         2,
     ),
 )
-def test_keywords_are_bound_by_the_signature(pool: Pool, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_keywords_are_bound_by_the_signature(pool, tmp_path, name, options) -> None:
     ARCHITECTURES[name].make(8, 2).save_pretrained(tmp_path)
     assert max(pool.run(2, by_keyword, str(tmp_path), options)) < GRADIENT_TOLERANCE
 
@@ -135,7 +131,7 @@ def test_keywords_are_bound_by_the_signature(pool: Pool, tmp_path: Path, name: s
 
 
 @on_ranks(2, heads=(8, 2))
-def test_no_hook_outlives_the_models(folder: str) -> None:
+def test_no_hook_outlives_the_models(folder) -> None:
     """Hooks that every module of the process passes: for adapters, and for modules in place of sharded ones."""
     hooks = nn.modules.module._global_module_registration_hooks
     assert len(hooks) == 0
@@ -172,7 +168,7 @@ class Checkpointed(nn.Module):
 
 
 @on_ranks(2, heads=(8, 2))
-def test_blocks_are_nested_and_computed_again(folder: str) -> None:
+def test_blocks_are_nested_and_computed_again(folder) -> None:
     for use_reentrant in (False, True):
         ours, theirs = load_both(folder, tp_sequence_parallel=True)
         for layer in ours.model.layers:
@@ -204,7 +200,7 @@ def test_blocks_are_nested_and_computed_again(folder: str) -> None:
 
 
 @on_ranks(2, heads=(8, 2))
-def test_norms_are_made_again_of_what_they_were_made_of(folder: str) -> None:
+def test_norms_are_made_again_of_what_they_were_made_of(folder) -> None:
     """Norms, which a backward computes again, have inputs, outputs or parameters of a hook or a call."""
     ours, theirs = load_both(folder, tp_sequence_parallel=True)
 
@@ -232,7 +228,7 @@ def test_norms_are_made_again_of_what_they_were_made_of(folder: str) -> None:
     wide([("_c10d_functional", ["all_reduce", "wait_tensor"]), ("aten", ["mm"]), ("aten", ["_to_copy", "clone"])], 1),
 )
 @on_ranks(2, heads=(8, 2))
-def test_a_recomputation_may_keep_results(folder: str, namespace: str, kept: list[str]) -> None:
+def test_a_recomputation_may_keep_results(folder, namespace, kept) -> None:
     """Selective activation checkpointing: what is kept is not to be summed over the ranks once more."""
     ours, theirs = load_both(folder)
     operators = [getattr(getattr(torch.ops, namespace), each).default for each in kept]
@@ -242,7 +238,7 @@ def test_a_recomputation_may_keep_results(folder: str, namespace: str, kept: lis
 
 
 @on_ranks(2, heads=(8, 2))
-def test_tangents_of_forward_mode_are_refused(folder: str) -> None:
+def test_tangents_of_forward_mode_are_refused(folder) -> None:
     mlp, states = load(folder).model.layers[0].mlp.requires_grad_(False), torch.ones(1, 2, 64)
     told = "^torch.autograd.forward_ad in a tensor-parallel model: got tangents"
     for records in (True, False):
@@ -259,7 +255,7 @@ def test_tangents_of_forward_mode_are_refused(folder: str) -> None:
 
 
 @on_ranks(2, heads=(8, 2))
-def test_parameters_may_have_hooks_and_be_frozen(folder: str) -> None:
+def test_parameters_may_have_hooks_and_be_frozen(folder) -> None:
     ours, theirs = load_both(folder)
     called: list[str] = []
     for model in (ours, theirs):
@@ -312,7 +308,7 @@ def misfit(folder: str) -> list[Any]:
     return found
 
 
-def test_a_misfit_on_one_rank_is_one_error_on_all(pool: Pool, cases: Any) -> None:
+def test_a_misfit_on_one_rank_is_one_error_on_all(pool, cases) -> None:
     results = pool.run(2, misfit, cases(8, 2).folder)
     for *said, worst in results:
         assert said == results[0][:-1]
@@ -324,7 +320,7 @@ def test_a_misfit_on_one_rank_is_one_error_on_all(pool: Pool, cases: Any) -> Non
 
 
 @on_ranks(2, heads=(8, 2))
-def test_ranks_tell_lengths_once_where_parts_differ(folder: str) -> None:
+def test_ranks_tell_lengths_once_where_parts_differ(folder) -> None:
     ours = load(folder, tp_sequence_parallel=True)
     blocks = sum(isinstance(getattr(module, "tp_strategy", None), RegionBlock) for module in ours.modules())
     with mock.patch.object(region, "all_lengths", wraps=region.all_lengths) as asked:

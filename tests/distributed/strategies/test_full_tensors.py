@@ -18,8 +18,6 @@ from tp_transformers.slices.layout import Layout, Ranks, Split, chunked, packed
 from tp_transformers.strategies import ParamShard, take
 from tp_transformers.strategies.shards import gather
 
-pytestmark = pytest.mark.distributed
-
 CHUNK = 4 << 10
 SHAPE = (6, 50, 96)
 
@@ -43,7 +41,7 @@ def values_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("size", "copies"), wide([(3, 1), (4, 2), (2, 1)], 1))
 @on_ranks()
-def test_a_rank_holds_what_it_asked_for_and_a_few_boxes(copies: int) -> None:
+def test_a_rank_holds_what_it_asked_for_and_a_few_boxes(copies) -> None:
     """Both ways to the whole tensor, for every layout, over the last ranks of a mesh; the first ones are FSDP's."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("dp", "tp"))

@@ -12,7 +12,7 @@ from tests.support.models import load
 from tests.support.on_ranks import on_ranks
 from tp_transformers.ranks import direct
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 LAYERS = 1
 TOKENS = torch.arange(1, 17).view(2, 8)
@@ -35,7 +35,7 @@ def matches(graph: torch.fx.Graph) -> dict[str, int]:
 
 
 @on_ranks(2, heads=(8, 4), num_hidden_layers=LAYERS)
-def test_gathers_and_scatters_of_layers_are_fused_with_products(folder: str) -> None:
+def test_gathers_and_scatters_of_layers_are_fused_with_products(folder) -> None:
     """In the graphs of a forward, of one in training, and of its backward, traced as for a GPU."""
     from torch._dynamo.backends.common import aot_autograd  # a second, which each run of the quick tests would wait for
     from torch._inductor.decomposition import select_decomp_table

@@ -11,10 +11,7 @@ import torch
 import tp_transformers
 from tests.support.comparisons import assert_same_files, compare_seen
 from tests.support.models import excess_read, load, observe
-from tests.support.pool import Pool
 from tests.support.readme import STRATEGIES_PAGE
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -47,7 +44,7 @@ def with_the_strategy_of_the_page(folder: str, reference_file: str, saved: str, 
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, [50, 50]), (3, [34, 34, 32])])
-def test_the_strategy_of_the_page_works(pool: Pool, cases: Any, tmp_path: Any, size: int, rows: list[int]) -> None:
+def test_the_strategy_of_the_page_works(pool, cases, tmp_path, size, rows) -> None:
     case = cases(8, 4)
     pool.run(size, with_the_strategy_of_the_page, case.folder, case.reference, str(tmp_path / "saved"), rows)
     assert_same_files(case.folder, str(tmp_path / "saved"))

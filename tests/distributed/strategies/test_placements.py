@@ -17,12 +17,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers import PlanError, full_tensor
 from tp_transformers import strategies as ours
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-12  # float64: only the order of the sums differs
 STYLES = (ours.ColwiseParallel, ours.RowwiseParallel)
@@ -127,7 +124,7 @@ def check_placed(kind: Any, make: Any, sizes: tuple[int, int], local: bool, shar
 @pytest.mark.parametrize("local", wide([False, True], 1))
 @pytest.mark.parametrize("kind", wide([*STYLES, theirs.ColwiseParallel, theirs.RowwiseParallel], 2), ids=shown)
 @on_ranks(2)
-def test_a_linear_in_every_placement(kind: Any, local: bool) -> None:
+def test_a_linear_in_every_placement(kind, local) -> None:
     """Torch's own styles, too: the references are right."""
     check_placed(kind, linear, (10, 14), local)
 
@@ -135,7 +132,7 @@ def test_a_linear_in_every_placement(kind: Any, local: bool) -> None:
 @pytest.mark.parametrize(("sizes", "shares"), wide([((16, 24), (2, 1, 1)), ((10, 14), None)], 1))
 @pytest.mark.parametrize("kind", wide(STYLES, 1))
 @on_ranks(3)
-def test_uneven_features(kind: Any, sizes: tuple[int, int], shares: Any) -> None:
+def test_uneven_features(kind, sizes, shares) -> None:
     """By shares, no placement describes a shard; plain tensors need none."""
     check_placed(kind, linear, sizes, True, shares)
 
@@ -143,13 +140,13 @@ def test_uneven_features(kind: Any, sizes: tuple[int, int], shares: Any) -> None
 @pytest.mark.parametrize("size", wide([2, 3], 1))
 @pytest.mark.parametrize("kind", STYLES)
 @on_ranks()
-def test_an_embedding_in_every_placement(kind: Any) -> None:
+def test_an_embedding_in_every_placement(kind) -> None:
     check_placed(kind, embedding, (ROWS, 18), True)
 
 
 @pytest.mark.parametrize("kind", STYLES)
 @on_ranks(2)
-def test_a_dtensor_arrives_in_any_placement(kind: Any) -> None:
+def test_a_dtensor_arrives_in_any_placement(kind) -> None:
     """DTensors arrive in another placement than the style expects of plain tensors."""
     case, (_, leaves) = linear(10, 14, start()), DEFAULTS[kind.__name__]
     for arrives, left in itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), OUTPUTS):
@@ -190,7 +187,7 @@ REFUSED = {
     ("kind", "argument", "value"),
     [(kind, argument, value) for kind in STYLES for argument, values in REFUSED.items() for value in values],
 )
-def test_what_is_no_placement_of_such_a_layer_is_refused(kind: Any, argument: str, value: Any) -> None:
+def test_what_is_no_placement_of_such_a_layer_is_refused(kind, argument, value) -> None:
     with pytest.raises(PlanError, match=f"{argument} of {kind.__name__}: got .*, expected "):
         kind(**{argument: value})
 
@@ -209,7 +206,7 @@ def from_rank(source: int | None) -> list[float]:
 
 @needs("sequence")
 @pytest.mark.parametrize("source", [0, 1, None])
-def test_values_come_from_the_rank_that_is_named(pool: Pool, source: int | None) -> None:
+def test_values_come_from_the_rank_that_is_named(pool, source) -> None:
     for rank, found in enumerate(pool.run(2, from_rank, source)):
         sharded = [0.0, 1.0] if source is None else [float(source)]
         whole = [float(rank if source is None else source)]
@@ -217,5 +214,5 @@ def test_values_come_from_the_rank_that_is_named(pool: Pool, source: int | None)
 
 
 @needs("sequence")
-def test_a_rank_that_is_not_there_is_refused(pool: Pool) -> None:
+def test_a_rank_that_is_not_there_is_refused(pool) -> None:
     assert "src_data_rank" in pool.error(2, from_rank, 2)

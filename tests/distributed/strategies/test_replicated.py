@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,7 @@ from tests.support.comparisons import gradient_errors, gradients, relative
 from tests.support.models import PROMPTS, VOCAB, load
 from tests.support.needs import needs
 from tests.support.on_ranks import on_ranks
-from tests.support.pool import Pool
 from tp_transformers.features.verify.small_models import model as probe
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
@@ -77,7 +73,7 @@ def reads_directly(name: str, prefix: str, folder: str, reference: str) -> dict[
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_modules_read_each_others_parameters(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_modules_read_each_others_parameters(name, pool, tmp_path) -> None:
     cls, sizes, _ = READERS[name]
     model = probe.make(getattr(transformers, cls), transformers.CONFIG_MAPPING[name](**sizes))
     folder, reference = str(tmp_path / "checkpoint"), str(tmp_path / "reference.pt")
@@ -149,7 +145,7 @@ class Between(tp_transformers.strategies.TensorParallelLayer):
 
 
 @on_ranks(3, heads=(8, 4))
-def test_what_is_whole_has_no_hooks_and_still_takes_dtensors(folder: str) -> None:
+def test_what_is_whole_has_no_hooks_and_still_takes_dtensors(folder) -> None:
     """Norms that compute with DTensors, in a plan and beside it."""
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     plan = {
@@ -181,7 +177,7 @@ def test_what_is_whole_has_no_hooks_and_still_takes_dtensors(folder: str) -> Non
 
 @needs("full_parameters")
 @on_ranks(2, heads=(8, 4))
-def test_replicated_dtensors_are_loaded_into_plain_parameters(folder: str) -> None:
+def test_replicated_dtensors_are_loaded_into_plain_parameters(folder) -> None:
     """A state dict in which what is whole is a replicated DTensor, as it was made once."""
     models = [load(folder) for _ in range(2)]
     mesh = models[0].tp_group.device_mesh

@@ -20,8 +20,6 @@ from tp_transformers.features.expert_parallel.exchange import exchange_rows
 from tp_transformers.ranks.collectives import exchange_regions, gather_from_region, scatter_to_region
 from tp_transformers.strategies import batch_sharded, layout_of, vocab_parallel_cross_entropy
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-6  # sums in another order, in fp64
 SETTINGS: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
 MODES: dict[str, dict[str, bool]] = {
@@ -63,7 +61,7 @@ CASES = [(*shape, modes) for modes in (("plain", "both"), ("sequence", "loss")) 
 
 @pytest.mark.parametrize(("size", "heads", "modes"), wide(CASES, 1))
 @on_ranks()
-def test_gradients_of_gradients(folder: str, modes: tuple[str, str]) -> None:
+def test_gradients_of_gradients(folder, modes) -> None:
     whole = LlamaForCausalLM.from_pretrained(folder, **SETTINGS)
     embeddings = whole.model.embed_tokens(PROMPTS).detach()
     expected, product = penalty(whole, embeddings), hessian_product(whole)
@@ -77,7 +75,7 @@ def test_gradients_of_gradients(folder: str, modes: tuple[str, str]) -> None:
 
 
 @on_ranks(2)
-def test_gradients_of_gradients_of_ranks_with_samples_of_their_own(folder: str) -> None:
+def test_gradients_of_gradients_of_ranks_with_samples_of_their_own(folder) -> None:
     """Every rank has a penalty of its own; parameters of modules that gather samples have the gradient of the mean."""
     whole = LlamaForCausalLM.from_pretrained(folder, **SETTINGS)
     embeddings = whole.model.embed_tokens(PROMPTS).detach()

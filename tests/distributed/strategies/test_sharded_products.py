@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ from torch.utils._pytree import tree_leaves
 from tests.support.architectures import compare_case, in_float64
 from tests.support.comparisons import ranks_agree, read_folder
 from tests.support.models import MASK, PROMPTS, VOCAB, Case, load, save_as_loaded, save_reference
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tp_transformers.features.verify.small_models.model import computing_in
-
-pytestmark = pytest.mark.distributed
 
 TOLERANCE = 1e-9  # float64: only the order of the sums differs
 
@@ -58,7 +54,7 @@ def compare_and_drop(case: Case, saved: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "heads"), wide([(3, 8), (2, 8), (4, 8), (2, 3), (3, 3), (4, 3)], 1))
-def test_products_with_parameters_that_are_cut(pool: Pool, tmp_path: Path, size: int, heads: int) -> None:
+def test_products_with_parameters_that_are_cut(pool, tmp_path, size, heads) -> None:
     torch.manual_seed(0)
     model = transformers.XLNetLMHeadModel(
         transformers.XLNetConfig(

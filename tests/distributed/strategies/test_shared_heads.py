@@ -20,8 +20,6 @@ from tests.support.on_ranks import on_ranks
 from tp_transformers.slices.layout import Layout, Ranks, heads, packed
 from tp_transformers.strategies import ParamShard, take
 
-pytestmark = pytest.mark.distributed
-
 TOLERANCE = 1e-6  # sums in another order, in fp64
 
 
@@ -39,7 +37,7 @@ def largest_error(ours: Any, theirs: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "heads"), [(3, (8, 2)), (4, (8, 2))])
 @on_ranks()
-def test_gradients_of_shared_heads(folder: str) -> None:
+def test_gradients_of_shared_heads(folder) -> None:
     """In each way to train; some ranks share a head and others may not.
 
     3 ranks: head 0 on ranks 0 and 1, head 1 on rank 2 alone, which takes part in the sums all the same.
@@ -83,7 +81,7 @@ def test_gradients_of_shared_heads(folder: str) -> None:
 
 
 @on_ranks(2, heads=(8, 1))
-def test_process_groups_of_the_users_own_on_some_ranks(folder: str) -> None:
+def test_process_groups_of_the_users_own_on_some_ranks(folder) -> None:
     dist.init_process_group("gloo")
     dist.new_group([0])  # which only rank 0 is in
     if dist.get_rank() == 1:
@@ -96,7 +94,7 @@ def test_process_groups_of_the_users_own_on_some_ranks(folder: str) -> None:
 
 
 @on_ranks(4, heads=(8, 2))
-def test_a_load_on_part_of_the_world_makes_no_process_group(folder: str) -> None:
+def test_a_load_on_part_of_the_world_makes_no_process_group(folder) -> None:
     """Ranks 0 to 2 load while rank 3 makes no process group at all, then all meet."""
     dist.init_process_group("gloo")
     mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
@@ -110,7 +108,7 @@ def test_a_load_on_part_of_the_world_makes_no_process_group(folder: str) -> None
 
 
 @on_ranks(3, heads=(8, 2))
-def test_a_load_after_one_that_failed_on_one_rank(folder: str) -> None:
+def test_a_load_after_one_that_failed_on_one_rank(folder) -> None:
     """The load that fails on one rank alone leaves the next one as it was."""
     with pytest.raises(tp_transformers.TensorParallelError):
         load(f"{folder}-nowhere" if os.environ["RANK"] == "1" else folder, dtype=torch.float64)

@@ -29,8 +29,6 @@ from tp_transformers.strategies import STRATEGIES, State
 from tp_transformers.strategies.forward.attach import Forward
 from tp_transformers.strategies.linear import ColwiseParallel, RowwiseParallel
 
-pytestmark = pytest.mark.distributed
-
 THEIR_RULES = {
     "router": "ep_router",
     "experts": "ep_dispatch_experts",
@@ -131,7 +129,7 @@ def test_every_strategy_is_here_by_name() -> None:
 @pytest.mark.parametrize("size", wide([3, 2], 1))
 @pytest.mark.parametrize("name", [strategy_case(name) for name in CASES])
 @on_ranks()
-def test_strategy_matches_the_plain_module(name: str) -> None:
+def test_strategy_matches_the_plain_module(name) -> None:
     group = join()
     for label, make in CASES[name].items():
         torch.manual_seed(0)
@@ -188,7 +186,7 @@ def test_a_short_forward_equals_the_long_way() -> None:
 
 @pytest.mark.parametrize("records", [True, False])
 @on_ranks(2)
-def test_a_bias_that_one_rank_adds_may_be_infinite(records: bool) -> None:
+def test_a_bias_that_one_rank_adds_may_be_infinite(records) -> None:
     group = join()
     module = nn.Linear(2 * group.size, 2)
     nn.init.constant_(module.bias, -torch.inf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +15,8 @@ import tp_transformers
 from tests.support import architectures
 from tests.support.comparisons import ranks_agree, relative
 from tests.support.models import load
-from tests.support.pool import Pool
 from tests.support.tiers import wide
 from tests.support.training import BATCH, GRADIENT_TOLERANCE
-
-pytestmark = pytest.mark.distributed
-
 
 DROPOUT = {
     "llama": {"attention_dropout": 0.3},
@@ -95,7 +90,7 @@ def drop(name: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", wide(DROPOUT, 1))
-def test_dropout_keeps_whole_activations_the_same(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_dropout_keeps_whole_activations_the_same(pool, tmp_path, name) -> None:
     heads = architectures.ARCHITECTURES[name].variants[-1]
     case = architectures.make_case(tmp_path, name, *heads)
     pool.run(2, drop, name, case.folder)
@@ -117,7 +112,7 @@ def even_heads_draw_their_own(folder: str) -> list[torch.Tensor]:
     return [seen[0], torch.get_rng_state()]
 
 
-def test_attention_masks_differ_between_ranks(pool: Pool, cases: Any) -> None:
+def test_attention_masks_differ_between_ranks(pool, cases) -> None:
     (first, one_state), (second, other_state) = pool.run(2, even_heads_draw_their_own, cases(8, 4).folder)
     assert first.shape == second.shape
     assert not torch.equal(first, second)

@@ -22,10 +22,9 @@ from tests.distributed.model.test_generate import letters
 from tests.support.comparisons import read_folder, relative_errors
 from tests.support.groups import join
 from tests.support.models import llama_config
-from tests.support.pool import Pool
 from tp_transformers import TensorParallelError
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 """fp32, 6 steps: sums in another order; differences of 2e-7 (losses) and 3e-6 (weights) are seen."""
@@ -67,9 +66,7 @@ def assert_same_run(out: Path, reference: Path) -> None:
     assert max(errors.values()) < TOLERANCE, errors
 
 
-def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(
-    options: list[str], pool: Pool, tmp_path: Path
-) -> None:
+def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(options, pool, tmp_path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     assert not run([*options, "--out", str(one)])
     assert list(steps(one)) == [1, 2, 3, 4, 5, 6]
@@ -104,7 +101,7 @@ def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(
     assert_same_run(two, one)
 
 
-def test_a_mistake_is_the_same_error_on_all_ranks(options: list[str], pool: Pool, tmp_path: Path) -> None:
+def test_a_mistake_is_the_same_error_on_all_ranks(options, pool, tmp_path) -> None:
     for more, error in {
         "--dp 3 --tp 2": "--dp and --tp: got 3 x 2, expected 2 ranks",
         "--length 60000": "the text: got 37467 tokens, expected at least one sequence of 60000",
@@ -135,7 +132,7 @@ def first_norm(folder: Path) -> float:
     )
 
 
-def test_losses_and_norms_by_ranks(smollm2: Path, pool: Pool, tmp_path: Path) -> None:
+def test_losses_and_norms_by_ranks(smollm2, pool, tmp_path) -> None:
     """The table of README.md. `RECORD=1` writes the numbers, from which `python -m tests.support.readme` makes it."""
     sizes = [f"--{name}={value}" for name, value in {**SETTING, "warmup": 2}.items()]
     options = ["--model", str(smollm2), "--text", str(ROOT / "tests" / "data" / "alice.txt"), *sizes]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import mmap
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ PAGE = mmap.PAGESIZE
 
 
 @pytest.mark.parametrize("model_type", wide(KINDS, 1))
-def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type, tmp_path) -> None:
     folder = ensure(model_type, 0.01, tmp_path)
     assert ensure(model_type, 0.01, tmp_path) == folder, "it is written once"
     with tp_transformers.enable():
@@ -54,14 +53,14 @@ def test_a_checkpoint_loads_and_one_changed_byte_of_it_is_told(model_type: str, 
 
 
 @pytest.mark.parametrize(("model_type", "hidden", "layers"), [("llama", 4096, 7), ("mixtral", 4096, 1)])
-def test_four_gigabytes_have_the_real_widths(model_type: str, hidden: int, layers: int) -> None:
+def test_four_gigabytes_have_the_real_widths(model_type, hidden, layers) -> None:
     config = config_of(model_type, 4)
     assert (config.hidden_size, config.num_hidden_layers) == (hidden, layers)
     assert config.intermediate_size == 14336
     assert 3e9 < nbytes(config, "") <= 4e9
 
 
-def test_files_end_at_their_size_and_are_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_end_at_their_size_and_are_safetensors(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("benchmarks.checkpoints.FILE_BYTES", 3_000_000)
     folder = ensure("llama", 0.01, tmp_path)
     assert len(files(folder)) > 2
@@ -93,7 +92,7 @@ def test_files_end_at_their_size_and_are_safetensors(tmp_path: Path, monkeypatch
         lambda storage: storage.view(3, 2, 2 * PAGE)[:, 1].permute(1, 0),
     ],
 )
-def test_touch_reads_a_byte_of_every_page(view: Any) -> None:
+def test_touch_reads_a_byte_of_every_page(view) -> None:
     storage = torch.zeros(12 * PAGE, dtype=torch.uint8)
     tensor = view(storage)
     assert touch([tensor]) == 0
@@ -110,7 +109,7 @@ def test_touch_reads_a_byte_of_every_page(view: Any) -> None:
         storage.zero_()
 
 
-def test_a_shard_in_a_mapped_file_is_not_anonymous(tmp_path: Path) -> None:
+def test_a_shard_in_a_mapped_file_is_not_anonymous(tmp_path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8 * PAGE))
     mapped = torch.from_file(str(path), shared=False, size=8 * PAGE, dtype=torch.uint8)
@@ -119,7 +118,7 @@ def test_a_shard_in_a_mapped_file_is_not_anonymous(tmp_path: Path) -> None:
     assert touch([mapped, memory]) == 0
 
 
-def test_a_warm_file_is_in_the_page_cache(tmp_path: Path) -> None:
+def test_a_warm_file_is_in_the_page_cache(tmp_path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(3 * PAGE + 5))
     machine.warm([path])
@@ -144,7 +143,7 @@ def test_ratios_are_of_pairs_and_the_slowest_rank_counts() -> None:
 
 
 @pytest.mark.parametrize("copy", wide([False, True], 1))
-def test_a_process_that_fails_is_shown_and_the_others_are_ended(copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_is_shown_and_the_others_are_ended(copy, monkeypatch) -> None:
     monkeypatch.setattr(processes, "_GRACE", 0.5)
 
     def run(timeout: float, *commands: str) -> list[Any]:

@@ -31,16 +31,14 @@ def row_of(page: str, step: str) -> list[str]:
     return [cell.strip() for cell in row.split("|")[2:-1]]
 
 
-def test_eight_minutes_are_enough(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eight_minutes_are_enough(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--reckon"])
     assert command.main() == 0
     (seconds,) = re.findall(r"^\| all[^|]*\| (\d+)", capsys.readouterr().out, re.MULTILINE)
     assert int(seconds) <= 8 * 60
 
 
-def test_a_measurement_is_in_the_first_table_before_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_measurement_is_in_the_first_table_before_the_next_one(tmp_path, monkeypatch) -> None:
     """All that a killed run leaves is what is on the disk by then."""
     seen = []
 
@@ -70,7 +68,7 @@ def test_a_measurement_is_in_the_first_table_before_the_next_one(
     assert row_of((tmp_path / "gpu.md").read_text(), "load")[0] == "passed"
 
 
-def test_the_summary_names_what_failed_and_what_had_no_time(tmp_path: Path) -> None:
+def test_the_summary_names_what_failed_and_what_had_no_time(tmp_path) -> None:
     found = record(tmp_path)
     lines = [{"what": "a", "side": "ours"}, {"what": "b", "error": "ValueError: wrong"}, {"what": "c", "late": "2 s"}]
     found.add("load", {"status": "FAILED", "seconds": 3.0, "lines": lines, "error": "--- process 0: exit code 1\nmore"})
@@ -83,7 +81,7 @@ def test_the_summary_names_what_failed_and_what_had_no_time(tmp_path: Path) -> N
     assert record(tmp_path).steps == found.steps
 
 
-def test_results_of_other_code_are_not_kept(tmp_path: Path) -> None:
+def test_results_of_other_code_are_not_kept(tmp_path) -> None:
     found = record(tmp_path)
     found.add("load", {"status": "passed", "seconds": 3.0, "lines": [], "error": ""})
     text = json.loads((tmp_path / "gpu.json").read_text())
@@ -92,7 +90,7 @@ def test_results_of_other_code_are_not_kept(tmp_path: Path) -> None:
     assert not record(tmp_path).has_passed("load")
 
 
-def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
+def test_a_measurement_that_fails_leaves_the_others(tmp_path) -> None:
     job = Job("load", "cpu", True, "", "", str(tmp_path / "lines"), until=float("inf"))
     lines = Lines(job)
     lines.measure("wrong", lambda: {"x": 1 / 0})
@@ -105,7 +103,7 @@ def test_a_measurement_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_every_step_has_a_table(name: str) -> None:
+def test_every_step_has_a_table(name) -> None:
     lines = [{"what": "a", "x": 1.23456, "took": 1.0}, {"what": "b", "text": "1\n2", "took": 1.0}]
     page = "\n".join(table_of(name, lines))
     assert name.endswith("tests") or "| measured | x |\n| --- | --- |\n| a | 1.235 |" in page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def test_each_sequence_is_drawn_once_an_epoch_by_seed_and_step_alone() -> None:
         Corpus(tokens, 39, seed=1)
 
 
-def test_without_the_library_a_data_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_a_data_set_is_refused(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UsageError, match=r"--dataset: got a Python without .* pip install datasets"):
         read_dataset(None, "org/set", "train", "text")
@@ -57,7 +56,7 @@ def test_arguments_are_held_against_the_ranks() -> None:
         found(1, "--loss-parallel")
 
 
-def test_the_latest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+def test_the_latest_whole_checkpoint_is_found(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"--resume: got .*, without a checkpoint"):
         trainee.latest(tmp_path)
     for step in (5, 10, 15):
@@ -68,7 +67,7 @@ def test_the_latest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     assert trainee.latest(tmp_path / "step-5").name == "step-5"
 
 
-def test_a_step_is_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_sum_of_its_parts(monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     watch = Stopwatch(CPU)
@@ -107,7 +106,7 @@ def test_gpus_are_known_by_name() -> None:
     assert [peak_operations(name) for name in names] == [989e12, 756e12, 362e12, 181e12, 121e12, None]
 
 
-def test_a_log_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
+def test_a_log_goes_on_where_the_checkpoint_was(tmp_path) -> None:
     path = tmp_path / "out" / "log.jsonl"
     log = Log(path, {"tp": 2}, 1)
     for step in (1, 2, 3):

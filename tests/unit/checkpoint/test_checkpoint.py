@@ -60,7 +60,7 @@ GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": GOOD, "__metadata__": ["pt"]}, b"12345678", None, "__metadata__"),
     ],
 )
-def test_malformed_headers_are_named(tmp_path: Path, header: Any, data: bytes, length: int | None, says: str) -> None:
+def test_malformed_headers_are_named(tmp_path, header, data, length, says) -> None:
     path = write(tmp_path / "bad.safetensors", header, data, length=length)
     with pytest.raises(CheckpointError, match=r"bad\.safetensors") as caught:
         Checkpoint([path])
@@ -68,13 +68,13 @@ def test_malformed_headers_are_named(tmp_path: Path, header: Any, data: bytes, l
     assert "expected" in str(caught.value)
 
 
-def test_a_file_shorter_than_its_length_prefix(tmp_path: Path) -> None:
+def test_a_file_shorter_than_its_length_prefix(tmp_path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"123")
     with pytest.raises(CheckpointError, match="3 bytes"):
         Checkpoint([tmp_path / "a.safetensors"])
 
 
-def test_one_tensor_in_two_files(tmp_path: Path) -> None:
+def test_one_tensor_in_two_files(tmp_path) -> None:
     for name in ("a", "b"):
         save_file({"x": torch.ones(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(CheckpointError, match="two files"):
@@ -82,14 +82,14 @@ def test_one_tensor_in_two_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weight_map", [{"x": "b.safetensors"}, {"y": "a.safetensors"}])
-def test_an_index_at_odds_with_the_headers(tmp_path: Path, weight_map: dict[str, str]) -> None:
+def test_an_index_at_odds_with_the_headers(tmp_path, weight_map) -> None:
     save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="index"):
         Checkpoint([tmp_path / "a.safetensors"], weight_map=weight_map)
 
 
 @pytest.mark.parametrize("file", [None, 3, ""])
-def test_an_index_names_a_file_for_every_tensor(tmp_path: Path, file: Any) -> None:
+def test_an_index_names_a_file_for_every_tensor(tmp_path, file) -> None:
     path, good = tmp_path / "index.json", {"weight_map": {"x": "a.safetensors"}, "metadata": {"total_size": 4}}
     path.write_text(json.dumps(good))
     assert read_index(path) == (good["weight_map"], good["metadata"])
@@ -98,7 +98,7 @@ def test_an_index_names_a_file_for_every_tensor(tmp_path: Path, file: Any) -> No
         read_index(path)
 
 
-def test_missing_files_pickles_and_escapes(tmp_path: Path) -> None:
+def test_missing_files_pickles_and_escapes(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="no such file"):
         Checkpoint([tmp_path / "gone.safetensors"])
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin.*save_pretrained"):
@@ -113,7 +113,7 @@ def open_files() -> set[str]:
     return {str(path.resolve()) for path in Path("/proc/self/fd").iterdir() if path.exists()}
 
 
-def test_files_are_closed_on_every_path(tmp_path: Path) -> None:
+def test_files_are_closed_on_every_path(tmp_path) -> None:
     good, bad = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_file({"x": torch.ones(2)}, good)
     bad.write_bytes(b"123")
@@ -141,7 +141,7 @@ def stored(tmp_path: Path):
 
 
 @pytest.mark.parametrize("cast", [None, torch.float64])
-def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dtype | None, monkeypatch) -> None:
+def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast, monkeypatch) -> None:
     # A staging buffer smaller than a row, so that casts cross its borders.
     monkeypatch.setattr("tp_transformers.checkpoint.reading.jobs.JOB_BYTES", 64)
     checkpoint, path = stored
@@ -175,9 +175,7 @@ def test_slices_land_as_safetensors_own_reader_gives_them(stored, cast: torch.dt
         3,
     ),
 )
-def test_views_of_any_strides_are_filled_and_nothing_beside_them(
-    stored, staging: int, cast: torch.dtype | None, method: str, monkeypatch
-) -> None:
+def test_views_of_any_strides_are_filled_and_nothing_beside_them(stored, staging, cast, method, monkeypatch) -> None:
     # 16 bytes are less than a row of any tensor here, and two elements of a cast one.
     if method != "map":
         monkeypatch.setattr(LocalFile, "is_resident", lambda file, spans: False)
@@ -260,7 +258,7 @@ def test_neighbours_are_read_by_one_call(stored) -> None:
     assert source.bytes_read - before[1] == sum(request.tensor.nbytes for request in requests)
 
 
-def test_partial_reads_are_continued(tmp_path: Path, monkeypatch) -> None:
+def test_partial_reads_are_continued(tmp_path, monkeypatch) -> None:
     import os
 
     (tmp_path / "file").write_bytes(bytes(range(100)))

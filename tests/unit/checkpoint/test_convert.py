@@ -137,7 +137,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("model_type", MODELS)
 @given(seed=st.integers(0, 1 << 32))
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_slices_of_what_transformers_loads(checkpoints: Any, model_type: str, seed: int) -> None:
+def test_slices_of_what_transformers_loads(checkpoints, model_type, seed) -> None:
     _, _, reference, conversion = checkpoints(model_type)
     assert not conversion.unexpected
     converted = {name for name, lazy in conversion.expressions.items() if not isinstance(lazy, Stored)}
@@ -159,7 +159,7 @@ def halves(length: int) -> Iterator[list[tuple[int, int]]]:
         yield list(held)
 
 
-def test_a_rank_reads_its_rows_and_columns_of_every_expert(checkpoints: Any) -> None:
+def test_a_rank_reads_its_rows_and_columns_of_every_expert(checkpoints) -> None:
     folder, kind, reference, _ = checkpoints("mixtral")
     with open_folder(folder) as checkpoint:
         headers = checkpoint.bytes_read
@@ -183,7 +183,7 @@ def test_a_rank_reads_its_rows_and_columns_of_every_expert(checkpoints: Any) -> 
                 assert checkpoint.bytes_read - before == whole.nbytes // 2
 
 
-def test_a_rank_reads_its_columns_where_a_transposed_tensor_is_stored(checkpoints: Any, tmp_path: Path) -> None:
+def test_a_rank_reads_its_columns_where_a_transposed_tensor_is_stored(checkpoints, tmp_path) -> None:
     """Experts of (in, out) in the file and (out, in) in the model."""
     folder, kind, reference, _ = checkpoints("qwen3_vl_moe")
     tensors = read_folder(folder)
@@ -205,7 +205,7 @@ def test_a_rank_reads_its_columns_where_a_transposed_tensor_is_stored(checkpoint
                 assert checkpoint.bytes_read - before == expected.nbytes
 
 
-def test_experts_are_in_the_order_of_their_numbers(checkpoints: Any) -> None:
+def test_experts_are_in_the_order_of_their_numbers(checkpoints) -> None:
     """Twelve of them, so that 10 and 11 come after 9 and not after 1."""
     _, _, reference, conversion = checkpoints("qwen3_moe")
     name = "model.layers.1.mlp.experts.down_proj"
@@ -230,7 +230,7 @@ def drop(folder: Path, target: Path, *endings: str) -> None:
         ([".w1.weight"], r"got 3 tensors of .experts.*.w3.weight, expected what Concatenate can convert"),
     ],
 )
-def test_missing_experts_are_one_clear_error(checkpoints: Any, tmp_path: Path, endings: list[str], says: str) -> None:
+def test_missing_experts_are_one_clear_error(checkpoints, tmp_path, endings, says) -> None:
     folder, kind, _, _ = checkpoints("mixtral")
     drop(folder, tmp_path, *endings)
     with pytest.raises(Exception, match=r"(?i)mismatch|conversion|convert|issues"):
@@ -240,7 +240,7 @@ def test_missing_experts_are_one_clear_error(checkpoints: Any, tmp_path: Path, e
     assert says in str(caught.value)
 
 
-def test_all_experts_missing_are_reported_and_initialised(checkpoints: Any, tmp_path: Path) -> None:
+def test_all_experts_missing_are_reported_and_initialised(checkpoints, tmp_path) -> None:
     folder, kind, _, _ = checkpoints("mixtral")
     drop(folder, tmp_path, ".w1.weight", ".w2.weight", ".w3.weight")
     _, expected = kind.from_pretrained(tmp_path, output_loading_info=True)
@@ -257,7 +257,7 @@ class Reversed(ConversionOps):  # type: ignore[misc]
         return {target_patterns[0]: torch.stack(tensors[::-1])}
 
 
-def test_an_unknown_operation_reads_its_own_sources_whole(checkpoints: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_operation_reads_its_own_sources_whole(checkpoints, monkeypatch) -> None:
     folder, kind, reference, _ = checkpoints("mixtral")
     with torch.device("meta"):
         model = kind(AutoConfig.from_pretrained(folder))
@@ -279,7 +279,7 @@ def test_an_unknown_operation_reads_its_own_sources_whole(checkpoints: Any, monk
         assert torch.equal(value, reference[name].flip(0)[..., 3:9])
 
 
-def test_converters_measure_against_whole_parameters(checkpoints: Any) -> None:
+def test_converters_measure_against_whole_parameters(checkpoints) -> None:
     """Not against what a parallelized model holds: a shard may have the very shape that tells not to transpose."""
     folder, kind, reference, _ = checkpoints("qwen3_vl_moe")
     with torch.device("meta"):

@@ -8,7 +8,6 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,9 +34,7 @@ ALL = [(kind, before) for family in (ORDINARY, SHARDED) for kind in family for b
 
 
 @pytest.mark.parametrize(("kind", "before"), wide(saves(dict.fromkeys([*QUICK, *ALL])), quick=len(QUICK)))
-def test_a_killed_save_leaves_the_old_model_or_the_new_one(
-    models: Any, tmp_path: Path, kind: str, before: str | None
-) -> None:
+def test_a_killed_save_leaves_the_old_model_or_the_new_one(models, tmp_path, kind, before) -> None:
     old, new, _ = models
     start = tmp_path / "start"
     start.mkdir()
@@ -69,7 +66,7 @@ def test_a_killed_save_leaves_the_old_model_or_the_new_one(
 
 
 @pytest.mark.parametrize("kind", saves(["some files", "a file a rank"]))
-def test_one_save_at_a_time(models: Any, tmp_path: Path, kind: str) -> None:
+def test_one_save_at_a_time(models, tmp_path, kind) -> None:
     old, new, _ = models
     KINDS[kind](old, tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
@@ -83,7 +80,7 @@ def test_one_save_at_a_time(models: Any, tmp_path: Path, kind: str) -> None:
     assert weights_are(tmp_path, new)
 
 
-def test_a_process_that_is_forked_during_a_save_keeps_no_lock(tmp_path: Path) -> None:
+def test_a_process_that_is_forked_during_a_save_keeps_no_lock(tmp_path) -> None:
     with SaveFolder(tmp_path):
         child = os.fork()
         if not child:
@@ -96,7 +93,7 @@ def test_a_process_that_is_forked_during_a_save_keeps_no_lock(tmp_path: Path) ->
         os.waitpid(child, 0)
 
 
-def test_what_cannot_be_removed_of_an_earlier_save_stays(tmp_path: Path) -> None:
+def test_what_cannot_be_removed_of_an_earlier_save_stays(tmp_path) -> None:
     stale = tmp_path / ".saving-earlier"
     stale.write_text("no folder")
     with SaveFolder(tmp_path) as place:
@@ -105,9 +102,7 @@ def test_what_cannot_be_removed_of_an_earlier_save_stays(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("error", [None, OSError(95, "Operation not supported")])
-def test_a_folder_that_a_failed_save_removes_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None
-) -> None:
+def test_a_folder_that_a_failed_save_removes_meanwhile(tmp_path, monkeypatch, error) -> None:
     """It is made again; a lock on one that has gone keeps nobody out."""
     folder, flock = tmp_path / "folder", fcntl.flock
     removed = []
@@ -126,7 +121,7 @@ def test_a_folder_that_a_failed_save_removes_meanwhile(
     assert not folder.exists()
 
 
-def test_a_file_system_without_locks(models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks(models, tmp_path, monkeypatch) -> None:
     """Another save may be going on: nothing of it is removed, and no name is one of its own."""
 
     def flock(descriptor: int, operation: int) -> None:
@@ -146,7 +141,7 @@ def test_a_file_system_without_locks(models: Any, tmp_path: Path, monkeypatch: p
 
 
 @needs("presharded")
-def test_two_forms_of_a_checkpoint_are_not_mixed(models: Any, tmp_path: Path) -> None:
+def test_two_forms_of_a_checkpoint_are_not_mixed(models, tmp_path) -> None:
     old, new, _ = models
     KINDS["a file a rank"](old, tmp_path)
     with pytest.raises(CheckpointError, match=r"a folder that holds model\.safetensors\.index\.sharded\.json"):

@@ -86,7 +86,7 @@ def by_reference(path: Path) -> dict[str, torch.Tensor] | None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_files_that_safetensors_refuses_are_refused(tmp_path: Path, seed: int) -> None:
+def test_files_that_safetensors_refuses_are_refused(tmp_path, seed) -> None:
     content, path = save(TENSORS, {"format": "pt", "more": "1"}), tmp_path / "x.safetensors"
     read = total = 0
     for case in fuzz_cases(seed, COUNT, lambda rng: mutated(content, rng)):

@@ -263,7 +263,7 @@ def test_every_operation_of_the_table_is_tested() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(st.data())
-def test_slices_are_slices_of_what_transformers_converts(pool: Pool, kind: str, data: st.DataObject) -> None:
+def test_slices_are_slices_of_what_transformers_converts(pool, kind, data) -> None:
     operations, patterns, targets, tensors, parameters = data.draw(st.composite(KINDS[kind])(), "converter")
     if None in operations:
         pytest.skip("not in this transformers")
@@ -303,7 +303,7 @@ NOT_EXPRESSED = {
 @pytest.mark.parametrize("name", sampled(registered(), 3))
 @given(st.data())
 @settings(max_examples=10)  # of one shape each
-def test_every_converter_of_every_model_type_is_expressed(pool: Pool, name: str, data: st.DataObject) -> None:
+def test_every_converter_of_every_model_type_is_expressed(pool, name, data) -> None:
     converter = copy.deepcopy(registered()[name])
     # The patterns' names mean nothing here; the operations, their number and which names RoPE looks for do.
     sources = [f"s{index}" for index in range(len(converter.source_patterns))]
@@ -346,20 +346,20 @@ class Transpose(core_model_loading.Transpose):  # type: ignore[misc]
         ([operation("Interleave", 0)], (8,)),  # a read an element would be slower than the whole
     ],
 )
-def test_what_the_table_cannot_tell_is_not_expressed(pool: Pool, operations: list[Any], shape: tuple[int, ...]) -> None:
+def test_what_the_table_cannot_tell_is_not_expressed(pool, operations, shape) -> None:
     if None in operations:
         pytest.skip("not in this transformers")
     converter = WeightConverter(["x"], ["a"], operations)
     assert convert_lazily(converter, TARGET, [("x", "x", pool.take(shape)[0])], Model()) is None
 
 
-def test_mixed_dtypes_are_not_expressed(pool: Pool) -> None:
+def test_mixed_dtypes_are_not_expressed(pool) -> None:
     sources = [("x.0", "x", pool.take((2, 3))[0]), ("x.1", "x", Resident(torch.zeros(2, 3, dtype=torch.float64)))]
     converter = WeightConverter(["x"], ["a"], [operation("MergeModulelist", 0)])
     assert convert_lazily(converter, TARGET, sources, Model()) is None
 
 
-def test_what_transformers_cannot_convert_is_one_clear_error(pool: Pool) -> None:
+def test_what_transformers_cannot_convert_is_one_clear_error(pool) -> None:
     converter = WeightConverter(["x", "y"], ["a"], [operation("MergeModulelist", 0), operation("Concatenate", 1)])
     sources = [(f"experts.{index}.{name}", name, pool.take((2, 3))[0]) for name in "xy" for index in range(3)]
     for left, says in (

@@ -55,9 +55,7 @@ def after(delay: float, save: Callable[[Saved, Path], object], saved: Saved, fol
 @pytest.mark.parametrize("is_new", [True, False], ids=["new folder", "over another"])
 @pytest.mark.parametrize("jobs", [2, 3])
 @pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
-def test_saves_at_the_same_time(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, jobs: int, is_new: bool, locks: bool
-) -> None:
+def test_saves_at_the_same_time(models, tmp_path, monkeypatch, kind, jobs, is_new, locks) -> None:
     """The folder is one job's at the end, and that job was told so; without locks too, but for configs."""
 
     def no_locks(descriptor: int, operation: int) -> None:
@@ -87,7 +85,7 @@ def test_saves_at_the_same_time(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
-def test_loads_beside_saves(models: Any, tmp_path: Path, kind: str) -> None:
+def test_loads_beside_saves(models, tmp_path, kind) -> None:
     """A load takes one of the models, or raises one error that names the folder."""
     KINDS[kind](models[0], tmp_path)
     child = os.fork()

@@ -32,7 +32,7 @@ def columns(checkpoint: Checkpoint) -> Request:
 
 
 @pytest.mark.parametrize("method", ["contiguous", "blocks", "reads"])
-def test_an_io_error_stops_all_threads(big, method: str, monkeypatch) -> None:
+def test_an_io_error_stops_all_threads(big, method, monkeypatch) -> None:
     checkpoint, _, _ = big
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 16)
     monkeypatch.setattr(LocalFile, "is_resident", lambda file, spans: False)
@@ -99,7 +99,7 @@ def truncated(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced, rewritten, truncated, Path.unlink])
-def test_a_file_that_changes_is_noticed(big, change: Any) -> None:
+def test_a_file_that_changes_is_noticed(big, change) -> None:
     checkpoint, path, _ = big
     (source,) = checkpoint.sources
     source.check_unchanged()
@@ -116,7 +116,7 @@ def test_residence(big) -> None:
     assert source.is_resident([(0, source.size)])
 
 
-def test_a_file_system_in_memory(tmp_path: Path) -> None:
+def test_a_file_system_in_memory(tmp_path) -> None:
     """tmpfs says nothing of single pages, and has all of them in memory; a disk is not mistaken for it."""
     shared = Path("/dev/shm")
     if f" {shared} " not in Path("/proc/self/mounts").read_text():
@@ -170,7 +170,7 @@ def test_few_bytes_of_long_rows_are_read_alone() -> None:
 
 
 @pytest.mark.parametrize("slow", [0.0, 1.0])
-def test_pages_that_are_cleared_hold_what_they_are_filled_with(slow: float, monkeypatch) -> None:
+def test_pages_that_are_cleared_hold_what_they_are_filled_with(slow, monkeypatch) -> None:
     """Whether huge pages come fast or not; and clearing memory that holds values already leaves them."""
     monkeypatch.setattr(memory, "_SLOW", slow)
     pages = memory.Pages()
@@ -203,7 +203,7 @@ def test_a_source_is_opened_once_and_closed(big) -> None:
         assert source.size == path.stat().st_size
 
 
-def test_a_file_larger_than_all_memory_is_mapped(tmp_path: Path) -> None:
+def test_a_file_larger_than_all_memory_is_mapped(tmp_path) -> None:
     with (tmp_path / "sparse").open("wb") as file:
         file.truncate(1 << 42)
     with LocalFile(tmp_path / "sparse") as source:
@@ -212,7 +212,7 @@ def test_a_file_larger_than_all_memory_is_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("shape", [(600, 70), (3, 300, 20), (1, 5), (5, 1), (7,), (2, 3, 4, 5), (0, 4)])
-def test_copies_into_any_strides(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_copies_into_any_strides(shape, dtype) -> None:
     values = torch.randn(shape).bfloat16()
     wide = torch.cat([values, values], -1).narrow(-1, 0, shape[-1])
     for source in (values, wide):
@@ -277,7 +277,7 @@ class LateDevice:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: int, monkeypatch) -> None:
+def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads, monkeypatch) -> None:
     checkpoint, _, values = big
     device = LateDevice()
     monkeypatch.setattr(torch, "get_device_module", lambda kind: device.module())
@@ -295,7 +295,7 @@ def test_buffers_are_used_again_only_when_their_copies_are_made(big, threads: in
     assert device.waits == ["side waits", "current waits"]
 
 
-def test_a_file_that_is_written_to_while_it_is_mapped(big: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_written_to_while_it_is_mapped(big, monkeypatch) -> None:
     checkpoint, path, _ = big
 
     def writing(*tensors: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ def is_clear(message: str, folder: Path) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "before"), wide(saves(OVER), quick=2))
-def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: str, before: str | None) -> None:
+def test_a_fault_leaves_the_old_checkpoint(models, tmp_path, kind, before) -> None:
     old, new, _ = models
     start, at, bad = tmp_path / "start", 0, []
     if before is not None:
@@ -82,9 +81,7 @@ def test_a_fault_leaves_the_old_checkpoint(models: Any, tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
-def test_all_is_on_the_disk_before_it_counts(
-    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_all_is_on_the_disk_before_it_counts(models, tmp_path, monkeypatch, kind) -> None:
     """Each file before it gets its name, all names before the last, and that of a new folder."""
     synced: set[int] = set()
     moved: list[str] = []
@@ -116,9 +113,7 @@ def test_all_is_on_the_disk_before_it_counts(
 @pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize(("kind", "before"), saves(OVER))
-def test_a_disk_that_fails_from_there_on(
-    models: Any, tmp_path: Path, kind: str, before: str | None, error: int
-) -> None:
+def test_a_disk_that_fails_from_there_on(models, tmp_path, kind, before, error) -> None:
     """Nothing can be undone then: the weights are the old or the new ones, and the next save removes what is left."""
     old, new, _ = models
     start, at = tmp_path / "start", 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.support.saving import KINDS, MANIFEST_NAME, saves, weights_are
@@ -12,7 +9,7 @@ from tp_transformers import CheckpointError
 
 
 @pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
-def test_links_to_the_files_of_another_checkpoint(models: Any, tmp_path: Path, kind: str) -> None:
+def test_links_to_the_files_of_another_checkpoint(models, tmp_path, kind) -> None:
     old, new, _ = models
     other, folder = tmp_path / "other", tmp_path / "folder"
     KINDS[kind](old, other)
@@ -29,7 +26,7 @@ def test_links_to_the_files_of_another_checkpoint(models: Any, tmp_path: Path, k
 
 @pytest.mark.parametrize("kind", saves(["one file", "some files", "a file a rank"]))
 @pytest.mark.parametrize("leads", ["nowhere", "to a file"])
-def test_links_of_names_that_a_save_uses(models: Any, tmp_path: Path, kind: str, leads: str) -> None:
+def test_links_of_names_that_a_save_uses(models, tmp_path, kind, leads) -> None:
     target, folder = tmp_path / "target", tmp_path / "folder"
     folder.mkdir()
     if leads == "to a file":
@@ -46,7 +43,7 @@ def test_links_of_names_that_a_save_uses(models: Any, tmp_path: Path, kind: str,
     assert not [name for name in names if (folder / name).is_symlink()]
 
 
-def test_a_folder_that_is_a_link_is_the_one_that_it_leads_to(models: Any, tmp_path: Path) -> None:
+def test_a_folder_that_is_a_link_is_the_one_that_it_leads_to(models, tmp_path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     KINDS["one file"](models[0], tmp_path / "link")
@@ -55,7 +52,7 @@ def test_a_folder_that_is_a_link_is_the_one_that_it_leads_to(models: Any, tmp_pa
 
 
 @pytest.mark.parametrize("kind", saves(["one file", "a file a rank"]))
-def test_a_folder_that_is_a_link_that_leads_nowhere(models: Any, tmp_path: Path, kind: str) -> None:
+def test_a_folder_that_is_a_link_that_leads_nowhere(models, tmp_path, kind) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "none")
     with pytest.raises(CheckpointError, match="link: got a symbolic link that leads nowhere"):
         KINDS[kind](models[0], tmp_path / "link")
@@ -63,7 +60,7 @@ def test_a_folder_that_is_a_link_that_leads_nowhere(models: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_folder_in_the_place_of_a_file(models: Any, tmp_path: Path, name: str) -> None:
+def test_a_folder_in_the_place_of_a_file(models, tmp_path, name) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(CheckpointError, match=rf"{name}: got Is a directory"):
         KINDS["one file"](models[0], tmp_path)

@@ -21,7 +21,7 @@ from tp_transformers.checkpoint.saving.writer import Writer
 from tp_transformers.features.presharded.save import SummedWriter
 
 
-def test_a_writer_writes_in_order(tmp_path: Path) -> None:
+def test_a_writer_writes_in_order(tmp_path) -> None:
     tensors = {"a": torch.ones(2), "b": torch.ones(2)}
     writer = SummedWriter(tmp_path / "a.safetensors", tensors)
     with pytest.raises(RuntimeError, match="written at byte"):
@@ -31,9 +31,7 @@ def test_a_writer_writes_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Writer, SummedWriter])
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_its_name_after(kind, tmp_path, monkeypatch) -> None:
     done: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -67,7 +65,7 @@ def full_disk() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path) -> None:
     """Whether it is full when the file is laid out, or when what is buffered is written."""
     tensors = {"a": torch.ones(500), "b": torch.ones(500)}
     begun = SummedWriter(tmp_path / "begun.safetensors", tensors)
@@ -80,7 +78,7 @@ def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_some_file_systems_cannot_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_some_file_systems_cannot_sync_folders(tmp_path, monkeypatch, number) -> None:
     def fsync(descriptor: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -89,7 +87,7 @@ def test_some_file_systems_cannot_sync_folders(tmp_path: Path, monkeypatch: pyte
         writer.sync_folder(tmp_path)
 
 
-def test_a_save_function_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_function_is_left_out_and_said(caplog) -> None:
     with caplog.at_level("INFO", save.logger.name):
         save._check_arguments({"safe_serialization": True})
         assert not caplog.records
@@ -97,7 +95,7 @@ def test_a_save_function_is_left_out_and_said(caplog: pytest.LogCaptureFixture) 
         assert "without save_function" in caplog.text
 
 
-def test_several_files_have_names_that_no_reader_has_seen(tmp_path: Path) -> None:
+def test_several_files_have_names_that_no_reader_has_seen(tmp_path) -> None:
     files = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
     for is_locked, exists, same in ((True, False, True), (False, False, False), (True, True, False)):
         if exists:

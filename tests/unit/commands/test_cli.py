@@ -21,7 +21,7 @@ def command(*arguments: str, timeout: float = 120) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help_with_an_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_an_example(name, capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([name, "--help"])
     assert ended.value.code == 0
@@ -53,9 +53,7 @@ def test_version_names_the_libraries_too() -> None:
     assert said.returncode == 0
 
 
-def test_version_names_the_build_where_the_metadata_does_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_version_names_the_build_where_the_metadata_does_not(monkeypatch, capsys) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.3")  # as wheels from PyPI leave out "+cu128"
     with pytest.raises(SystemExit):
         cli.main(["--version"])
@@ -76,8 +74,6 @@ def test_version_names_the_build_where_the_metadata_does_not(
         (["suggest", "model", "/proc/self/mem/plan.yaml"], "plan.yaml: got not a directory, expected a file that can"),
     ],
 )
-def test_arguments_that_cannot_be_are_told_before_the_work(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_cannot_be_are_told_before_the_work(arguments, says, capsys) -> None:
     assert cli.main(arguments) == 2
     assert says in capsys.readouterr().err

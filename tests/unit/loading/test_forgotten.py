@@ -32,7 +32,7 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     warn_once.cache_clear()
 
 
-def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:
+def test_a_plan_in_one_process_is_told_once(cases, lines) -> None:
     folder = cases(9, 3).folder
     with tp_transformers.enable():
         AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", tp_size=1)
@@ -43,7 +43,7 @@ def test_a_plan_in_one_process_is_told_once(cases: Any, lines: Any) -> None:
     assert "torchrun --nproc-per-node N" in lines()[0]
 
 
-def test_a_size_without_a_plan_is_told_once(cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_without_a_plan_is_told_once(cases, lines, monkeypatch) -> None:
     seen = []
 
     def original(cls: type, *args: Any, **kwargs: Any) -> str:
@@ -69,9 +69,7 @@ def test_a_size_without_a_plan_is_told_once(cases: Any, lines: Any, monkeypatch:
         (set(), {}, 0),
     ],
 )
-def test_full_copies_on_ranks_of_the_command_are_told_once(
-    cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch, started: set[str], sizes: dict[str, str], said: int
-) -> None:
+def test_full_copies_on_ranks_of_the_command_are_told_once(cases, lines, monkeypatch, started, sizes, said) -> None:
     for name, value in {**LAUNCHED, **sizes}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(forgotten, "CALLED", started)
@@ -84,9 +82,7 @@ def test_full_copies_on_ranks_of_the_command_are_told_once(
 
 @pytest.mark.parametrize("called", [set(), {"enable"}, {"disable"}])
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_model_that_transformers_cut_is_told_at_the_end(
-    cases: Any, lines: Any, monkeypatch: pytest.MonkeyPatch, called: set[str], size: int
-) -> None:
+def test_a_model_that_transformers_cut_is_told_at_the_end(cases, lines, monkeypatch, called, size) -> None:
     model = AutoModelForCausalLM.from_pretrained(cases(9, 3).folder)
     model._tp_size = size
     for name, value in LAUNCHED.items():
@@ -98,7 +94,7 @@ def test_a_model_that_transformers_cut_is_told_at_the_end(
 
 
 @pytest.mark.parametrize("name", ["llama", "lama"])
-def test_a_plan_is_known_by_its_name(cases: Any, name: str) -> None:
+def test_a_plan_is_known_by_its_name(cases, name) -> None:
     if name == "lama":
         with pytest.raises(tp_transformers.PlanError, match="nearest: llama"):
             read_plan(name)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -12,7 +10,7 @@ from tests.support.comparisons import equal_parameters
 from tests.support.models import Case
 
 
-def test_without_tp_plan_transformers_runs_untouched(cases: Any) -> None:
+def test_without_tp_plan_transformers_runs_untouched(cases) -> None:
     case: Case = cases(8, 4)
     plain = LlamaForCausalLM.from_pretrained(case.folder)
     with tp_transformers.enable():
@@ -25,7 +23,7 @@ def test_without_tp_plan_transformers_runs_untouched(cases: Any) -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_one_process_is_size_one_without_a_group(cases: Any) -> None:
+def test_one_process_is_size_one_without_a_group(cases) -> None:
     case: Case = cases(9, 3)
     with tp_transformers.enable():
         model = AutoModelForCausalLM.from_pretrained(case.folder, tp_plan="auto")

@@ -37,7 +37,7 @@ class Doubled(memory.Holding):
 
 
 @pytest.mark.parametrize("size", [1, 1 << 30])
-def test_weights_arrive_round_by_round(cases: Any, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_arrive_round_by_round(cases, size, monkeypatch) -> None:
     rounds = []
     fill = memory.Memory._fill_round
 

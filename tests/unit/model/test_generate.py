@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tp_transformers.model import dropout
 from tp_transformers.model import generate as generation
 
 
-def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_of_the_models_device_goes_along(monkeypatch) -> None:
     others = [torch.Generator().manual_seed(seed) for seed in (8, 9)]
     module = SimpleNamespace(default_generators=others, current_device=lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", {"cuda": module}.__getitem__)
@@ -39,7 +38,7 @@ def test_the_state_of_the_models_device_goes_along(monkeypatch: pytest.MonkeyPat
         (None, {0: 2}, False),
     ],
 )
-def test_a_static_cache_is_made_early_where_heads_are_counted_right(counted: Any, own: Any, fits: bool) -> None:
+def test_a_static_cache_is_made_early_where_heads_are_counted_right(counted, own, fits) -> None:
     shape = None if counted is None else (counted, [8] * len(counted) if isinstance(counted, list) else 8)
     heads = {str(layer): SimpleNamespace(kv=SimpleNamespace(widths=(9, width))) for layer, width in own.items()}
     attributes = {

@@ -58,7 +58,7 @@ def make_trainers(folder: str, scratch: str) -> None:
 
 
 @needs("trainer")
-def test_a_renamed_method_of_trainer_refuses_tensor_parallel_models_alone(pool: Any, cases: Any, tmp_path: Any) -> None:
+def test_a_renamed_method_of_trainer_refuses_tensor_parallel_models_alone(pool, cases, tmp_path) -> None:
     pool.run(1, make_trainers, cases(8, 4).folder, str(tmp_path))
 
 
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Any, str, Callable[[list[nn.Parameter]], Any]]] = {
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name in PATCHES])
-def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_place_of_use_refuses(name, monkeypatch, caplog) -> None:
     patch, (owner, missing, use) = PATCHES[name], CASES[name]
     gc.collect()  # models of earlier tests hold the patch
     assert not patch.is_on
@@ -132,7 +132,7 @@ def test_the_place_of_use_refuses(name: str, monkeypatch: pytest.MonkeyPatch, ca
 
 
 @needs("full_parameters")
-def test_a_load_refuses_where_every_model_needs_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_refuses_where_every_model_needs_the_name(monkeypatch) -> None:
     patch = Patch("safetensors", "save_file", PATCHES["save_file"]._install)
     for name in ("_to_ndarray", "_tobytes"):
         monkeypatch.delattr(safetensors.torch, name, raising=False)

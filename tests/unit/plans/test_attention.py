@@ -45,7 +45,7 @@ def of_two_ranks(**settings: Any) -> AttentionHeads:
 @pytest.mark.parametrize(
     ("kind", "is_fused", "configured"), [(Attention, False, 8), (Attention, True, 4), (ReadsConfig, False, 4)]
 )
-def test_counts_are_set_where_a_module_has_them(kind: type[Attention], is_fused: bool, configured: int) -> None:
+def test_counts_are_set_where_a_module_has_them(kind, is_fused, configured) -> None:
     module, bare = kind(), nn.Module()
     config = module.config
     for each in (module, bare):

@@ -36,13 +36,13 @@ def rules_of(plan: Plan, model: Any) -> dict[str, str]:
     return {name.removeprefix(LAYER).removesuffix(".weight"): rule for name, rule in names.items() if LAYER in name}
 
 
-def test_attention_implies_the_rules_of_its_projections(tmp_path: Path) -> None:
+def test_attention_implies_the_rules_of_its_projections(tmp_path) -> None:
     plan = plan_of(tmp_path, f"model_type: llama\n{ATTENTION}")
     columns = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise")
     assert rules_of(plan, on_meta(llama_config(8, 4))) == {**columns, "o_proj": "rowwise"}
 
 
-def test_attention_that_is_gathered_has_all_heads_on_every_rank(tmp_path: Path) -> None:
+def test_attention_that_is_gathered_has_all_heads_on_every_rank(tmp_path) -> None:
     plan, model = (
         plan_of(tmp_path, f"model_type: llama\n{ATTENTION[:-2]}, gathered: true}}"),
         on_meta(llama_config(8, 4)),
@@ -52,7 +52,7 @@ def test_attention_that_is_gathered_has_all_heads_on_every_rank(tmp_path: Path) 
     assert not resolve(plan, model, 3).attention
 
 
-def test_heads_in_blocks_are_cut_in_every_block(tmp_path: Path) -> None:
+def test_heads_in_blocks_are_cut_in_every_block(tmp_path) -> None:
     blocks = "blocks: {query: 2, key: 2, value: 2, output: 2}"
     plan = plan_of(tmp_path, f"model_type: llama\n{ATTENTION[:-2]}, {blocks}}}")
     heads = resolve(plan, on_meta(llama_config(8, 4)), 2).attention[LAYER[:-1]]
@@ -72,24 +72,24 @@ def test_heads_in_blocks_are_cut_in_every_block(tmp_path: Path) -> None:
         ("rules: {model.layers.0.self_attn.o_proj: replicate}", {"0": "replicate", "1": "rowwise"}),
     ],
 )
-def test_a_rule_of_the_plan_comes_before_an_implied_one(tmp_path: Path, own: str, expected: dict[str, str]) -> None:
+def test_a_rule_of_the_plan_comes_before_an_implied_one(tmp_path, own, expected) -> None:
     plan = plan_of(tmp_path, f"model_type: llama\n{own}\n{ATTENTION}").completed(on_meta(llama_config(8, 4)))
     found = {name: rule for name, rule in plan.as_dict("model").items() if name.endswith("o_proj")}
     assert found == {f"model.layers.{layer}.self_attn.o_proj": rule for layer, rule in expected.items()}
 
 
-def test_null_takes_an_implied_rule_away(tmp_path: Path) -> None:
+def test_null_takes_an_implied_rule_away(tmp_path) -> None:
     taken = ", ".join(f"layers.*.self_attn.{each}_proj: null" for each in "qkvo")
     plan = plan_of(tmp_path, f"model_type: llama\nextends: llama\nbase_model: {{{taken}}}")
     assert rules_of(plan, on_meta(llama_config(8, 4))) == {}
 
 
-def test_attention_that_is_taken_away_takes_its_implied_rules_along(tmp_path: Path) -> None:
+def test_attention_that_is_taken_away_takes_its_implied_rules_along(tmp_path) -> None:
     plan = plan_of(tmp_path, "model_type: llama\nextends: llama\nattention: {layers.*.self_attn: null}")
     assert rules_of(plan, on_meta(llama_config(8, 4))) == {}
 
 
-def test_a_plan_completes_what_the_class_declares(tmp_path: Path) -> None:
+def test_a_plan_completes_what_the_class_declares(tmp_path) -> None:
     model = on_meta(llama_config(8, 4))
     declared = dict(model._tp_plan)
     assert declared
@@ -108,7 +108,7 @@ def test_a_plan_that_completes_is_taken_for_its_type() -> None:
     assert resolve(plan, model, 2).rule_names[f"{LAYER}q_proj.weight"] == "colwise"
 
 
-def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path: Path) -> None:
+def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path) -> None:
     model = TEXTS["granitemoe"].make()
     text = "model_type: granitemoe\nextends: declared\nrules: {lm_head: colwise_rep}"
     plan = plan_of(tmp_path, text).with_options(allow_replicated=True)
@@ -117,7 +117,7 @@ def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path: Path) -> None:
 
 @needs("architectures")
 @pytest.mark.parametrize(("size", "expected"), [(2, (24, 16)), (3, (16, 16, 8)), (7, None)])
-def test_projections_in_two_modules_are_cut_by_the_same_heads(size: int, expected: tuple[int, ...] | None) -> None:
+def test_projections_in_two_modules_are_cut_by_the_same_heads(size, expected) -> None:
     model = TEXTS["bert"].make()  # its output projection is not in the module that attends
     plan = Plan.for_model(model)
     assert plan is not None

@@ -73,7 +73,7 @@ def made(data: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_config_has_a_plan_or_one_error(seed: int) -> None:
+def test_a_config_has_a_plan_or_one_error(seed) -> None:
     total = fit = 0
     for case in fuzz_cases(seed, COUNT, mutated):
         total += 1

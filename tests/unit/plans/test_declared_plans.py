@@ -165,7 +165,7 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("part", wide(range(PARTS), 1))
-def test_every_declared_plan_loads_or_says_why_not(part: int) -> None:
+def test_every_declared_plan_loads_or_says_why_not(part) -> None:
     report: dict[str, str] = {}
     for cls in islice(configs(), part, None, PARTS):
         try:
@@ -187,7 +187,7 @@ def test_every_declared_plan_loads_or_says_why_not(part: int) -> None:
 
 @needs("refusals")
 @pytest.mark.parametrize("name", ONLY_A_HEAD)
-def test_plans_that_cut_only_the_head_are_refused_or_told(name: str) -> None:
+def test_plans_that_cut_only_the_head_are_refused_or_told(name) -> None:
     cls = transformers.CONFIG_MAPPING[name]
     text = outcome(build(cls), 2)
     if text == "there is no plan":  # some releases of transformers declare nothing at all
@@ -225,9 +225,7 @@ def test_a_query_projection_that_makes_gates_as_well_is_cut_by_its_heads() -> No
         ({"num_attention_heads": 8, "num_key_value_heads": 1, "num_kv_shared_layers": 2}, (8, 1)),
     ],
 )
-def test_attention_without_projections_of_its_own_is_cut_by_complete_heads(
-    settings: dict[str, Any], heads: tuple[int, int]
-) -> None:
+def test_attention_without_projections_of_its_own_is_cut_by_complete_heads(settings, heads) -> None:
     layers = ["sliding_attention", "full_attention"] * 2
     with torch.device("meta"):
         model = transformers.Gemma4ForCausalLM(

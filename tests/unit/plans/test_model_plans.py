@@ -44,7 +44,7 @@ def models(name: str) -> list[PreTrainedModel]:
 
 @needs("architectures")
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_plan_covers_every_parameter_of_every_class_at_any_size(name: str) -> None:
+def test_a_plan_covers_every_parameter_of_every_class_at_any_size(name) -> None:
     for model in models(name):
         plan = Plan.for_model(model)
         assert plan is not None

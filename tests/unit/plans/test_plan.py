@@ -62,7 +62,7 @@ def plan_of(tmp_path: Path, text: str, name: str = "mine.yaml") -> Plan:
 
 
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, AutoModel, AutoModelForSequenceClassification])
-def test_the_llama_plan_covers_every_parameter_of_every_head_class(auto: Any) -> None:
+def test_the_llama_plan_covers_every_parameter_of_every_head_class(auto) -> None:
     model = meta_model(auto)
     plan = Plan.for_model(model)
     assert plan is not None
@@ -110,7 +110,7 @@ def test_every_fault_is_told_at_once_with_the_nearest_names() -> None:
     assert "model.norm: a LlamaRMSNorm is no linear or embedding" in text
 
 
-def test_extends_replaces_removes_and_adds_rules(tmp_path: Path) -> None:
+def test_extends_replaces_removes_and_adds_rules(tmp_path) -> None:
     plan = plan_of(
         tmp_path,
         "extends: llama\nmodel_type: [llama, mine]\n"
@@ -152,7 +152,7 @@ def test_a_declared_plan_splits_the_embedding_with_the_head_that_is_tied_to_it()
 
 
 @pytest.mark.parametrize("module_rule", [{}, {LAYER + "mlp.up_proj": "colwise"}])
-def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule: dict[str, str]) -> None:
+def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule) -> None:
     text = faults(Plan.from_dict({**module_rule, LAYER + "mlp.up_proj.weight": "colwise"}))
     assert "name the module, model.layers.*.mlp.up_proj: colwise" in text
 
@@ -176,7 +176,7 @@ def test_a_rule_for_the_parameter_of_a_linear_is_sent_to_the_module(module_rule:
         ({LAYER + "mlp.up_proj": {"strategy": "packed_colwise", "parts": []}}, LAYER + "mlp.up_proj.weight: "),
     ],
 )
-def test_rules_that_would_compute_something_else(rules: dict[str, Any], says: str) -> None:
+def test_rules_that_would_compute_something_else(rules, says) -> None:
     assert says in faults(Plan.from_dict(rules))
 
 
@@ -201,7 +201,7 @@ def test_norms_among_heads_that_are_cut_have_to_sum_their_gradients() -> None:
         ("{layers.*.self_attn: {query: wq}}", "no child 'wq'"),
     ],
 )
-def test_attention_that_is_not_there(tmp_path: Path, attention: str, says: str) -> None:
+def test_attention_that_is_not_there(tmp_path, attention, says) -> None:
     plan = plan_of(tmp_path, f"base_model: {{layers.*.self_attn.q_proj: colwise}}\nattention: {attention}\n")
     text = faults(plan, size=3)
     assert text.startswith(f"plan {tmp_path}/mine.yaml does not fit LlamaForCausalLM")

@@ -115,7 +115,7 @@ def refused(path: Path) -> str:
 
 
 @pytest.mark.parametrize(("text", "says"), TEXTS.values(), ids=TEXTS)
-def test_texts_that_are_no_plans(mine: Path, text: str, says: str) -> None:
+def test_texts_that_are_no_plans(mine, text, says) -> None:
     mine.write_text(text)
     assert says in refused(mine)
 
@@ -128,12 +128,12 @@ def test_texts_that_are_no_plans(mine: Path, text: str, says: str) -> None:
         (b"rules: {a: \x07}", "control characters are not allowed"),
     ],
 )
-def test_bytes_that_are_no_text(mine: Path, content: bytes, says: str) -> None:
+def test_bytes_that_are_no_text(mine, content, says) -> None:
     mine.write_bytes(content)
     assert says in refused(mine)
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+def test_what_is_no_file_is_not_read(tmp_path) -> None:
     assert "no such file" in refused(tmp_path / "gone.yaml")
     assert "is a directory" in refused(tmp_path)
     os.mkfifo(tmp_path / "pipe.yaml")
@@ -146,7 +146,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     assert "null" in refused(tmp_path / "a\0b")
 
 
-def test_plans_that_extend_each_other_end(tmp_path: Path) -> None:
+def test_plans_that_extend_each_other_end(tmp_path) -> None:
     for number in range(100):
         (tmp_path / f"{number}.yaml").write_text(f'extends: "{number + 1}"')
     assert "more than 20 plans" in refused(tmp_path / "0.yaml")
@@ -163,7 +163,7 @@ class Counted(str):
         return str.__eq__(self, other)
 
 
-def test_names_are_not_compared_with_all_others(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_not_compared_with_all_others(mine, monkeypatch) -> None:
     read = yaml.constructor.SafeConstructor.construct_scalar
     monkeypatch.setattr(yaml.constructor.SafeConstructor, "construct_scalar", lambda *each: Counted(read(*each)))
     mine.write_text("rules:\n" + "".join(f"  a{number}: colwise\n" for number in range(300)))
@@ -171,7 +171,7 @@ def test_names_are_not_compared_with_all_others(mine: Path, monkeypatch: pytest.
     assert 0 < Counted.compared < 300 * 20
 
 
-def test_plans_that_yaml_allows(mine: Path) -> None:
+def test_plans_that_yaml_allows(mine) -> None:
     expected = Plan.from_dict({"a": "colwise", "b": "rowwise"}, source=str(mine))
     for content in (
         b"\xef\xbb\xbfrules: {a: colwise, b: rowwise}",
@@ -220,14 +220,14 @@ def tower() -> list[Any]:
         nested(),
     ],
 )
-def test_dicts_that_are_no_plans(rules: Any) -> None:
+def test_dicts_that_are_no_plans(rules) -> None:
     with pytest.raises(PlanError, match="plan tp_plan") as caught:
         read_plan(rules)
     assert len(str(caught.value).encode()) < LONGEST
 
 
 @pytest.mark.parametrize("value", [3, b"auto", [1 << 50_000], [tower()], object()])
-def test_what_is_no_plan_at_all(value: Any) -> None:
+def test_what_is_no_plan_at_all(value) -> None:
     with pytest.raises(PlanError, match="tp_plan") as caught:
         read_plan(value)
     assert len(str(caught.value)) < LONGEST
@@ -235,7 +235,7 @@ def test_what_is_no_plan_at_all(value: Any) -> None:
 
 @needs("planner", "verify")
 @pytest.mark.parametrize("command", ["plan", "verify"])
-def test_the_commands_read_plans_alike(capsys: Any, mine: Path, tmp_path: Path, command: str) -> None:
+def test_the_commands_read_plans_alike(capsys, mine, tmp_path, command) -> None:
     llama_config(8, 4).save_pretrained(tmp_path / "model")
     mine.write_text(TEXTS["bomb of lists"][0])
     assert main([command, str(tmp_path / "model"), "--tp-size", "2", "--plan", str(mine)]) == 2

@@ -141,7 +141,7 @@ def llama() -> Any:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_plans_are_read_as_yaml_says_or_refused(tmp_path: Path, seed: int) -> None:
+def test_plans_are_read_as_yaml_says_or_refused(tmp_path, seed) -> None:
     path = tmp_path / "mine.yaml"
     read = total = 0
     for case in fuzz_cases(seed, COUNT, mutated):

@@ -88,7 +88,7 @@ EXPERTS = {MLP + "experts.gate_up_proj": "packed_colwise", MLP + "experts.down_p
         ),
     ],
 )
-def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) -> None:
+def test_experts_that_are_not_added_up_once(rules, says) -> None:
     assert says in faults(rules, mixtral())
 
 
@@ -119,7 +119,7 @@ def test_experts_that_are_not_added_up_once(rules: dict[str, str], says: str) ->
         ),
     ],
 )
-def test_blocks_that_are_not_added_up_once(rules: dict[str, str], says: str) -> None:
+def test_blocks_that_are_not_added_up_once(rules, says) -> None:
     assert says in faults(rules, llama())
 
 
@@ -150,7 +150,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(("width", "rule"), [(1, "replicated_with_grad_allreduce"), (100, "sharded_norm")])
-def test_what_stands_between_cut_linears_is_named(width: int, rule: str) -> None:
+def test_what_stands_between_cut_linears_is_named(width, rule) -> None:
     model = llama()
     for layer in model.model.layers:
         layer.mlp.act_fn = Scaled(width)
@@ -168,7 +168,7 @@ def test_what_stands_between_cut_linears_is_named(width: int, rule: str) -> None
         ((64,), "shard it too (add model.layers.*.self_attn.extra: local_colwise, or sharded_norm"),
     ],
 )
-def test_what_stands_among_heads_is_summed_or_cut(shape: tuple[int, ...], says: str) -> None:
+def test_what_stands_among_heads_is_summed_or_cut(shape, says) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config(4, 2, hidden_size=64, head_dim=16))
     for layer in model.model.layers:
@@ -195,5 +195,5 @@ class CutsAsBuiltIn(ReplicateParallel):
 
 @needs("sequence")
 @pytest.mark.parametrize("own", [CutsSomehow(), CutsAsBuiltIn()])
-def test_strategies_of_a_user_may_cut_the_sequence(own: TensorParallelLayer) -> None:
+def test_strategies_of_a_user_may_cut_the_sequence(own) -> None:
     resolve(Plan.from_dict({**SEQUENCE, "model.embed_tokens": own}), llama(), 3)

@@ -57,9 +57,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("variables", "on_node"), PLACES)
-def test_every_launcher_tells_rank_device_and_size(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, int], on_node: int | None
-) -> None:
+def test_every_launcher_tells_rank_device_and_size(gpus, monkeypatch, variables, on_node) -> None:
     told(monkeypatch, **variables)
     assert local_rank(6) == 2
     assert local_size() == on_node
@@ -70,13 +68,13 @@ def test_every_launcher_tells_rank_device_and_size(
     assert rendezvous() == {"rank": 6, "world_size": 8}
 
 
-def test_one_visible_gpu_a_rank(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_visible_gpu_a_rank(gpus, monkeypatch) -> None:
     gpus.count = 1
     told(monkeypatch, **SRUN)
     assert local_device("cuda") == torch.device("cuda", 0)
 
 
-def test_more_ranks_than_gpus(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus(gpus, monkeypatch) -> None:
     gpus.count = 2
     told(monkeypatch, **SRUN)
     with pytest.raises(MeshError, match="local rank 2 on a node with 2 cuda devices"):
@@ -92,20 +90,18 @@ def test_more_ranks_than_gpus(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         {"PMI_RANK": 0, "PMI_SIZE": 1},
     ],
 )
-def test_a_process_by_itself(gpus: Any, monkeypatch: pytest.MonkeyPatch, variables: dict[str, int]) -> None:
+def test_a_process_by_itself(gpus, monkeypatch, variables) -> None:
     told(monkeypatch, **variables)
     assert launcher() is None
 
 
-def test_a_process_by_itself_takes_the_current_gpu(gpus: Any) -> None:
+def test_a_process_by_itself_takes_the_current_gpu(gpus) -> None:
     gpus.current = 3
     assert local_device("cuda") == torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, 1), (6, 0)])
-def test_gpus_by_turns_where_no_launcher_tells(
-    gpus: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, said: int
-) -> None:
+def test_gpus_by_turns_where_no_launcher_tells(gpus, monkeypatch, caplog, rank, said) -> None:
     told(monkeypatch, RANK=rank, WORLD_SIZE=8, SLURM_PROCID=rank + 1, SLURM_LOCALID=3)  # of another process
     with caplog.at_level(logging.WARNING):
         assert local_device("cuda") == torch.device("cuda", rank % 4)
@@ -115,7 +111,7 @@ def test_gpus_by_turns_where_no_launcher_tells(
     assert local_device("cuda") == torch.device("cuda", 3)
 
 
-def test_a_running_group_tells_the_device_that_it_is_bound_to(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_group_tells_the_device_that_it_is_bound_to(gpus, monkeypatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     bound = SimpleNamespace(bound_device_id=torch.device("cuda", 0))

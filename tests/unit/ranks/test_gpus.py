@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +39,7 @@ def checked(threads: ThreadPoolExecutor, size: int) -> list[Exception | None]:
     return [job.exception() for job in [threads.submit(check, rank) for rank in range(size)]]
 
 
-def test_two_ranks_of_one_gpu_are_an_error_of_all(gpus: ThreadPoolExecutor) -> None:
+def test_two_ranks_of_one_gpu_are_an_error_of_all(gpus) -> None:
     """NCCL raises "Duplicate GPU detected" on some ranks, and the others wait."""
     assert checked(gpus, 2) == [None, None]
     errors = checked(gpus, 3)
@@ -51,7 +50,7 @@ def test_two_ranks_of_one_gpu_are_an_error_of_all(gpus: ThreadPoolExecutor) -> N
     assert "CUDA_VISIBLE_DEVICES=" in str(errors[0])
 
 
-def test_an_nccl_that_takes_several_ranks_of_a_gpu(gpus: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nccl_that_takes_several_ranks_of_a_gpu(gpus, monkeypatch) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert checked(gpus, 3) == [None] * 3
 
@@ -66,9 +65,7 @@ class Mesh(SimpleNamespace):
 @pytest.mark.parametrize(
     ("backend", "is_checked"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
 )
-def test_a_mesh_of_the_user_is_checked_where_nccl_sums(
-    monkeypatch: pytest.MonkeyPatch, backend: str, is_checked: bool
-) -> None:
+def test_a_mesh_of_the_user_is_checked_where_nccl_sums(monkeypatch, backend, is_checked) -> None:
     found: list[Any] = []
     axis, given = (Mesh(backend=backend, device_type="cuda", mesh=torch.arange(2)) for _ in range(2))
     monkeypatch.setattr(mesh, "_tp_axis", lambda _: axis)
@@ -87,9 +84,7 @@ def test_a_mesh_of_the_user_is_checked_where_nccl_sums(
     ("size", "backend", "sums"),
     [(2, "cuda:nccl", 1), (2, "cpu:gloo,cuda:nccl", 1), (1, "cuda:nccl", 0), (2, "cpu:gloo,cuda:gloo", 0)],
 )
-def test_nccl_connects_while_all_ranks_are_there(
-    monkeypatch: pytest.MonkeyPatch, size: int, backend: str, sums: int
-) -> None:
+def test_nccl_connects_while_all_ranks_are_there(monkeypatch, size, backend, sums) -> None:
     calls: list[str] = []
     monkeypatch.setattr(mesh, "connect", lambda group: calls.append("connect"))
     monkeypatch.setattr(mesh, "get_backend_config", lambda group: backend)
@@ -101,9 +96,7 @@ def test_nccl_connects_while_all_ranks_are_there(
 
 
 @pytest.mark.parametrize(("has_gpu", "compiled"), [(True, True), (True, False), (False, True)])
-def test_graphs_go_where_they_may_hold_communicators(
-    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, compiled: bool
-) -> None:
+def test_graphs_go_where_they_may_hold_communicators(monkeypatch, has_gpu, compiled) -> None:
     resets: list[None] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append(None))
@@ -112,7 +105,7 @@ def test_graphs_go_where_they_may_hold_communicators(
     assert len(resets) == (has_gpu and compiled)
 
 
-def test_switches_of_threads_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_of_threads_with_a_name(tmp_path, monkeypatch) -> None:
     for number, (name, state, switches) in enumerate([("a", "S", 5), ("b", "S", 6), ("a", "S", 7), ("b", "R", 8)]):
         (tmp_path / str(number)).mkdir()
         counts = f"voluntary_ctxt_switches:\t{switches}\nnonvoluntary_ctxt_switches:\t0"
@@ -131,9 +124,7 @@ def test_switches_of_threads_with_a_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("release", "binds"), [("2.8.0", False), ("2.9.1", False), ("2.10.0", True), ("2.13.0", True)])
-def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(
-    monkeypatch: pytest.MonkeyPatch, release: str, binds: bool
-) -> None:
+def test_a_group_is_bound_to_its_gpu_where_torch_can_split_it(monkeypatch, release, binds) -> None:
     """torch 2.8 refuses to split a group of two backends, and 2.9 gives all parts of it one name in the store."""
     device = torch.device("cuda", 1)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(release))

@@ -50,7 +50,7 @@ class OnNodes(TensorParallelGroup):
 @pytest.mark.parametrize(
     ("nodes", "first"), [("a", [0]), ("aaaa", [0]), ("aabb", [0, 2]), ("abab", [0, 1]), ("bbaac", [0, 2, 4])]
 )
-def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_of_every_node(nodes, first, monkeypatch) -> None:
     monkeypatch.setattr(OnNodes, "nodes", list(nodes))
     found = []
     for rank, node in enumerate(nodes):
@@ -70,7 +70,7 @@ def test_the_first_rank_of_every_node(nodes: str, first: list[int], monkeypatch:
         ("a" * 999, "a" * 999, ""),
     ],
 )
-def test_values_that_differ_are_shown(first: str, second: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_differ_are_shown(first, second, said, monkeypatch) -> None:
     votes = [(None, [{"same": 1, "a subject": value}]) for value in (first, second)]
     monkeypatch.setattr(TensorParallelGroup, "_gather", lambda *_: votes)
     group = TensorParallelGroup(None, 0, 2, torch.device("cpu"))
@@ -84,9 +84,7 @@ def test_values_that_differ_are_shown(first: str, second: str, said: str, monkey
     ("other", "raised", "said"),
     [("own", ValueError, "^own$"), ("else", RemoteRankError, "^rank 0: ValueError: own$")],
 )
-def test_an_error_of_all_ranks_is_raised_as_it_is(
-    other: str, raised: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_all_ranks_is_raised_as_it_is(other, raised, said, monkeypatch) -> None:
     votes = [(group_module.reported(ValueError(text)), []) for text in ("own", other)]
     monkeypatch.setattr(TensorParallelGroup, "_gather", lambda *_: votes)
     group = TensorParallelGroup(None, 0, 2, torch.device("cpu"))
@@ -107,7 +105,7 @@ def test_a_node_has_the_name_of_its_host() -> None:
         ({"pp": 2, "dp": 2, "tp": 3}, ((0, 1, 2), (3, 4, 5))),
     ],
 )
-def test_copies_of_a_model_by_the_axes_of_a_mesh(axes: dict[str, int], copies: Any) -> None:
+def test_copies_of_a_model_by_the_axes_of_a_mesh(axes, copies) -> None:
     dist.init_process_group("fake", rank=0, world_size=prod(axes.values()), store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -125,7 +123,7 @@ def test_one_rank_calls_no_backend() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_a_store_that_nobody_made(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_a_store_that_nobody_made(monkeypatch, host) -> None:
     monkeypatch.setattr(mesh, "LATE", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -135,7 +133,7 @@ def test_a_store_that_nobody_made(monkeypatch: pytest.MonkeyPatch, host: str) ->
         find_store()
 
 
-def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_come_are_named(monkeypatch) -> None:
     monkeypatch.setattr(mesh, "LATE", timedelta(seconds=0.1))
     store = dist.HashStore()
     store.set("seat 2", "0")
@@ -143,7 +141,7 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         exchange(store, "seat", 0, 0, 4)
 
 
-def test_plain_tensors_of_the_cpu_take_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_tensors_of_the_cpu_take_the_transport(monkeypatch) -> None:
     group, transport, operators = SimpleNamespace(group_name="a group"), direct.Transport(), object()
     monkeypatch.setitem(direct._transports, id(group), transport)
     monkeypatch.setitem(direct.OPERATORS, "a group", operators)

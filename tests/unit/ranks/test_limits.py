@@ -49,12 +49,12 @@ QUOTAS = [
 
 
 @pytest.mark.parametrize(("of_process", "files", "cores"), QUOTAS)
-def test_cores_follow_quotas(groups: Path, of_process: str, files: dict[str, str], cores: int) -> None:
+def test_cores_follow_quotas(groups, of_process, files, cores) -> None:
     write(groups, {"cgroup": of_process, **files})
     assert limits.visible_cores() == cores
 
 
-def test_memory_follows_the_least_of_all_groups(groups: Path) -> None:
+def test_memory_follows_the_least_of_all_groups(groups) -> None:
     assert limits.available_memory() == sys.maxsize, "of a system without /proc"
     write(groups, {"meminfo": "MemTotal:  9000 kB\nMemFree:  100 kB\nMemAvailable:   7000 kB\n"})
     assert limits.available_memory() == 7000 * 1024, "the system's: the process has no groups"

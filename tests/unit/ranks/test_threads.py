@@ -6,7 +6,6 @@ import contextlib
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -78,7 +77,7 @@ def group(device: Device, monkeypatch: pytest.MonkeyPatch) -> TensorParallelGrou
     return TensorParallelGroup(None, 0, 2, GPU)
 
 
-def test_threads_that_read(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_read(device, tmp_path, monkeypatch) -> None:
     save_file({"x": torch.arange(4096.0)}, tmp_path / "x.safetensors")
     monkeypatch.setattr(jobs, "JOB_BYTES", 1 << 10)
     empty: Callable[..., Any] = torch.empty
@@ -92,24 +91,20 @@ def test_threads_that_read(device: Device, tmp_path: Path, monkeypatch: pytest.M
     assert all(calls[0] == ("set_device", away.device) for calls in readers.values())
 
 
-def test_threads_that_meet(device: Device, group: TensorParallelGroup) -> None:
+def test_threads_that_meet(device, group) -> None:
     ran = group.together(lambda: threading.current_thread())
     assert ran is threading.main_thread(), "where signals arrive"
     (calls,) = device.of_others().values()
     assert calls[:2] == [("set_device", GPU), "gather"]
 
 
-def test_a_thread_that_cannot_have_the_device_is_an_error(
-    device: Device, group: TensorParallelGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_have_the_device_is_an_error(device, group, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(device, "set_device", mock.Mock(side_effect=RuntimeError("no device")))
     with pytest.raises(RuntimeError):
         group.together(lambda: None)
 
 
-def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_group_has_a_backend_for_the_cpu_beside_that_for_gpus(device, monkeypatch) -> None:
     """FSDP2 with CPU offload gathers what is on the CPU."""
     started: list[tuple[Any, ...]] = []
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

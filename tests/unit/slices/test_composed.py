@@ -67,7 +67,7 @@ def expressions(draw: st.DrawFn, leaves: list[Pair]) -> Pair:
 
 
 @given(st.data())
-def test_any_tree_reads_what_torch_computes(leaves, data: st.DataObject) -> None:
+def test_any_tree_reads_what_torch_computes(leaves, data) -> None:
     opened, pairs = leaves
     lazy, expected = data.draw(expressions(pairs))
     assert lazy.shape == expected.shape

@@ -135,7 +135,7 @@ def attentions(size: int) -> Iterator[tuple[int, int, Ranks, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("size", wide(sorted(range(1, 17), key=lambda size: size not in (2, 3, 5, 8, 16)), 5))
-def test_every_head_lies_where_it_should(size: int) -> None:
+def test_every_head_lies_where_it_should(size) -> None:
     for query, kv, ranks, weights in attentions(size):
         expected, group = slow_heads(query, kv, weights), query // kv
         queries, keys = heads(query, kv, ranks)
@@ -165,7 +165,7 @@ def test_every_head_lies_where_it_should(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", wide([3, 8, 1, 2, 4, 5, 6, 7], 2))
-def test_every_length_is_dealt_out_in_units(size: int) -> None:
+def test_every_length_is_dealt_out_in_units(size) -> None:
     for ranks in shares_of(size):
         weights = ranks.shares or (1,) * ranks.size
         for unit in UNITS:

@@ -53,7 +53,7 @@ def indices(split: Split, rank: int) -> list[int]:
 
 
 @given(splits(), st.integers(16, 20))
-def test_any_split_has_the_owners_that_its_indices_have(split: Split, stranger: int) -> None:
+def test_any_split_has_the_owners_that_its_indices_have(split, stranger) -> None:
     """Also splits of several lengths, which `test_every_layout` has none of; a reader that is no rank has nothing."""
     check_owners(split)
     held = [indices(split, rank) for rank in range(split.size)]
@@ -71,7 +71,7 @@ def test_any_split_has_the_owners_that_its_indices_have(split: Split, stranger: 
 
 
 @given(splits(), st.data())
-def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split: Split, data: st.DataObject) -> None:
+def test_a_split_that_lacks_or_repeats_an_index_is_no_cut(split, data) -> None:
     held = all_ranges(split)
     start, stop = data.draw(st.sampled_from(held)) if held else (0, 0)
     if stop - start > 1:  # one rank holds a part of what another holds
@@ -107,12 +107,12 @@ def test_shares_are_traced_with_a_symbolic_length() -> None:
         ([1, 1e-9], (10**6, 1)),
     ],
 )
-def test_shares_in_lowest_terms(weights: list[float], shares: tuple[int, ...] | None) -> None:
+def test_shares_in_lowest_terms(weights, shares) -> None:
     assert Ranks.of(weights) == Ranks(len(weights), shares)
 
 
 @pytest.mark.parametrize("weights", [[], [1, 0], [1, -1], [1, float("nan")], [float("inf"), 1]])
-def test_shares_are_positive_and_finite(weights: list[float]) -> None:
+def test_shares_are_positive_and_finite(weights) -> None:
     with pytest.raises(ValueError, match="positive"):
         Ranks.of(weights)
 
@@ -136,7 +136,7 @@ def test_impossible_requests_raise(call) -> None:
 
 
 @given(splits(), st.integers(0, 2))
-def test_layout_gives_local_shapes(split: Split, dim: int) -> None:
+def test_layout_gives_local_shapes(split, dim) -> None:
     shape = [3, 4, 5]
     shape[dim] = split.length
     for rank in range(split.size):

@@ -35,7 +35,7 @@ def select(tensor: torch.Tensor, dim: int, chosen: list[tuple[int, int]]) -> tor
 
 
 @given(st.data())
-def test_any_chain_of_selections_reads_what_torch_slices(checkpoint, data: st.DataObject) -> None:
+def test_any_chain_of_selections_reads_what_torch_slices(checkpoint, data) -> None:
     opened, tensors = checkpoint
     name = data.draw(st.sampled_from([str(dtype) for dtype in DTYPES]))
     expected = tensors[name]

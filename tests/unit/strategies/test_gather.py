@@ -27,9 +27,7 @@ GPU = torch.device("meta")
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_blocks_are_sent_from_the_cpu_where_gloo_is(
-    monkeypatch: pytest.MonkeyPatch, backend: str, device: str, rank: int
-) -> None:
+def test_blocks_are_sent_from_the_cpu_where_gloo_is(monkeypatch, backend, device, rank) -> None:
     moved: list[str] = []
     group: Any = object()
     monkeypatch.setattr("tp_transformers.ranks.group.get_backend_config", lambda group: backend)
@@ -42,7 +40,7 @@ def test_blocks_are_sent_from_the_cpu_where_gloo_is(
 
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 7, 12, 13, 24, 1000])
-def test_blocks_cover_a_shard_once_and_are_no_larger_than_the_limit(limit: int) -> None:
+def test_blocks_cover_a_shard_once_and_are_no_larger_than_the_limit(limit) -> None:
     whole, layout = torch.arange(5 * 4 * 6).view(5, 4, 6), Layout(1, chunked(4, 3))
     for rank in range(3):
         shard = take(whole, layout, rank)

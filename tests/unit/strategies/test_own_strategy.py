@@ -34,7 +34,7 @@ SIZES = [1, 2, 3, 5]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_get_tensor_shard_is_a_torch_chunk(dim: int, size: int) -> None:
+def test_get_tensor_shard_is_a_torch_chunk(dim, size) -> None:
     whole = torch.randn(7, 6)
     chunks = whole.chunk(size, dim)
     for rank in range(size):
@@ -48,7 +48,7 @@ def test_get_tensor_shard_is_a_torch_chunk(dim: int, size: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("dim", "parts"), [(0, 2), (1, 3), (-1, 3)])
-def test_get_packed_weights_is_a_torch_tensor_split_of_every_chunk(dim: int, parts: int, size: int) -> None:
+def test_get_packed_weights_is_a_torch_tensor_split_of_every_chunk(dim, parts, size) -> None:
     whole = torch.randn(14, 15)
     for rank in range(size):
         expected = torch.cat([chunk.tensor_split(size, dim)[rank] for chunk in whole.chunk(parts, dim)], dim)
@@ -111,7 +111,7 @@ CUTS: dict[str, tuple[Any, int, Any]] = {
 
 
 @pytest.mark.parametrize(("partition", "dim", "ranges"), CUTS.values(), ids=CUTS)
-def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition: Any, dim: int, ranges: Any) -> None:
+def test_a_strategy_of_your_own_is_asked_what_it_cuts(partition, dim, ranges) -> None:
     layer, whole = own(partition), torch.randn(12, 6)
     layout = layer.layout("weight", whole.shape, 4)
     assert layout.dim == dim
@@ -186,7 +186,7 @@ OTHERS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("partition", "says"), OTHERS.values(), ids=OTHERS)
-def test_a_strategy_of_your_own_that_makes_no_cut_is_refused(partition: Any, says: str) -> None:
+def test_a_strategy_of_your_own_that_makes_no_cut_is_refused(partition, says) -> None:
     with pytest.raises(ValueError, match=says):
         own(partition).layout("weight", (12, 6), 4)
 
@@ -260,7 +260,7 @@ WAYS = (WithoutSuper, AfterSuper, BeforeSuper, OnTheClass, AsAProperty, Declared
 
 
 @pytest.mark.parametrize("make", [*WAYS, on_an_object, by_arguments], ids=lambda make: make.__name__)
-def test_the_signature_follows_the_layouts_wherever_they_are_set(make: Any) -> None:
+def test_the_signature_follows_the_layouts_wherever_they_are_set(make) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(llama_config(8, 4))
     mlp, strategy = "model.layers.*.mlp", make()
@@ -278,7 +278,7 @@ def test_the_signature_follows_the_layouts_wherever_they_are_set(make: Any) -> N
 @pytest.mark.parametrize(
     "given", [{"input_layouts": Shard(1)}, {"output_layouts": Replicate()}, {"use_local_output": False}]
 )
-def test_a_strategy_that_has_one_way_takes_no_layouts(name: str, given: dict[str, Any]) -> None:
+def test_a_strategy_that_has_one_way_takes_no_layouts(name, given) -> None:
     with pytest.raises(PlanError, match=f"{next(iter(given))} of {name}: got .*, expected no such argument"):
         getattr(ours, name)(**given)
     assert getattr(ours, name)(use_dtensor=False, use_local_output=True).use_dtensor is False

@@ -142,7 +142,7 @@ def test_every_strategy_is_here_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", [strategy_case(name) for name in SHARDED_DIMS])
-def test_every_rank_holds_its_indices_and_undo_is_the_original(name: str) -> None:
+def test_every_rank_holds_its_indices_and_undo_is_the_original(name) -> None:
     for kind, size in product(SHARDED_DIMS[name], SIZES):
         check_slices(name, kind, size)
 
@@ -175,7 +175,7 @@ def check_slices(name: str, kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", [strategy_case(name) for name in SHARDED_DIMS])
-def test_strategies_accept_the_modules_that_they_cut(name: str) -> None:
+def test_strategies_accept_the_modules_that_they_cut(name) -> None:
     # A rule for the parameter of experts has no module to fit.
     kinds = SHARDED_DIMS[name].keys() - (
         {"experts"} if name not in ("moe_tp_experts", "ep_dispatch_experts") else set()
@@ -193,7 +193,7 @@ def test_strategies_accept_the_modules_that_they_cut(name: str) -> None:
     + [strategy_case("mla_kv_a_proj", "linear", "no qk_rope_head_dim")]
     + [strategy_case("moe_all_to_all", kind, "sends tokens by the ids of") for kind in ("linear", "experts")],
 )
-def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, says: str) -> None:
+def test_strategies_refuse_modules_that_they_do_not_fit(name, kind, says) -> None:
     module = MODULES[kind]()
     with pytest.raises(ValueError, match=says):
         STRATEGIES[name].bind(module, 2, config=SimpleNamespace()).check(module)
@@ -203,7 +203,7 @@ def test_strategies_refuse_modules_that_they_do_not_fit(name: str, kind: str, sa
     ("parts", "says"),
     [(None, "not 2 equal parts"), (3, "not 3 equal parts"), ((4, 4), "add up to 8"), (("query", "key"), "not lengths")],
 )
-def test_packed_parts_that_do_not_fit(parts: Any, says: str) -> None:
+def test_packed_parts_that_do_not_fit(parts, says) -> None:
     layer = STRATEGIES["packed_colwise"].bind(nn.Linear(4, 7), 2, parts=parts)
     with pytest.raises(ValueError, match=says):
         layer.layout("weight", (7, 4), 2)
@@ -218,7 +218,7 @@ def test_packed_parts_that_do_not_fit(parts: Any, says: str) -> None:
         ("embedding_colwise", "embedding", (slice(None), slice(2, 4))),
     ],
 )
-def test_what_rank_1_of_3_holds(name: str, kind: str, rows_of_rank_1: Any) -> None:
+def test_what_rank_1_of_3_holds(name, kind, rows_of_rank_1) -> None:
     module = MODULES[kind]()
     full = module.weight.detach()
     got = STRATEGIES[name].bind(module, 3).partition_tensor(full, full, "weight", None, True, 1, FakeMesh(3))
@@ -243,7 +243,7 @@ def test_heads_stand_for_as_many_indices_as_the_length_has_for_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["colwise", "rowwise", "packed_colwise", "packed_rowwise"])
-def test_widths_of_experts_are_multiples_of_8_but_for_the_last_block(name: str) -> None:
+def test_widths_of_experts_are_multiples_of_8_but_for_the_last_block(name) -> None:
     assert EXPERT_UNIT == 8
     parts = 2 if name in PACKED else 1
     for width, size in product((8, 20, 64, 100), SIZES):
@@ -258,7 +258,7 @@ def test_widths_of_experts_are_multiples_of_8_but_for_the_last_block(name: str) 
 
 
 @pytest.mark.parametrize("name", ["colwise", "packed_colwise"])
-def test_a_bias_of_experts_is_cut_as_the_output_features_are(name: str) -> None:
+def test_a_bias_of_experts_is_cut_as_the_output_features_are(name) -> None:
     for param, size in product(("gate_up_proj", "down_proj"), SIZES):
         experts = Experts()
         layer = STRATEGIES[name].bind(experts, size)
@@ -306,7 +306,7 @@ def mixtral() -> Any:
 
 @needs("expert_parallel")
 @pytest.mark.parametrize("rules", WHOLE_EXPERT_RULES.values(), ids=WHOLE_EXPERT_RULES)
-def test_fewer_experts_than_ranks_are_refused(rules: dict[str, str]) -> None:
+def test_fewer_experts_than_ranks_are_refused(rules) -> None:
     resolve(Plan.from_dict(rules), mixtral(), 2)
     with pytest.raises(PlanError, match="2 experts cannot be spread over 3 ranks"):
         resolve(Plan.from_dict(rules), mixtral(), 3)
@@ -321,7 +321,7 @@ def test_experts_that_are_partly_spread_and_partly_cut_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["colwise", "rowwise", "local_colwise", "local_rowwise"])
 @pytest.mark.parametrize("method", ["before", "after"])
-def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(name: str, method: str) -> None:
+def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(name, method) -> None:
     base: Any = type(STRATEGIES[name])
     body = {method: lambda self, module, values, mesh: values, "__module__": base.__module__}
     strategy = type("Other", (base,), body)()
@@ -332,7 +332,7 @@ def test_a_short_forward_calls_a_method_that_a_class_of_this_package_overrides(n
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_a_class_that_inherits_from_that_of_a_strategy_splits_alike(name: str) -> None:
+def test_a_class_that_inherits_from_that_of_a_strategy_splits_alike(name) -> None:
     own: Any = type("Own", (type(STRATEGIES[name]),), {})()
     assert own.split_length(12, 2) == STRATEGIES[name].split_length(12, 2)
 

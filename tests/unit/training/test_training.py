@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,7 @@ def test_groups_keep_their_settings_and_every_parameter() -> None:
 
 
 @needs("dcp")
-def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path: Path) -> None:
+def test_optimizer_states_of_empty_groups_and_unused_parameters(tmp_path) -> None:
     def make(groups: Callable[[Any], list[dict[str, Any]]]) -> tuple[nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(3, 3)
@@ -82,7 +81,7 @@ def test_a_model_without_a_plan_is_refused_or_left_to_torch() -> None:
             function(plain)
 
 
-def test_clipping_on_one_rank_is_torchs(cases: Any) -> None:
+def test_clipping_on_one_rank_is_torchs(cases) -> None:
     grads = []
     for plan in ("auto", None):
         model = load(cases(9, 3).folder, LlamaForCausalLM, tp_plan=plan)
@@ -98,7 +97,7 @@ def test_clipping_on_one_rank_is_torchs(cases: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_norms_are_added_up_in_the_order_of_torch(seed: int) -> None:
+def test_norms_are_added_up_in_the_order_of_torch(seed) -> None:
     """Every bit of the norm of gathered gradients is torch's, also where dtypes are mixed."""
     torch.manual_seed(seed)
     dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32] * 3
@@ -155,7 +154,7 @@ def test_ranks_draw_alike_outside_and_not_inside() -> None:
     assert torch.equal(torch.get_rng_state(), start), "nothing is drawn where nothing is dropped"
 
 
-def test_a_device_draws_from_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_draws_from_its_own_generator(monkeypatch) -> None:
     generator, device, rand = torch.Generator(), torch.device("meta"), torch.rand
     module = SimpleNamespace(default_generators=[generator], current_device=lambda: 0)
     drawn: list[torch.device] = []
