@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.backends import mkldnn as onednn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 
+from ...strategies.forward.attach import wrap_forward
+from ...strategies.forward.communication import Forwarder
 from ...torch_api import take
 
 is_amx_supported = take("torch.cpu._is_amx_tile_supported")
@@ -27,8 +34,7 @@ def choose_kernels(model: nn.Module) -> None:
     if onednn_is_slow():
         for module in model.modules():
             if _has_rows_as_outputs(module) and all(_is_bfloat16_on_cpu(param) for param in module.parameters(False)):
-                module.register_forward_pre_hook(_before)
-                module.register_forward_hook(_after, always_call=True)
+                wrap_forward(module, _by_rows)
 
 
 def _has_rows_as_outputs(module: nn.Module) -> bool:
@@ -36,19 +42,44 @@ def _has_rows_as_outputs(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or getattr(module, "is_transposed", True) is False
 
 
-def _is_bfloat16_on_cpu(param: Tensor) -> bool:
-    return param.dtype == torch.bfloat16 and param.device.type == "cpu"
+def _is_bfloat16_on_cpu(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu"
 
 
-def _before(module: Any, inputs: tuple[Any, ...]) -> None:
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or not inputs:
-        return
-    x = inputs[0]
-    if isinstance(x, Tensor) and x.numel() == x.shape[-1:].numel() and onednn.enabled:
-        onednn.enabled = False  # type: ignore[assignment]
-        module.__dict__["tp_without_onednn"] = True  # nn.Module takes longer to set it
+def _by_rows(call: Forwarder) -> Forwarder:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args and isinstance(args[0], Tensor) and args[0].ndim and not torch.is_grad_enabled() else None
+        if x is None or not statically_known_true(x.numel() == x.shape[-1]):
+            return call(module, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with _Rows():
+                return call(module, *args, **kwargs)
+        return _without_onednn(call, module, *args, **kwargs)
+
+    return forward
 
 
-def _after(module: Any, inputs: Any, output: Any) -> None:
-    if not torch.compiler.is_compiling() and module.__dict__.pop("tp_without_onednn", False):
+def _without_onednn(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The result of `call`, during which oneDNN is off in all threads, unless it was off before."""
+    if not onednn.enabled:
+        return call(*args, **kwargs)
+    onednn.enabled = False  # type: ignore[assignment]
+    try:
+        return call(*args, **kwargs)
+    finally:
         onednn.enabled = True  # type: ignore[assignment]
+
+
+class _Rows(TorchFunctionMode):
+    """Makes linears of a graph an operator that turns oneDNN off whenever the graph runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_row = func is linear and _is_bfloat16_on_cpu(args[0])
+        return (_row_linear if is_row else func)(*args, **(kwargs or {}))
+
+
+_LIBRARY = torch.library.Library("tp_transformers", "FRAGMENT")
+_LIBRARY.define("row_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
+_LIBRARY.impl("row_linear", partial(_without_onednn, linear), "CPU")
+torch.library.register_fake("tp_transformers::row_linear", linear, lib=_LIBRARY)
+_row_linear = torch.ops.tp_transformers.row_linear.default

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 from tp_transformers.features.cpu_decode import products
 
@@ -83,8 +84,40 @@ def test_experts_whose_outputs_are_columns_keep_onednn(is_transposed: bool) -> N
     assert experts.onednn is is_transposed
 
 
-def test_a_compiled_linear_has_no_breaks() -> None:
-    linear, x = chosen(nn.Linear(64, 96, dtype=torch.bfloat16)), torch.randn(1, 64, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "grad", "is_row"),
+    [
+        (torch.bfloat16, (1, 1, 64), False, True),
+        (torch.bfloat16, (64,), False, True),
+        (torch.bfloat16, (1, 2, 64), False, False),
+        (torch.bfloat16, (1, 1, 64), True, False),
+        (torch.float32, (1, 1, 64), False, False),
+    ],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_is_one_operator_of_a_graph(
+    dtype: torch.dtype, shape: tuple[int, ...], grad: bool, is_row: bool, bias: bool
+) -> None:
+    linear, x = chosen(nn.Linear(64, 96, bias=bias, dtype=dtype)), torch.randn(shape, dtype=dtype)
+    backend = EagerAndRecordGraphs()
+    with torch.set_grad_enabled(grad):
+        output = torch.compile(linear, backend=backend, fullgraph=True)(x)
+    (graph,) = backend.graphs
+    (product,) = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert product is (torch.ops.tp_transformers.row_linear.default if is_row else nn.functional.linear)
+    exact = nn.functional.linear(*(each if each is None else each.double() for each in (x, linear.weight, linear.bias)))
+    torch.testing.assert_close(output.double(), exact, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_operator_fulfils_what_torch_asks_of_operators(bias: bool) -> None:
+    arguments = [torch.randn(shape).bfloat16() for shape in ((1, 1, 64), (96, 64), (96,))[: 2 + bias]]
+    torch.library.opcheck(torch.ops.tp_transformers.row_linear.default, arguments)
+
+
+def test_a_number_of_rows_that_depends_on_data_is_traced(monkeypatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    linear, x = chosen(nn.Linear(64, 96, dtype=torch.bfloat16)), torch.randn(3, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda mask: linear(x[mask.nonzero()[:, 0]]), backend="eager", fullgraph=True)
     with torch.no_grad():
-        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
-        assert torch.equal(compiled(x), nn.functional.linear(x, linear.weight, linear.bias))
+        assert compiled(torch.tensor([1, 0, 1])).shape == (2, 96)
