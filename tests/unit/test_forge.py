@@ -63,7 +63,6 @@ def test_there_are_workflows() -> None:
 @each_workflow
 def test_commands_are_targets(path) -> None:
     declared = re.search(r"^\.PHONY: ((?:.*\\\n)*.*)", MAKEFILE, re.MULTILINE)
-    assert declared is not None
     targets = set(declared[1].replace("\\\n", " ").split())
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
     for command, values in runs(read(path)):
@@ -136,12 +135,10 @@ def test_the_version_its_date_and_the_address_are_the_same_everywhere() -> None:
     citation = read(ROOT / "CITATION.cff")
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## \[(\d\S*)\] - (\S+)$", changelog, re.MULTILINE)
-    assert newest is not None
     assert newest.groups() == (citation["version"], citation["date-released"])
     assert tp_transformers.__version__.partition(".dev")[0] == citation["version"]
     assert f"[{citation['version']}]: {citation['repository-code']}/releases/tag/v{citation['version']}" in changelog
     address = re.search(r'^Homepage = "(https://github.com/(.+?)/(.+?))"$', PROJECT, re.MULTILINE)
-    assert address is not None
     assert citation["repository-code"] == address[1]
     for path in (ROOT / "SECURITY.md", ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml"):
         found = re.findall(r"https://github\.com/[\w.-]+/[\w.-]+", path.read_text(encoding="utf-8"))

@@ -127,7 +127,6 @@ def test_the_way_that_the_error_of_a_pickle_names(pool, cases, tmp_path) -> None
     shutil.copytree(cases(9, 3).folder, folder)
     damage_pickled(folder)
     way = re.search(r"AutoModel\S+\)", pool.error(2, load, str(folder)))
-    assert way is not None
     eval(way[0], {"AutoModelForCausalLM": AutoModelForCausalLM, "folder": folder, "new_folder": new_folder})
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(PROMPTS).logits
     for logits in pool.run(2, logits_of_prompts, str(new_folder)):

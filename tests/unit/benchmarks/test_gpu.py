@@ -125,5 +125,4 @@ def test_every_file_of_tests_is_run() -> None:
 def test_outcomes_of_pytest_are_read() -> None:
     line = "tests/gpu/test_packed.py::test_products[2-int4 with zeros] FAILED                 [ 10%]"
     found = OUTCOME.match(line)
-    assert found is not None
     assert found.groups() == ("tests/gpu/test_packed.py::test_products[2-int4 with zeros]", "FAILED")

@@ -103,7 +103,6 @@ def test_a_plan_completes_what_the_class_declares(tmp_path) -> None:
 def test_a_plan_that_completes_is_taken_for_its_type() -> None:
     model = TEXTS["granitemoe"].make()
     plan = Plan.for_model(model)
-    assert plan is not None
     assert plan.declared
     assert resolve(plan, model, 2).rule_names[f"{LAYER}q_proj.weight"] == "colwise"
 
@@ -120,7 +119,6 @@ def test_a_rule_of_the_plan_comes_before_a_declared_one(tmp_path) -> None:
 def test_projections_in_two_modules_are_cut_by_the_same_heads(size, expected) -> None:
     model = TEXTS["bert"].make()  # its output projection is not in the module that attends
     plan = Plan.for_model(model)
-    assert plan is not None
     resolution = resolve(plan, model, size)
     for name in ("attention.self.query", "attention.self.value", "attention.output.dense"):
         layout = resolution.layouts[f"bert.encoder.layer.0.{name}.weight"]
@@ -134,7 +132,6 @@ def test_projections_in_two_modules_are_cut_by_the_same_heads(size, expected) ->
 def test_heads_of_experts_attend_once_per_expert_of_a_token() -> None:
     model = TEXTS["jetmoe"].make()
     plan = Plan.for_model(model)
-    assert plan is not None
     heads = next(iter(resolve(plan, model, 2).attention.values()))
     assert (heads.query.length, heads.repeats) == (5, 2)
 
@@ -145,7 +142,6 @@ def test_rules_of_a_plan_that_completes_a_declared_one_come_before_those_of_its_
     with torch.device("meta"):
         model = model_class.from_config(transformers.Gemma4Config())
     plan = Plan.for_model(model)
-    assert plan is not None
     names = resolve(plan, model, 2).rule_names
     assert names["model.language_model.embed_tokens.weight"] == "replicate"
     assert names["model.language_model.layers.0.mlp.up_proj.weight"] == "colwise"

@@ -206,12 +206,10 @@ def test_a_query_projection_that_makes_gates_as_well_is_cut_by_its_heads() -> No
     with torch.device("meta"):
         model = transformers.Qwen3NextForCausalLM(config)
     plan = declared_plan(model)
-    assert plan is not None
     resolution = resolve(plan, model, 3)
     heads = resolution.attention["model.layers.3.self_attn"]
     assert (heads.query.widths, heads.kv.widths) == ((2, 2, 4), (1, 1, 1))
     layout = resolution.layouts["model.layers.3.self_attn.q_proj.weight"]
-    assert layout is not None
     assert layout.split.widths == (64, 64, 128)  # a query and a gate of 16 features each, for every head
 
 
@@ -236,7 +234,6 @@ def test_attention_without_projections_of_its_own_is_cut_by_complete_heads(setti
             )
         )
     plan = declared_plan(model)
-    assert plan is not None
     for size in (2, 3, 5, 6, 7):
         found = resolve(plan, model, size).attention["model.layers.3.self_attn"]
         assert (found.query.length, found.kv.length) == heads
@@ -251,7 +248,6 @@ def test_identity_experts_of_a_declared_plan_share_their_output() -> None:
     with torch.device("meta"):
         model = transformers.LongcatFlashForCausalLM(config)
     plan = Plan.for_model(model)
-    assert plan is not None
     strategies = resolve(plan, model, 2).module_strategies
     kinds = [type(strategy).__name__ for name, strategy in strategies.items() if name.endswith("identity_expert")]
     assert kinds == ["IdentityExpertParallel"] * config.num_layers

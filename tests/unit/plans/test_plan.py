@@ -65,7 +65,6 @@ def plan_of(tmp_path: Path, text: str, name: str = "mine.yaml") -> Plan:
 def test_the_llama_plan_covers_every_parameter_of_every_head_class(auto) -> None:
     model = meta_model(auto)
     plan = Plan.for_model(model)
-    assert plan is not None
     resolution = resolve(plan, model, 2)
     assert resolution.uncovered == ()
     assert set(resolution.param_strategies) == {name for name, _ in model.named_parameters()}
@@ -223,7 +222,6 @@ def test_heads_that_do_not_group() -> None:
 def test_more_ranks_than_heads_replicates_attention_with_one_note() -> None:
     model = meta_model(num_attention_heads=2, num_key_value_heads=1)
     plan = Plan.for_model(model)
-    assert plan is not None
     resolution = resolve(plan, model, 4)
     assert len(resolution.notes) == 1
     assert "model.layers.*.self_attn: 4 ranks are more than the heads" in resolution.notes[0]
@@ -293,7 +291,6 @@ def fused(parts: Any, size: int = 3, head_dim: int = 8) -> Resolution:
 
 def test_fused_attention_parts_are_cut_by_their_heads() -> None:
     layout = fused(["query", "key", "value"]).layouts["model.layers.0.self_attn.qkv_proj.weight"]
-    assert layout is not None
     split = layout.split
     assert split.ranges[0] == ((0, 32), (64, 80), (96, 112))
     assert split.ranges[2] == ((48, 64), (88, 96), (120, 128))
@@ -303,7 +300,6 @@ def test_fused_attention_parts_are_cut_by_their_heads() -> None:
 def test_fused_parts_by_length() -> None:
     strategy = fused([64, 32, 32], size=4).module_strategies["model.layers.0.self_attn.qkv_proj"]
     split = strategy.layout("weight", (128, 64), 4).split
-    assert split is not None
     assert split.ranges[0] == ((0, 16), (64, 72), (96, 104))
 
 
