@@ -41,7 +41,7 @@ def make_case(folder: Path, name: str, *, crowded: bool = False) -> Case:
     architecture = ARCHITECTURES[name]
     settings = architecture.settings(8, 4, False) | dict.fromkeys(("num_experts", "num_local_experts"), EXPERTS)
     if name == "deepseek_v3":
-        settings |= {"n_routed_experts": EXPERTS}
+        settings |= {"n_routed_experts": EXPERTS, "num_key_value_heads": 8}
         settings.pop("num_experts")
     torch.manual_seed(0)
     model = getattr(transformers, architecture.model)(getattr(transformers, architecture.config)(**settings)).eval()
