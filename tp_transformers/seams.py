@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .checkpoint.reading.jobs import Request
     from .loading.options import Options
     from .loading.request import LoadRequest
+    from .loading.storage import Asked
     from .plans.binding import Binding
     from .plans.rule import SplitHeads
     from .plans.rules import Plan
@@ -170,7 +171,7 @@ class Feature:
         """
         return None
 
-    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Any]:
+    def around_load(self, group: TensorParallelGroup, asked: Asked) -> AbstractContextManager[Any]:
         """Context of a load with a plan, on all ranks of `group`."""
         return nullcontext()
 

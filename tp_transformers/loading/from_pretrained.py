@@ -134,7 +134,7 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
         same |= {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
         group.check_same(same | {storage.argument: storage.agreed})
         for feature in features().values():
-            stack.enter_context(feature.around_load(group, options))
+            stack.enter_context(feature.around_load(group, asked))
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.

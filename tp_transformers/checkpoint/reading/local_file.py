@@ -34,15 +34,15 @@ class LocalFile(Source):
         """Open `path`. Raises CheckpointError if the file is missing or cannot be opened."""
         super().__init__()
         self.name = os.fspath(path)
-        self._fd = -1
+        self.fd = -1
         try:
-            self._fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
+            self.fd = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             fix = "Download the checkpoint again, or correct its index."
             raise self.fault("no such file", "a safetensors file", fix) from None
         except OSError as error:
             raise CheckpointError(f"checkpoint file {self.name} cannot be opened: {error.strerror}") from error
-        self.identity = _identity(os.fstat(self._fd))
+        self.identity = _identity(os.fstat(self.fd))
         """Device, inode, size and modification time, which identify a version of a file on one machine."""
         self.size = self.identity[2]
 
@@ -68,7 +68,7 @@ class LocalFile(Source):
         """A copy-on-write memory map; None if the file system has no maps, or the file was truncated."""
         try:
             return mmap.mmap(
-                self._fd, self.size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+                self.fd, self.size, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE
             )
         except (OSError, ValueError):
             return None
@@ -99,9 +99,9 @@ class LocalFile(Source):
             for start, stop in spans:
                 for offset in (*range(start, stop, _SAMPLE_BYTES), stop - 1):
                     try:
-                        os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+                        os.preadv(self.fd, probe, offset, os.RWF_NOWAIT)
                     except BlockingIOError:  # not cached, or locked by another process: the second attempt decides
-                        os.preadv(self._fd, probe, offset, os.RWF_NOWAIT)
+                        os.preadv(self.fd, probe, offset, os.RWF_NOWAIT)
         except (OSError, AttributeError):  # AttributeError: not Linux
             return False
         return True
@@ -109,7 +109,7 @@ class LocalFile(Source):
     @cached_property
     def _is_in_memory(self) -> bool:
         """True for a file system in memory (tmpfs, ramfs), which cannot report resident pages."""
-        device = os.fstat(self._fd).st_dev
+        device = os.fstat(self.fd).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
         try:
             mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
@@ -122,7 +122,7 @@ class LocalFile(Source):
     def check_unchanged(self) -> None:
         """See `Source.check_unchanged`; compares inode, size and modification time."""
         try:
-            now = _identity(os.fstat(self._fd))
+            now = _identity(os.fstat(self.fd))
             same = now == self.identity and _identity(os.stat(self.name)) == now
         except OSError:
             same = False
@@ -136,14 +136,14 @@ class LocalFile(Source):
     def close(self) -> None:
         """Close the file descriptor and drop the map, which lives as long as parameters view it."""
         vars(self).pop("_map", None)
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> int:
         """Fill `buffers` from `offset` on as far as one call does, uncounted; returns the number of bytes."""
         try:
-            return os.preadv(self._fd, buffers, offset)
+            return os.preadv(self.fd, buffers, offset)
         except OSError as error:
             text = f"checkpoint file {self.name}: reading at byte {offset} failed: {error.strerror}"
             raise CheckpointError(text) from error

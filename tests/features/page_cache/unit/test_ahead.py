@@ -1,0 +1,166 @@
+"""Reads of a checkpoint's files before the model is made."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+from tp_transformers.checkpoint.reading.local_file import LocalFile
+from tp_transformers.errors import CheckpointError
+from tp_transformers.features.page_cache import ahead, prefetch
+from tp_transformers.loading.storage import Asked
+from tp_transformers.ranks.group import TensorParallelGroup
+
+GROUP = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
+BLOCK = 1000
+
+
+def asked(name: Any, **arguments: Any) -> Asked:
+    return Asked(AutoModelForCausalLM, name, {}, arguments)
+
+
+def evict(path: Path) -> None:
+    """Write the file to the disk, and drop its pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Ranges that are fetched, but for those that ask the file system."""
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", BLOCK)
+    fetch = prefetch.fetch
+
+    def noted(file: LocalFile, start: int, stop: int) -> None:
+        fetch(file, start, stop)
+        if (start, stop) != (0, 1):
+            ranges.append((start, stop))
+
+    monkeypatch.setattr(ahead, "fetch", noted)
+    return ranges
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of which the first page alone is in memory, as the system says."""
+    save_file({"x": torch.arange(2048.0)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: list(spans) == [(0, 1)])
+    return tmp_path
+
+
+def test_the_ranks_take_blocks_in_turn(
+    cold: Path, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (cold / "model.safetensors").stat().st_size
+    monkeypatch.setattr(TensorParallelGroup, "everywhere", lambda self, function: [function()] * self.size)
+    for rank in range(2):
+        with ahead.reading_ahead(asked(cold), TensorParallelGroup(None, rank, 2, torch.device("cpu"))):
+            wait(ahead._reads.get() or ())
+        assert all(start % (2 * BLOCK) == rank * BLOCK for start, _ in fetched[-4:])
+    assert sorted(fetched) == [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
+
+
+def test_the_load_stops_the_reads(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that has begun ends; the others do not begin."""
+    reads: list[int] = []
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(ahead, "fetch", lambda file, start, stop: reads.append(start))
+    with ahead.reading_ahead(asked(cold), GROUP):
+        ahead.stop()
+        wait(ahead._reads.get() or ())
+        begun = len(reads)
+    assert begun == len(reads) < 1000
+
+
+@pytest.mark.parametrize("why", ["cached", "several nodes", "no memory", "a file system that does not tell"])
+def test_nothing_is_read_ahead(
+    why: str, cold: Path, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "cached":
+        monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: True)
+    elif why == "several nodes":
+        monkeypatch.setattr(TensorParallelGroup, "everywhere", lambda self, function: ["a", "b"])
+    elif why == "no memory":
+        monkeypatch.setattr(ahead, "available_memory", lambda: 1000)
+    else:
+        monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: False)
+    with ahead.reading_ahead(asked(cold), GROUP):
+        wait(ahead._reads.get() or ())
+    assert fetched == []
+
+
+@pytest.mark.parametrize("sendfile", [True, False])
+def test_fetched_bytes_are_in_the_page_cache(tmp_path: Path, sendfile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a file system from which the system cannot send."""
+    if not sendfile:
+
+        def refuses(*args: Any) -> int:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+        monkeypatch.setattr(os, "sendfile", refuses)
+    path = tmp_path / "x"
+    path.write_bytes(bytes(64 << 20))
+    evict(path)
+    file = LocalFile(path)
+    if file.is_resident([(32 << 20, 64 << 20)]):
+        pytest.skip("the file system keeps all files in memory")
+    prefetch.fetch(file, 32 << 20, 64 << 20)
+    assert file.is_resident([(32 << 20, 64 << 20)])
+    os.close(file.fd)
+    with pytest.raises(CheckpointError, match="reading at byte 0 failed"):
+        prefetch.fetch(file, 0, 100)
+    file.fd = -1
+
+
+@pytest.mark.parametrize("shards", ["1GB", "100KB"])
+@pytest.mark.parametrize("where", ["folder", "subfolder", "variant", "hub"])
+def test_the_files_are_those_that_transformers_finds(
+    where: str, shards: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256))
+    given: dict[str, Any] = {}
+    name, folder = str(tmp_path), tmp_path
+    if where == "subfolder":
+        given, folder = {"subfolder": "inner"}, tmp_path / "inner"
+    elif where == "variant":
+        given = {"variant": "fp16"}
+    elif where == "hub":
+        given, name = {"cache_dir": str(tmp_path)}, "somebody/llama"
+        folder = tmp_path / "models--somebody--llama" / "snapshots" / "abc"
+        (folder / "../../refs").resolve().mkdir(parents=True)
+        (folder / "../../refs/main").resolve().write_text("abc")
+    model.save_pretrained(folder, max_shard_size=shards, **({"variant": "fp16"} if where == "variant" else {}))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found, _ = _get_resolved_checkpoint_files(
+        name,
+        variant=given.get("variant"),
+        gguf_file=None,
+        use_safetensors=None,
+        download_kwargs={key: value for key, value in given.items() if key != "variant"},
+        user_agent={},
+        is_remote_code=False,
+        transformers_explicit_filename=None,
+    )
+    assert ahead._paths(asked(name, **given)) == found
+    assert len(found or ()) == (1 if shards == "1GB" else len(list(folder.glob("*.safetensors")))) > 0
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"x": "lost.safetensors"}}')
+    assert ahead._paths(asked(tmp_path)) == []
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    assert ahead._paths(asked(tmp_path)) == []
+    assert ahead._paths(asked("somebody/nowhere")) == ahead._paths(asked("..")) == ahead._paths(asked(None)) == []
