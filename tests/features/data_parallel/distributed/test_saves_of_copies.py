@@ -10,12 +10,14 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 import tp_transformers
+from tests.distributed.strategies.test_full_tensors import check_memory
 from tests.support.models import load
 from tests.support.on_ranks import on_ranks, refused
 from tests.support.tiers import wide
 from tests.support.training import mesh_of
 from tp_transformers.checkpoint.saving.folder import SaveFolder
 from tp_transformers.errors import CheckpointError
+from tp_transformers.features.data_parallel.fsdp import PartOfShard
 
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 
@@ -48,3 +50,9 @@ def test_all_copies_raise_the_error_of_the_first(folder, tmp_path) -> None:
     (tmp_path / "saved").write_text("")
     with refused(CheckpointError, "saved"):
         start(folder, "replicate").save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_rank_holds_what_it_asked_for_and_a_few_boxes() -> None:
+    check_memory(2, PartOfShard)
