@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING
 
-from huggingface_hub import try_to_load_from_cache
+from transformers.utils import cached_file
 
 from ...checkpoint.reading.header import read_index, with_variant
 from ...checkpoint.reading.local_file import LocalFile
@@ -34,7 +34,7 @@ def reading_ahead(asked: Asked, group: TensorParallelGroup) -> Iterator[None]:
     anything read if the memory has no room for all files. An error is left to the read that needs the bytes.
     """
     with ExitStack() as opened, ThreadPoolExecutor(THREADS, "ahead", bind_thread, (group.device,)) as pool:
-        paths = _paths(asked) if len({*group.everywhere(node_name)}) == 1 else []
+        paths = _paths(asked) if asked.name is not None and len({*group.everywhere(node_name)}) == 1 else []
         files = [opened.enter_context(closing(LocalFile(path))) for path in paths]
         blocks = _missing_blocks(files)[group.rank :: group.size]
         token = _reads.set([pool.submit(fetch, *block) for block in blocks])
@@ -67,24 +67,16 @@ def _missing_blocks(files: Sequence[LocalFile]) -> list[Block]:
 
 
 def _paths(asked: Asked) -> list[str]:
-    """The safetensors files that transformers is about to find, if all are on this machine; else none."""
+    """The safetensors files that transformers is about to find; none if one of them is not on this machine."""
+    given = {name: asked.arguments[name] for name in ("cache_dir", "revision", "subfolder") if name in asked.arguments}
+    find = partial(cached_file, asked.name, local_files_only=True, **given)
     variant = asked.arguments.get("variant")
     try:
-        index = _find(asked, with_variant("model.safetensors.index.json", variant))
-        names = read_index(index)[0].values() if index else [with_variant("model.safetensors", variant)]
-        paths = [_find(asked, name) for name in sorted({*names})]
-    except (CheckpointError, ValueError):  # transformers is about to say so
+        return [find(with_variant("model.safetensors", variant))]
+    except OSError:
+        pass
+    try:
+        weight_map, _ = read_index(find(with_variant("model.safetensors.index.json", variant)))
+        return [find(name) for name in sorted({*weight_map.values()})]
+    except (OSError, CheckpointError):  # other files, or an index of which transformers is about to tell
         return []
-    return [path for path in paths if path] if all(paths) else []
-
-
-def _find(asked: Asked, name: str) -> str:
-    """The path of one file in the folder of the checkpoint, or in the cache of the Hub; "" if it is not there."""
-    if asked.name is None:
-        return ""
-    if os.path.isdir(asked.name):
-        path = os.path.join(asked.folder or "", name)
-        return path if os.path.isfile(path) else ""
-    given = {argument: asked.arguments.get(argument) for argument in ("cache_dir", "revision")}
-    found = try_to_load_from_cache(str(asked.name), os.path.join(asked.arguments.get("subfolder") or "", name), **given)
-    return found if isinstance(found, str) else ""
