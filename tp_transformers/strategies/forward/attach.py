@@ -60,8 +60,10 @@ def _communicating(
     """Wrap `call`, the forward of a module: local tensors inside, `before` and `after` of its strategy around it."""
 
     def forward(mod: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and any(name not in mod._parameters for name in views):
-            return untraced(mod, *args, **kwargs)  # torch.compile misses the replacement of computed values
+        is_computed = any(name not in mod._parameters for name in views)
+        return (untraced if is_computed else traced)(mod, *args, **kwargs)
+
+    def traced(mod: Any, *args: Any, **kwargs: Any) -> Any:
         # Read directly, not by a `Mark`: torch.compile then loses the restored parameters.
         strategy: Communication = mod.tp_strategy
         # Without strict=False: torch.compile before torch 2.12 reads it as True.
@@ -93,7 +95,9 @@ def _communicating(
         finally:
             forwards.pop()
 
-    untraced: Forwarder = torch.compiler.disable(forward)
+    # torch.compile misses the replacement of computed values. So is_compiling() does not decide: after a graph break in
+    # one forward, torch.compile skips this code in all modules, and traces what the code calls.
+    untraced: Forwarder = torch.compiler.disable(traced)
     return forward
 
 
