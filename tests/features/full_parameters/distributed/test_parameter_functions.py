@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import traceback
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import tp_transformers
 from tests.support.models import load
+from tests.support.on_ranks import on_ranks
 from tests.support.parameter_functions import DIRECT, FUNCTIONS, OF_OTHERS, UTILS
 from tests.support.tiers import wide
 from tp_transformers.strategies import shard_of
@@ -121,7 +123,7 @@ class _AllFeatures(torch.autograd.Function):
         return own, None
 
 
-def on_ranks(folder: str, path: str, names: list[str]) -> dict[str, Any]:
+def run_loaded(folder: str, path: str, names: list[str]) -> dict[str, Any]:
     """Runs on every rank."""
     return run(load(folder), path, names)
 
@@ -161,7 +163,7 @@ def test_functions_of_parameters_are_right_or_refused(pool, cases, kind) -> None
     folder = cases(*heads, num_hidden_layers=1).folder
     names = list(FUNCTIONS)
     expected = run(AutoModelForCausalLM.from_pretrained(folder), path, names)
-    ranks = pool.run(2, on_ranks, folder, path, names)
+    ranks = pool.run(2, run_loaded, folder, path, names)
     rows = {name: verdict([found[name] for found in ranks], expected[name]) for name in names}
     print(f"\n{kind}, {path} of a Llama with {heads[0]} query and {heads[1]} KV heads on 2 ranks")
     for name, text in rows.items():
@@ -173,3 +175,21 @@ def test_every_function_of_torch_has_a_row() -> None:
     given = {name.partition(" ")[0] for name in UTILS}
     assert set(nn.utils.__all__) - given <= OF_OTHERS
     assert len(DIRECT) >= 14
+
+
+@on_ranks(2, (8, 4))
+def test_a_parametrization_is_compiled_after_a_graph_break(folder) -> None:
+    """torch.compile then skips the code of the forwards of all modules, and traces what they call."""
+    path, name, look_up = "model.layers.0.self_attn.q_proj", "utils.parametrize, torch.compile", nn.Embedding.forward
+
+    def looked_up(module: nn.Embedding, ids: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return look_up(module, ids)
+
+    with mock.patch.object(nn.Embedding, "forward", looked_up):
+        module, ids = _case(load(folder), "model.embed_tokens")
+        torch.compile(module, backend="eager")(ids)
+    expected, found = (
+        run(model, path, [name])[name] for model in (AutoModelForCausalLM.from_pretrained(folder), load(folder))
+    )
+    assert _difference(found, expected) < TOLERANCE, found
