@@ -115,9 +115,8 @@ def test_the_operator_fulfils_what_torch_asks_of_operators(bias: bool) -> None:
     torch.library.opcheck(torch.ops.tp_transformers.row_linear.default, arguments)
 
 
-def test_a_number_of_rows_that_depends_on_data_is_traced(monkeypatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+def test_a_number_of_rows_that_depends_on_data_is_traced() -> None:
     linear, x = chosen(nn.Linear(64, 96, dtype=torch.bfloat16)), torch.randn(3, 64, dtype=torch.bfloat16)
     compiled = torch.compile(lambda mask: linear(x[mask.nonzero()[:, 0]]), backend="eager", fullgraph=True)
-    with torch.no_grad():
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         assert compiled(torch.tensor([1, 0, 1])).shape == (2, 96)
