@@ -30,11 +30,14 @@ _reads: ContextVar[list[Future[None]] | None] = ContextVar("tp_transformers_ahea
 def reading_ahead(asked: Asked, group: TensorParallelGroup) -> Iterator[None]:
     """Read the files of the checkpoint into the page cache until `stop`, or until the block ends. Collective.
 
-    The ranks take the blocks in turn; a group on several nodes, of which each needs other bytes, reads nothing. Nor is
-    anything read if the memory has no room for all files. An error is left to the read that needs the bytes.
+    The ranks take the blocks in turn. Nothing is read by a group on several nodes, each of which needs other bytes, nor
+    by a rank with `tp_prefetch`, nor if the memory has no room for all files. An error is left to the read that needs
+    the bytes.
     """
     with ExitStack() as opened, ThreadPoolExecutor(THREADS, "ahead", bind_thread, (group.device,)) as pool:
-        paths = _paths(asked) if asked.name is not None and len({*group.everywhere(node_name)}) == 1 else []
+        is_one_node = len({*group.everywhere(node_name)}) == 1
+        wanted = is_one_node and asked.name is not None and "tp_prefetch" not in asked.options
+        paths = _paths(asked) if wanted else []
         files = [opened.enter_context(closing(LocalFile(path))) for path in paths]
         blocks = _missing_blocks(files)[group.rank :: group.size]
         token = _reads.set([pool.submit(fetch, *block) for block in blocks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from ...seams import Feature, Option
@@ -28,8 +28,6 @@ class PageCache(Feature):
     options = (Prefetch(),)
 
     def around_load(self, group: TensorParallelGroup, asked: Asked) -> AbstractContextManager[Any]:
-        if "tp_prefetch" in asked.options:
-            return nullcontext()
         from .ahead import reading_ahead
 
         return reading_ahead(asked, group)
