@@ -33,25 +33,12 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._noted: Any = None
         self._marks: list[tuple[str, Any]] = []
         self.lap()
 
     def mark(self, part: str) -> None:
         """Name the phase since the last mark `part`."""
         self._marks.append((part, self._now()))
-
-    def note(self, *_: Any) -> None:
-        """A point at which `mark_around_note` may split a phase; the last one counts."""
-        self._noted = self._now()
-
-    def mark_around_note(self, before: str, after: str) -> None:
-        """Name the phase up to the last `note` `before`, and the rest `after`; without a note, all is `before`."""
-        if self._noted is not None:
-            self._marks.append((before, self._noted))
-            self._noted = None
-            before = after
-        self.mark(before)
 
     def lap(self) -> dict[str, float]:
         """Seconds of every phase since the last lap, and their sum as "step"; begins the next lap."""

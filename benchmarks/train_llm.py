@@ -55,9 +55,6 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
     )
     watch = Stopwatch(world.device)
     sync = getattr(model, "set_requires_gradient_sync", None)
-    if sync and not arguments.fsdp:  # then gradients are averaged at the end of the backward
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(watch.note)
     positions = torch.arange(arguments.length, device=world.device)
     with world.agree():
         log = Log(arguments.out / "log.jsonl", about(arguments, world), done + 1) if world.rank == 0 else None
@@ -80,7 +77,7 @@ def train(arguments: argparse.Namespace, world: TensorParallelGroup) -> None:
             share = output.loss / len(parts)
             watch.mark("forward")
             share.backward()
-            watch.mark_around_note("backward", "gradient sync")
+            watch.mark("backward")
             loss += share.detach()
         norm = tp_transformers.clip_grad_norm_(model, arguments.clip or float("inf"))
         watch.mark("clip")

@@ -97,7 +97,6 @@ def test_ranks_train_what_one_process_trains_and_another_mesh_goes_on(options, p
     again = [*options, "--resume", str(two / "step-3"), "--out", str(two), "--dp", "2", "--tp", "1"]
     assert not any(pool.run(2, run, again))
     assert list(steps(two)) == [1, 2, 3, 4, 5, 6]
-    assert "gradient sync" in steps(two)[6]["seconds"]
     assert_same_run(two, one)
 
 
