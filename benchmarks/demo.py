@@ -67,7 +67,7 @@ def generate(model: Any, folder: Path) -> str:
     return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
-def on_rank(folder: str, rank: int, size: int) -> dict[str, Any]:
+def on_rank(folder: str, **_: Any) -> dict[str, Any]:
     """Load and generate on a rank: its share of the model, seconds, and text."""
     logging.disable_progress_bar()
     tp_transformers.enable()
