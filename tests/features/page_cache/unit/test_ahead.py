@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from concurrent.futures import wait
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_fetched_bytes_are_in_the_page_cache(tmp_path: Path, sendfile: bool, mon
     with pytest.raises(CheckpointError, match="reading at byte 0 failed"):
         prefetch.fetch(file, 0, 100)
     file.fd = -1
+
+
+def test_a_fetch_leaves_no_descriptor(tmp_path, monkeypatch) -> None:
+    """A daemon closes all descriptors: by one that stays, later fetches would write to its next file."""
+    sinks: list[int] = []
+    monkeypatch.setattr(os, "sendfile", lambda sink, *_: sinks.append(sink) or 0)
+    (tmp_path / "x").write_bytes(b"x")
+    with closing(LocalFile(tmp_path / "x")) as file:
+        prefetch.fetch(file, 0, 1)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(sinks[0])
 
 
 @pytest.mark.parametrize("shards", ["1GB", "100KB"])
