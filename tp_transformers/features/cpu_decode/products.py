@@ -48,8 +48,8 @@ def _is_bfloat16_on_cpu(tensor: Tensor) -> bool:
 
 def _by_rows(call: Forwarder) -> Forwarder:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if args and isinstance(args[0], Tensor) and args[0].ndim and not torch.is_grad_enabled() else None
-        if x is None or not statically_known_true(x.numel() == x.shape[-1]):
+        x = args[0] if args and isinstance(args[0], Tensor) and not torch.is_grad_enabled() else None
+        if x is None or not statically_known_true(x.shape[:-1].numel() == 1) or torch.compiler.is_exporting():
             return call(module, *args, **kwargs)
         if torch.compiler.is_compiling():
             with _Rows():
@@ -74,8 +74,13 @@ class _Rows(TorchFunctionMode):
     """Makes linears of a graph an operator that turns oneDNN off whenever the graph runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_row = func is linear and _is_bfloat16_on_cpu(args[0])
+        # Autocast and subclasses of tensors (DTensors, quantised weights) do not know the operator.
+        is_row = func is linear and not (kwargs or torch.is_autocast_enabled("cpu")) and all(map(_is_plain, args))
         return (_row_linear if is_row else func)(*args, **(kwargs or {}))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or (type(value) in (Tensor, nn.Parameter) and _is_bfloat16_on_cpu(value))
 
 
 _LIBRARY = torch.library.Library("tp_transformers", "FRAGMENT")

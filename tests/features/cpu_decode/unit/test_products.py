@@ -20,6 +20,25 @@ class Seen(nn.Linear):
         return super().forward(x)
 
 
+class ByKeyword(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(input=x, weight=self.weight, bias=self.bias)
+
+
+class Doubled(torch.Tensor):
+    """A weight of another library, which computes linears itself."""
+
+    def detach(self) -> Any:
+        return super().detach().as_subclass(Doubled)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is nn.functional.linear:
+                args = (args[0] * 2, *args[1:])
+            return func(*args, **(kwargs or {}))
+
+
 class Experts(nn.Module):
     """Merged experts, as transformers marks them: `is_transposed` if inputs are rows in memory."""
 
@@ -36,6 +55,7 @@ class Experts(nn.Module):
 @pytest.fixture(autouse=True)
 def slow_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "onednn_is_slow", lambda: True)
+    torch._dynamo.reset()  # all linears have one forward, which would reach the limit of its graphs
 
 
 def chosen(module: Any) -> Any:
@@ -120,3 +140,23 @@ def test_a_number_of_rows_that_depends_on_data_is_traced() -> None:
     compiled = torch.compile(lambda mask: linear(x[mask.nonzero()[:, 0]]), backend="eager", fullgraph=True)
     with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         assert compiled(torch.tensor([1, 0, 1])).shape == (2, 96)
+
+
+@pytest.mark.parametrize("what", ["keywords", "another library", "autocast"])
+def test_other_linears_are_compiled_as_they_are(what) -> None:
+    linear = chosen((ByKeyword if what == "keywords" else nn.Linear)(64, 96, dtype=torch.bfloat16))
+    if what == "another library":
+        linear.weight = nn.Parameter(Doubled(linear.weight.detach()), requires_grad=False)
+    x = torch.randn(1, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=what == "autocast"):
+        compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(compiled, linear(x))
+
+
+def test_graphs_for_other_programs_have_operators_of_torch_alone() -> None:
+    linear, x = chosen(nn.Linear(64, 96, dtype=torch.bfloat16)), torch.randn(1, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for strict in (False, True):
+            nodes = torch.export.export(linear, (x,), strict=strict).graph.nodes
+            assert [node.target for node in nodes if node.op == "call_function"] == [torch.ops.aten.linear.default]
+        torch.testing.assert_close(torch.jit.trace(linear, x)(x), linear(x))
