@@ -17,19 +17,18 @@ from tests.support.models import llama_config, load, observe
 from tests.support.needs import needs
 from tests.support.pool import WorkerError
 from tests.support.tiers import wide
+from tp_transformers.logs import warn_once
 
 TOLERANCE = 1e-4  # fp32 sums in another order
 
 
 def declared(folder: str, reference: str) -> None:
     """Run on every rank: two loads, of which rank 0 tells one, and the numbers of one process."""
-    from tp_transformers.loading import choose_plan
-
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("tp_transformers").addHandler(handler)
-    choose_plan._logged.clear()  # a warm worker may have told already
+    warn_once.cache_clear()  # a warm worker may have told already
     for _ in range(2):
         model = load(folder)
     found = compare_seen(model, observe(model), torch.load(reference))

@@ -83,7 +83,7 @@ def load_both_ways(folder: str, sharded: str, saved: str | None, experts: bool =
 
     model = load(folder, tp_expert_parallel=experts)
     with mock.patch.object(LocalFile, "__init__", recorded):
-        again, info = load(sharded, output_loading_info=True, tp_expert_parallel=experts)
+        again, info = load(sharded, output_loading_info=True, tp_expert_parallel=experts, tp_prefetch=False)
     ours, theirs = again.state_dict(keep_vars=True), model.state_dict(keep_vars=True)
     local = tp_transformers.local_tensor
     if saved is not None:
