@@ -23,6 +23,9 @@ from .torch_api import CompileContext
 
 logger = get_logger(__name__)
 
+MODELS = "transformers.modeling_utils"
+"""Module that takes as long to import as torch: a patch waits until a model's class, or a load, imports the module."""
+
 Undo = Callable[[], None]
 Install = Callable[[], Undo]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .checkpoint.reading.jobs import Request
     from .loading.options import Options
     from .loading.request import LoadRequest
-    from .loading.storage import Asked
     from .plans.binding import Binding
     from .plans.rule import SplitHeads
     from .plans.rules import Plan
@@ -171,7 +170,12 @@ class Feature:
         """
         return None
 
-    def around_load(self, group: TensorParallelGroup, asked: Asked) -> AbstractContextManager[Any]:
+    def around_imports(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Context of a `from_pretrained` with a `tp_plan` and these arguments, on this rank alone. It is entered before
+        models and the modules of the load are imported, and imports none. It raises no error of one rank."""
+        return nullcontext()
+
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[Any]:
         """Context of a load with a plan, on all ranks of `group`."""
         return nullcontext()
 

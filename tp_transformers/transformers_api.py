@@ -24,7 +24,6 @@ from transformers.dynamic_module_utils import custom_object_save as custom_objec
 from transformers.generation.streamers import BaseStreamer as BaseStreamer  # base of what receives tokens, one per rank
 from transformers.modeling_utils import LoadStateDictConfig as LoadStateDictConfig  # argument of the weight load
 from transformers.modeling_utils import str_to_torch_dtype as str_to_torch_dtype  # dtypes in safetensors headers
-from transformers.models.auto import modeling_auto
 from transformers.quantizers.quantizers_utils import should_convert_module as should_convert_module  # or leave it
 from transformers.utils.hub import extract_commit_hash as extract_commit_hash  # commit of a file in the Hub cache
 from transformers.utils.loading_report import LoadStateDictInfo as LoadStateDictInfo  # result of the weight load
@@ -68,7 +67,6 @@ def check() -> None:
     if not OLDEST <= tuple(int(number) for number in version.split(".")[:2]) < FIRST_UNSUPPORTED:
         problems.append("another version")
     problems += [f"no {name}" for name in METHODS if not hasattr(PreTrainedModel, name)]
-    problems += ["no _BaseAutoModelClass"] if not hasattr(modeling_auto, "_BaseAutoModelClass") else []
     for (owner, name), needed in _ARGUMENTS.items():
         function: Callable[..., Any] | None = getattr(owner, name, None)
         parameters = tuple(inspect.signature(function).parameters) if function is not None else ()
@@ -83,11 +81,3 @@ def check() -> None:
         expected = "transformers >= {}.{}, < {}.{}".format(*OLDEST, *FIRST_UNSUPPORTED)
         fix = "Nothing was patched. Install a supported transformers, or a newer tp_transformers."
         raise UnsupportedError("tp_transformers.enable()", got=got, expected=expected, fix=fix)
-
-
-def auto_classes() -> list[type]:
-    """Every Auto model class that defines its own `from_pretrained`."""
-    classes: list[type] = [modeling_auto._BaseAutoModelClass]
-    for cls in classes:
-        classes.extend(cls.__subclasses__())
-    return [cls for cls in classes if "from_pretrained" in cls.__dict__]

@@ -8,9 +8,9 @@ from tests.support.house import House
 from tests.support.needs import of_others
 from tp_transformers.seams import added
 
-CORE = 12484
+CORE = 12500
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 45257
+PACKAGE = 45284
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

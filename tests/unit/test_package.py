@@ -105,6 +105,27 @@ from tp_transformers.trainer import Trainer
 from transformers import Trainer as original
 assert original.compute_loss.__wrapped__ is not original.compute_loss and issubclass(Trainer, original)
 """
+HOOK_BEFORE_MODELS = """
+import sys, tp_transformers, transformers
+from transformers import AutoModelForCausalLM
+tp_transformers.enable()
+assert 'transformers.modeling_utils' not in sys.modules
+release, transformers.__version__ = transformers.__version__, '6.0.0'
+try:
+    AutoModelForCausalLM.from_pretrained('nowhere', tp_plan='auto')
+except tp_transformers.UnsupportedError as error:
+    assert '6.0.0' in str(error)
+else:
+    raise AssertionError('loaded by an unsupported release')
+transformers.__version__ = release
+from transformers import PreTrainedModel, modeling_utils
+assert PreTrainedModel.from_pretrained.__wrapped__ and modeling_utils.get_hf_quantizer.__wrapped__
+tp_transformers.disable()
+assert not hasattr(modeling_utils.get_hf_quantizer, '__wrapped__')
+tp_transformers.enable()
+tp_transformers.disable()
+"""
+"""Models' classes are imported by the first load, which tells what `enable()` tells if they are there already."""
 STRATEGIES_ALONE = """
 import sys, tp_transformers.torch_api
 assert not sys.modules.keys() & {'torch._dynamo', 'torch._inductor', 'transformers'}, 'imported'
@@ -125,7 +146,8 @@ PATCHES_AND_STARTS_NOTHING = (
 
 
 def test_what_an_import_does_and_what_it_leaves() -> None:
-    programs = (STRATEGIES_ALONE, "transformers", FEW_NEED, HOOK_BEFORE_TRAINER, PATCHES_AND_STARTS_NOTHING)
+    before, after = (STRATEGIES_ALONE, HOOK_BEFORE_MODELS), (FEW_NEED, HOOK_BEFORE_TRAINER, PATCHES_AND_STARTS_NOTHING)
+    programs = (*before, "transformers", *after)
     subprocess.run([sys.executable, "-c", IN_FORKS, *programs], check=True, timeout=120)
 
 

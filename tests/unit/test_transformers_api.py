@@ -32,6 +32,7 @@ ALLOWED = {
     ("features/serve/requests.py", "transformers.cli.serving.model_manager"),
     ("features/serve/requests.py", "transformers.cli.serving.utils"),
     ("features/serve/batches.py", "transformers.generation.continuous_batching"),
+    ("loading/hook.py", "transformers.models.auto"),
 }
 """Imports elsewhere: those of one feature, and late, those of modules that take a second to import."""
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from .. import torch_api, transformers_api
 from ..checkpoint.reading.report import LoadReport
 from ..errors import CheckpointError, TensorParallelError, UnsupportedError, release
 from ..marks import untyped
@@ -27,7 +28,6 @@ from ..plans.rules import Plan
 from ..ranks.group import TensorParallelGroup
 from ..ranks.mesh import check_size, join
 from ..seams import added, features, first
-from ..torch_api import check as check_torch
 from ..transformers_api import LoadStateDictConfig, LoadStateDictInfo
 from .choose_plan import ModelPlan, plan_for, read_plan
 from .forgotten import warn_of_full_copies, warn_of_one_rank, warn_of_size_alone
@@ -107,7 +107,8 @@ def from_pretrained_with(instead: Instead, cls: Any, name: str | None, **kwargs:
 
 def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `from_pretrained` that was given a `tp_plan`."""
-    check_torch()
+    torch_api.check()
+    transformers_api.check()
     tp_plan, tp_size, device_mesh = (kwargs.pop(name, None) for name in ("tp_plan", "tp_size", "device_mesh"))
     options = take_options(kwargs)
     asked = Asked(cls, _name(args, kwargs), options, kwargs)
@@ -134,7 +135,7 @@ def load_with_plan(original: Callable[..., Any], cls: type, args: tuple[Any, ...
         same |= {argument: option.agreed(options.get(argument)) for argument, option in OPTIONS.items()}
         group.check_same(same | {storage.argument: storage.agreed})
         for feature in features().values():
-            stack.enter_context(feature.around_load(group, asked))
+            stack.enter_context(feature.around_load(group, options))
         # 4. The storage completes the arguments: with one commit for all files, or with the config in a file.
         storage.prepare(asked, group)
         # 5. Run transformers' load, with ours in place of its load of the weights; all ranks succeed or all fail.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...patches import Patch, Undo, nothing
+from ...patches import MODELS, Patch, Undo, nothing
 
 EXCHANGE = "tp_transformers"
 """Value of `ep_implementation` for experts that transformers shards and this package exchanges tokens for."""
@@ -26,4 +26,4 @@ def _add_exchange() -> Undo:
     return lambda: EPImplementationInterface._global_mapping.pop(EXCHANGE, None)
 
 
-EP_IMPLEMENTATION = Patch("transformers", "ep_implementation", _add_exchange, without=nothing)
+EP_IMPLEMENTATION = Patch("transformers", "ep_implementation", _add_exchange, without=nothing, module=MODELS)

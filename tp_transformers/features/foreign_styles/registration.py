@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...patches import Patch, Undo, nothing
+from ...patches import MODELS, Patch, Undo, nothing
 
 
 def _name_registration() -> Undo:
@@ -15,7 +15,7 @@ def _name_registration() -> Undo:
     return lambda: delattr(interface, "register_strategy")
 
 
-REGISTRATION = Patch("transformers", "register_strategy", _name_registration, without=nothing)
+REGISTRATION = Patch("transformers", "register_strategy", _name_registration, without=nothing, module=MODELS)
 
 
 def parallel_styles() -> Any:

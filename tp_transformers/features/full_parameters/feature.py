@@ -11,7 +11,7 @@ from ...seams import REFUSED, Compute, Feature
 if TYPE_CHECKING:
     from torch import nn
 
-    from ...loading.storage import Asked
+    from ...loading.options import Options
     from ...ranks.group import TensorParallelGroup
 
 
@@ -48,7 +48,7 @@ class FullParameters(Feature):
         return compute_on
 
     @contextmanager
-    def around_load(self, group: TensorParallelGroup, asked: Asked) -> Iterator[None]:
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[None]:
         from .computing import WRITES_PARTS
 
         token = WRITES_PARTS.set(True)

@@ -11,7 +11,7 @@ from ...seams import Feature, Meet
 
 if TYPE_CHECKING:
     from ...checkpoint.reading.header import Checkpoint
-    from ...loading.storage import Asked
+    from ...loading.options import Options
     from ...ranks.group import TensorParallelGroup
 
 
@@ -28,7 +28,7 @@ class Machines(Feature):
             yield connect_machines
 
     @contextmanager
-    def around_load(self, group: TensorParallelGroup, asked: Asked) -> Iterator[None]:
+    def around_load(self, group: TensorParallelGroup, options: Options) -> Iterator[None]:
         from .network import warn_of_crossing
 
         if group.mesh is not None and group.mesh.ndim > 1:

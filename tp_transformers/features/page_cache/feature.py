@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from ...checkpoint.reading.header import Checkpoint
     from ...checkpoint.reading.jobs import Request
     from ...loading.options import Options
-    from ...loading.storage import Asked
     from ...ranks.group import TensorParallelGroup
 
 
@@ -27,10 +26,10 @@ class PageCache(Feature):
 
     options = (Prefetch(),)
 
-    def around_load(self, group: TensorParallelGroup, asked: Asked) -> AbstractContextManager[Any]:
+    def around_imports(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
         from .ahead import reading_ahead
 
-        return reading_ahead(asked, group)
+        return reading_ahead(args, kwargs)
 
     def around_reads(
         self, checkpoint: Checkpoint, requests: Sequence[Request], group: TensorParallelGroup, options: Options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...seams import REFUSED, Feature, Option
 
 if TYPE_CHECKING:
-    from ...loading.storage import Asked
+    from ...loading.options import Options
     from ...ranks.group import TensorParallelGroup
 
 
@@ -39,10 +39,10 @@ class Watching(Feature):
     options = (WatchOption(),)
     model_methods = (".calls.WatchedModel",)
 
-    def around_load(self, group: TensorParallelGroup, asked: Asked) -> AbstractContextManager[None]:
+    def around_load(self, group: TensorParallelGroup, options: Options) -> AbstractContextManager[None]:
         from .calls import load_watched
 
-        return load_watched(group, asked.options.get("tp_watch"))
+        return load_watched(group, options.get("tp_watch"))
 
     def loaded(self, model: Any) -> None:
         from .calls import keep_watching

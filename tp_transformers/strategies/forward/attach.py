@@ -95,8 +95,8 @@ def _communicating(
         finally:
             forwards.pop()
 
-    # torch.compile misses the replacement of computed values. So is_compiling() does not decide: after a graph break in
-    # one forward, torch.compile skips this code in all modules, and traces what the code calls.
+    # torch.compile misses the replacement of computed values. `is_compiling()` does not tell whether it traces: after a
+    # graph break it skips `traced`, in all modules, and traces what `traced` calls.
     untraced: Forwarder = torch.compiler.disable(traced)
     return forward
 

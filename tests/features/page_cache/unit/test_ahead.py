@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+import threading
 import time
 from concurrent.futures import wait
 from contextlib import closing
@@ -14,21 +17,20 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import _get_resolved_checkpoint_files
 
 from tp_transformers.checkpoint.reading.local_file import LocalFile
 from tp_transformers.errors import CheckpointError
 from tp_transformers.features.page_cache import ahead, prefetch
-from tp_transformers.loading.storage import Asked
-from tp_transformers.ranks.group import TensorParallelGroup
 
-GROUP = TensorParallelGroup(None, 0, 1, torch.device("cpu"))
 BLOCK = 1000
 
 
-def asked(name: Any, **arguments: Any) -> Asked:
-    return Asked(AutoModelForCausalLM, name, {}, arguments)
+def launched(monkeypatch: pytest.MonkeyPatch, *, rank: int, local_size: int) -> None:
+    """This process is one of two ranks of torchrun, of which so many are on this node."""
+    for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": local_size}.items():
+        monkeypatch.setenv(name, str(value))
 
 
 def evict(file: LocalFile, span: tuple[int, int]) -> None:
@@ -70,39 +72,45 @@ def test_the_ranks_take_blocks_in_turn(
     cold: Path, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = (cold / "model.safetensors").stat().st_size
-    monkeypatch.setattr(TensorParallelGroup, "everywhere", lambda self, function: [function()] * self.size)
     for rank in range(2):
-        with ahead.reading_ahead(asked(cold), TensorParallelGroup(None, rank, 2, torch.device("cpu"))):
+        launched(monkeypatch, rank=rank, local_size=2)
+        with ahead.reading_ahead([cold], {}):
             wait(ahead._reads.get() or ())
         assert all(start % (2 * BLOCK) == rank * BLOCK for start, _ in fetched[-4:])
     assert sorted(fetched) == [(start, min(start + BLOCK, size)) for start in range(0, size, BLOCK)]
 
 
 def test_the_load_stops_the_reads(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that has begun ends; the others do not begin."""
-    reads: list[int] = []
+    """Reads that have begun end; the others do not begin."""
+    begun: list[int] = []
+    stopped = threading.Event()
+
+    def waits(file: LocalFile, start: int, stop: int) -> None:
+        if (start, stop) != (0, 1):
+            begun.append(start)
+            assert stopped.wait(30)
+
     monkeypatch.setattr(ahead, "BLOCK_BYTES", 8)
-    monkeypatch.setattr(ahead, "fetch", lambda file, start, stop: reads.append(start))
-    with ahead.reading_ahead(asked(cold), GROUP):
+    monkeypatch.setattr(ahead, "fetch", waits)
+    with ahead.reading_ahead([cold], {}):
         ahead.stop()
-        wait(ahead._reads.get() or ())
-        begun = len(reads)
-    assert begun == len(reads) < 1000
+        stopped.set()
+    assert len(begun) <= prefetch.THREADS
 
 
-@pytest.mark.parametrize("why", ["cached", "several nodes", "no memory", "a file system that does not tell"])
+@pytest.mark.parametrize("why", ["cached", "several nodes", "no memory", "a file system that does not tell", "option"])
 def test_nothing_is_read_ahead(
     why: str, cold: Path, fetched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if why == "cached":
         monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: True)
     elif why == "several nodes":
-        monkeypatch.setattr(TensorParallelGroup, "everywhere", lambda self, function: ["a", "b"])
+        launched(monkeypatch, rank=0, local_size=1)
     elif why == "no memory":
         monkeypatch.setattr(ahead, "available_memory", lambda: 1000)
-    else:
+    elif why == "a file system that does not tell":
         monkeypatch.setattr(LocalFile, "is_resident", lambda self, spans: False)
-    with ahead.reading_ahead(asked(cold), GROUP):
+    with ahead.reading_ahead([cold], {"tp_prefetch": False} if why == "option" else {}):
         wait(ahead._reads.get() or ())
     assert fetched == []
 
@@ -169,15 +177,40 @@ def test_the_files_are_those_that_transformers_finds(
         is_remote_code=False,
         transformers_explicit_filename=None,
     )
-    assert ahead._paths(asked(name, **given)) == found
+    assert ahead._paths([name], given) == found
     assert len(found or ()) == (1 if shards == "1GB" else len(list(folder.glob("*.safetensors")))) > 0
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}, "weight_map": {"x": "lost.safetensors"}}')
-    assert ahead._paths(asked(tmp_path)) == []
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    assert ahead._paths(asked(tmp_path)) == []
-    assert ahead._paths(asked("somebody/nowhere")) == ahead._paths(asked("..")) == []
+def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for text in ('{"metadata": {}, "weight_map": {"x": "lost.safetensors"}}', "{", "[]", '{"weight_map": 3}'):
+        index.write_text(text)
+        assert ahead._paths([tmp_path], {}) == []
+    assert ahead._paths(["somebody/nowhere"], {}) == ahead._paths([".."], {}) == ahead._paths([], {}) == []
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert ahead._paths(asked(tmp_path)) == [str(tmp_path / "model.safetensors")], "it goes before an index"
+    assert ahead._paths([], {"pretrained_model_name_or_path": tmp_path}) == [str(tmp_path / "model.safetensors")]
+    with ahead.reading_ahead([tmp_path], {}):
+        pass  # the load tells that the file is empty
+    monkeypatch.setattr(ahead, "_paths", lambda *_: [str(tmp_path / "lost")])
+    with ahead.reading_ahead([tmp_path], {}):
+        pass  # or that it is gone
+
+
+BEFORE_MODELS = """
+import sys, tp_transformers
+from transformers import AutoModelForCausalLM
+tp_transformers.enable()
+from tp_transformers.features.page_cache import ahead
+seen = []
+ahead._paths = lambda *given: seen.append('transformers.modeling_utils' in sys.modules) or []
+try:
+    AutoModelForCausalLM.from_pretrained('nowhere', tp_plan='auto')
+except OSError:  # there is no such model
+    pass
+assert seen == [False] and 'transformers.modeling_utils' in sys.modules
+"""
+
+
+def test_reads_begin_before_models_are_imported() -> None:
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", BEFORE_MODELS], check=True, timeout=120, env=offline)
