@@ -137,7 +137,8 @@ def run_ranks(
     """
     numbers = list(range(job["size"]) if ranks is None else ranks)
     threads = threads or max(1, len(os.sched_getaffinity(0)) // len(numbers))
-    shared = {"WORLD_SIZE": str(job["size"]), "OMP_NUM_THREADS": str(threads)}
+    sizes = {"WORLD_SIZE": str(job["size"]), "LOCAL_WORLD_SIZE": str(len(numbers))}
+    shared = {**sizes, "OMP_NUM_THREADS": str(threads)}
     with tempfile.TemporaryDirectory() as scratch:
         return run(
             target,

@@ -52,7 +52,7 @@ class Setting:
 
     def run(self, action: str, side: Side, reference: Path, target: Path | None = None) -> list[dict[str, Any]]:
         """Run `action` (see worker.Job) in fresh processes, one per rank; returns their results."""
-        env = {"LOCAL_RANK": "0", **({"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {})}
+        env = {"CUDA_VISIBLE_DEVICES": ""} if self.device == "cpu" else {"LOCAL_RANK": "0"}
         with tempfile.TemporaryDirectory(dir=self.parent) as scratch, _hub(self.hub) as (endpoint, sent):
             # A fresh cache, so that every load downloads.
             hub = {"HF_ENDPOINT": endpoint, "HF_HOME": f"{scratch}/home", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}

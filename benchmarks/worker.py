@@ -30,7 +30,8 @@ class Job:
     """The job of one rank."""
 
     action: str
-    """"check" against `reference`, "time", "save" to `target` as shards; "read" times safetensors' own reader."""
+    """"check" against `reference`, "time" a load, "start" as a script does, up to the first forward, "save" to `target`
+    as shards; "read" times safetensors' own reader."""
     side: str
     """"native", transformers' own tensor parallelism, or "ours"."""
     checkpoint: str
@@ -49,7 +50,7 @@ class Job:
 def on_rank(**job: Any) -> dict[str, Any]:
     """Do the `Job`; returns its numbers, and the name of the GPU as "device"."""
     given = Job(**job)
-    action = {"check": _check, "time": _time, "save": _save, "read": _read}[given.action]
+    action = {"check": _check, "time": _time, "start": _start, "save": _save, "read": _read}[given.action]
     with joined(given.store, given.rank, given.size, given.device) as mesh:
         result = action(given, _arguments(given, mesh))
     return {**result, "device": torch.cuda.get_device_name() if given.device == "cuda" else ""}
@@ -85,6 +86,8 @@ def _read(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
 def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
     """Seconds, bytes and memory of a load and of the first forward after it."""
     # 1. Import the modules that the load needs, so that they are not timed; also the model's class.
+    if job.side == "ours":
+        import tp_transformers.loading.from_pretrained  # noqa: F401
     AutoModelForCausalLM._model_mapping[type(AutoConfig.from_pretrained(job.reference))]
     tokens = torch.arange(TOKENS, device=job.device)[None]
     if job.device == "cuda":
@@ -110,11 +113,19 @@ def _time(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
         model(tokens)
     _synchronize(job)
     result["forward"] = time.perf_counter() - start
-    result["process"] = _age()
     # 4. The loader's own counters.
     if job.side == "ours":
         result["report"] = dataclasses.asdict(model.tp_report) | {"text": str(model.tp_report)}
     return result
+
+
+def _start(job: Job, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Seconds from the start of the process to the end of the first forward; models are imported by the load."""
+    model = AutoModelForCausalLM.from_pretrained(job.checkpoint, **arguments)
+    with torch.no_grad():
+        model(torch.arange(TOKENS, device=job.device)[None])
+    _synchronize(job)
+    return {"process": _age()}
 
 
 def _arguments(job: Job, mesh: DeviceMesh) -> dict[str, Any]:
