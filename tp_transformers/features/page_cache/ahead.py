@@ -82,6 +82,8 @@ def _missing_blocks(files: Sequence[LocalFile]) -> list[Block]:
 
 def _paths(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """The safetensors files that transformers is about to find; none if one of them is not on this machine."""
+    if kwargs.get("gguf_file") or kwargs.get("force_download") or kwargs.get("use_safetensors") is False:
+        return []
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     given = {argument: kwargs[argument] for argument in ("cache_dir", "revision", "subfolder") if argument in kwargs}
     find = partial(cached_file, name, local_files_only=True, **given)

@@ -49,7 +49,8 @@ def survey(
         name = os.path.dirname(name) or "."
     where = {"trust_remote_code": False, **(where or {})}
     kwargs: dict[str, Any] = {**where, "tp_plan": "auto", "tp_dequantize": not packed, "dtype": dtype, **arguments}
-    kwargs |= {"tp_stream": True} if "tp_stream" in OPTIONS else {}  # of a feature that may not be there
+    options = {"tp_stream": True, "tp_prefetch": False}  # of features that may not be there
+    kwargs |= {option: value for option, value in options.items() if option in OPTIONS}
     guess: str | None = None
     try:
         config = read_config(name, **where)

@@ -189,6 +189,8 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ahead._paths(["somebody/nowhere"], {}) == ahead._paths([".."], {}) == ahead._paths([], {}) == []
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert ahead._paths([], {"pretrained_model_name_or_path": tmp_path}) == [str(tmp_path / "model.safetensors")]
+    for other in ({"gguf_file": "x.gguf"}, {"force_download": True}, {"use_safetensors": False}):
+        assert ahead._paths([tmp_path], other) == []
     with ahead.reading_ahead([tmp_path], {}):
         pass  # the load tells that the file is empty
     monkeypatch.setattr(ahead, "_paths", lambda *_: [str(tmp_path / "lost")])
