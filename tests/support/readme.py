@@ -219,20 +219,20 @@ def _cell(text: str) -> str:
 
 
 def _link(path: Path) -> str:
-    """A link to a module or a folder's page, from the page of the folder around it; a feature has a title."""
-    name = _content(path) if path.parent.name == "features" else f"{path.name}/"
-    return f"[{name}]({path.name}/README.md)" if path.is_dir() else f"[{path.name}]({path.name})"
+    """A link to a module or a folder's page, from the page of the folder around it."""
+    return f"[{path.name}/]({path.name}/README.md)" if path.is_dir() else f"[{path.name}]({path.name})"
 
 
 def modules(page: Path) -> str:
     """The modules and folders of the page's folder: one row each with its content.
 
-    Links alone for features, and where there are only folders: the text of the page says what is in them, and the
+    Links alone for a feature, and where there are only folders: the text of the page says what is in them, and the
     docstring or the page of each says it again.
     """
     files = sorted(path for path in page.parent.glob("*.py") if path.name != "__init__.py")
     paths = files + sorted({path.parent for path in page.parent.glob("*/*.py")})
-    if "features" in page.relative_to(PACKAGE).parent.parts or not files:
+    is_list = page.parent.name == "features"
+    if "features" in page.relative_to(PACKAGE).parent.parts[:-1] or not (files or is_list):
         return textwrap.fill(", ".join(map(_link, paths)), 120, break_long_words=False, break_on_hyphens=False)
     rows = [f"| {_link(path)} | {_content(path)} |" for path in paths]
     return "\n".join(["| module | content |", "| --- | --- |", *rows])

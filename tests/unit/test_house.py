@@ -10,7 +10,7 @@ from tp_transformers.seams import added
 
 CORE = 12500
 """Lines of the core. A change that raises this number says in its commit what it took out."""
-PACKAGE = 45284
+PACKAGE = 45287
 """Lines of the package, likewise."""
 FROM_CORE = 0
 """Imports of features by the core. A change that removes one lowers this number; none raises it."""

@@ -135,7 +135,7 @@ class Storage:
 
     @classmethod
     def find(cls, asked: Asked) -> Storage | None:
-        """The storage of this kind that a load asks for; None if it asks for another. Each rank looks alone."""
+        """The storage of this kind that a load asks for; None if transformers finds weights. Each rank looks alone."""
         return cls()
 
     @classmethod
@@ -148,8 +148,8 @@ class Storage:
     def files(self, original: Callable[..., Any], arguments: Mapping[str, Any], group: TensorParallelGroup) -> Found:
         """Find the files; one rank of each node downloads them. Collective.
 
-        The result is the same on all ranks. Of files that transformers cannot open, the metadata has a "dtype", if no
-        config says it.
+        The result is the same on all ranks. Of files that transformers cannot open, the metadata has a "dtype", torch's
+        name of the first in floating point: transformers opens a file if neither a config nor the metadata says it.
 
         Args:
             original: transformers' function that finds the files.
